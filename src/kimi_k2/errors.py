@@ -1,0 +1,85 @@
+"""Typed errors: each names the file, tensor or field at fault and what was expected there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class KimiK2Error(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(KimiK2Error, ValueError):
+    """A configuration is missing a field, or a field is mistyped or inconsistent.
+
+    Attributes:
+        field: dotted name of the offending field, or None when the whole file is at fault.
+        file: path of the configuration file, if it was read from one.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, file: str | Path | None = None) -> None:
+        self.field = field
+        self.file = str(file) if file is not None else None
+        where = ": ".join(part for part in (self.file, f"field '{field}'" if field else None) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class CheckpointError(KimiK2Error):
+    """A checkpoint cannot be read or written as its index, headers and config promise.
+
+    Attributes:
+        file: path of the file at fault, if one is.
+        tensor: name of the tensor at fault, if one is.
+    """
+
+    def __init__(
+        self, message: str, *, file: str | Path | None = None, tensor: str | None = None
+    ) -> None:
+        self.file = str(file) if file is not None else None
+        self.tensor = tensor
+        where = ": ".join(part for part in (self.file, f"tensor '{tensor}'" if tensor else None) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class MissingShardError(CheckpointError):
+    """A shard that the index names is not there."""
+
+
+class MissingTensorError(CheckpointError):
+    """A tensor that the index, a shard or the model needs is not there."""
+
+
+class UnexpectedTensorError(CheckpointError):
+    """A tensor is present that the index or the configuration does not know."""
+
+
+class TensorShapeError(CheckpointError):
+    """A tensor's shape differs from what the configuration implies."""
+
+
+class TensorDtypeError(CheckpointError):
+    """A tensor's dtype differs from what its format implies."""
+
+
+class TruncatedShardError(CheckpointError):
+    """A shard is shorter (or longer) than its own header says."""
+
+
+class CorruptHeaderError(CheckpointError):
+    """A shard's safetensors header, or the index JSON, cannot be parsed."""
+
+
+class OrphanScaleError(CheckpointError):
+    """A quantization scale without its weight, or a quantized weight without its scale."""
+
+
+class TokenizerError(KimiK2Error, ValueError):
+    """A vocabulary file, token id, chat message or tool definition is malformed."""
+
+
+class KernelError(KimiK2Error, ValueError):
+    """A kernel was given a shape, dtype, device or layout that it does not take."""
+
+
+class GenerationError(KimiK2Error, ValueError):
+    """A generation request is malformed (empty prompt, bad temperature, context overflow ...)."""
