@@ -13,11 +13,13 @@ class ConfigError(KimiK2Error, ValueError):
     """A configuration is missing a field, or a field is mistyped or inconsistent.
 
     Attributes:
+        message: what was expected, without the place.
         field: dotted name of the offending field, or None when the whole file is at fault.
         file: path of the configuration file, if it was read from one.
     """
 
     def __init__(self, message: str, *, field: str | None = None, file: str | Path | None = None) -> None:
+        self.message = message
         self.field = field
         self.file = str(file) if file is not None else None
         where = ": ".join(part for part in (self.file, f"field '{field}'" if field else None) if part)
@@ -32,9 +34,7 @@ class CheckpointError(KimiK2Error):
         tensor: name of the tensor at fault, if one is.
     """
 
-    def __init__(
-        self, message: str, *, file: str | Path | None = None, tensor: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, file: str | Path | None = None, tensor: str | None = None) -> None:
         self.file = str(file) if file is not None else None
         self.tensor = tensor
         where = ": ".join(part for part in (self.file, f"tensor '{tensor}'" if tensor else None) if part)

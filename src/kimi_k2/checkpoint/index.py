@@ -1,0 +1,87 @@
+"""`model.safetensors.index.json`: which shard holds which tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_k2.errors import CorruptHeaderError, MissingShardError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """Tensor name -> shard file of a Hugging Face checkpoint directory.
+
+    Attributes:
+        directory: the checkpoint directory.
+        shards: shard file names, in the order in which the index first names them by number.
+        weight_map: stored tensor name -> shard file name; None when a lone `model.safetensors` has no index.
+        total_size: bytes of all tensors as the index states it, if it does.
+    """
+
+    directory: Path
+    shards: tuple[str, ...]
+    weight_map: Mapping[str, str] | None
+    total_size: int | None = None
+
+    @classmethod
+    def open(cls, directory: str | Path) -> CheckpointIndex:
+        """Read the index and check that every shard it names is there.
+
+        Raises:
+            CorruptHeaderError: the index is not JSON of the expected form.
+            MissingShardError: there is neither an index nor a `model.safetensors`, or shards are missing.
+        """
+        directory = Path(directory)
+        path = directory / INDEX_NAME
+        if not path.is_file():
+            if (directory / SINGLE_NAME).is_file():
+                return cls(directory, (SINGLE_NAME,), None)
+            raise MissingShardError(f"expected {INDEX_NAME} or {SINGLE_NAME} in this directory", file=directory)
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CorruptHeaderError(f"not valid JSON: {error}", file=path) from None
+        weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CorruptHeaderError(
+                    f"expected the name of a .safetensors file beside the index, got {shard!r}",
+                    file=path,
+                    tensor=name,
+                )
+        shards = tuple(sorted(set(weight_map.values()), key=_natural))
+        missing = [shard for shard in shards if not (directory / shard).is_file()]
+        if missing:
+            lost = next(name for name, shard in weight_map.items() if shard == missing[0])
+            more = f" (and {len(missing) - 1} more shards)" if len(missing) > 1 else ""
+            raise MissingShardError(
+                f"the index puts this tensor into a file that is not there{more}",
+                file=directory / missing[0],
+                tensor=lost,
+            )
+        metadata = raw.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return cls(directory, shards, weight_map, int(total) if isinstance(total, (int, float)) else None)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sort key that puts model-2-of-61 before model-10-of-61: the names are not zero-padded."""
+    parts: list[tuple[int, str]] = []
+    number = ""
+    for character in name + "\0":
+        if character.isdigit():
+            number += character
+            continue
+        if number:
+            parts.append((int(number), ""))
+            number = ""
+        parts.append((-1, character))
+    return tuple(parts)

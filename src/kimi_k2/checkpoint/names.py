@@ -1,0 +1,118 @@
+"""Which tensors a Kimi-K2 checkpoint holds: names, shapes and dtypes, from the configuration alone.
+
+Names here are without `config.tensor_prefix` unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.quantization.fp8_block import block_grid
+from kimi_k2.quantization.int4_group import VALUES_PER_WORD
+
+# Present in published checkpoints but no part of the language model: inv_freq is a leftover that even has
+# the wrong size, the others belong to K2.5's vision tower.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(vision_tower|mm_projector|multi_modal_projector)\.")
+
+# What each stored suffix needs beside it; used to tell a lone scale or a lone weight.
+COMPANIONS: dict[str, tuple[str, ...]] = {
+    "weight_scale_inv": ("weight",),
+    "weight_packed": ("weight_scale", "weight_shape"),
+    "weight_scale": ("weight_packed", "weight_shape"),
+    "weight_shape": ("weight_packed", "weight_scale"),
+}
+
+EXPERT = re.compile(r"^(?P<moe>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<proj>\w+)\.(?P<kind>\w+)$")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of one stored tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+def linear_specs(config: KimiK2Config, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    """The stored tensors of the Linear `module` with a [rows, columns] weight, in the checkpoint's format."""
+    quantization = config.quantization
+    if quantization is None or not quantization.quantizes(module):
+        yield TensorSpec(f"{module}.weight", torch.bfloat16, (rows, columns))
+    elif isinstance(quantization, Fp8BlockQuantization):
+        grid = block_grid((rows, columns), quantization.weight_block_size)
+        yield TensorSpec(f"{module}.weight", torch.float8_e4m3fn, (rows, columns))
+        yield TensorSpec(f"{module}.weight_scale_inv", torch.float32, grid)
+    elif isinstance(quantization, Int4GroupQuantization):
+        words, groups = -(-columns // VALUES_PER_WORD), columns // quantization.group_size
+        yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
+        yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
+        yield TensorSpec(f"{module}.weight_shape", torch.int32, (2,))
+
+
+def _mlp_specs(config: KimiK2Config, module: str, intermediate: int) -> Iterator[TensorSpec]:
+    yield from linear_specs(config, f"{module}.gate_proj", intermediate, config.hidden_size)
+    yield from linear_specs(config, f"{module}.up_proj", intermediate, config.hidden_size)
+    yield from linear_specs(config, f"{module}.down_proj", config.hidden_size, intermediate)
+
+
+def layer_specs(config: KimiK2Config, layer: int) -> Iterator[TensorSpec]:
+    """The stored tensors of decoder layer `layer` (from 0)."""
+    root = f"model.layers.{layer}"
+    attention = f"{root}.self_attn"
+    heads, hidden = config.num_attention_heads, config.hidden_size
+
+    def norm(name: str, size: int) -> TensorSpec:
+        return TensorSpec(f"{name}.weight", torch.bfloat16, (size,))
+
+    yield norm(f"{root}.input_layernorm", hidden)
+    yield from linear_specs(config, f"{attention}.q_a_proj", config.q_lora_rank, hidden)
+    yield norm(f"{attention}.q_a_layernorm", config.q_lora_rank)
+    yield from linear_specs(config, f"{attention}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
+    yield from linear_specs(config, f"{attention}.kv_a_proj_with_mqa", config.cache_dim, hidden)
+    yield norm(f"{attention}.kv_a_layernorm", config.kv_lora_rank)
+    kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
+    yield from linear_specs(config, f"{attention}.kv_b_proj", kv_b_rows, config.kv_lora_rank)
+    yield from linear_specs(config, f"{attention}.o_proj", hidden, heads * config.v_head_dim)
+    yield norm(f"{root}.post_attention_layernorm", hidden)
+    if not config.is_moe_layer(layer):
+        yield from _mlp_specs(config, f"{root}.mlp", config.intermediate_size)
+        return
+    yield TensorSpec(f"{root}.mlp.gate.weight", torch.bfloat16, (config.n_routed_experts, hidden))
+    yield TensorSpec(f"{root}.mlp.gate.e_score_correction_bias", torch.float32, (config.n_routed_experts,))
+    for expert in range(config.n_routed_experts):
+        yield from _mlp_specs(config, f"{root}.mlp.experts.{expert}", config.moe_intermediate_size)
+    if config.n_shared_experts:
+        width = config.moe_intermediate_size * config.n_shared_experts
+        yield from _mlp_specs(config, f"{root}.mlp.shared_experts", width)
+
+
+def expected_tensors(config: KimiK2Config) -> Iterator[TensorSpec]:
+    """Every tensor of the language model, in checkpoint order."""
+    embedding = (config.vocab_size, config.hidden_size)
+    yield TensorSpec("model.embed_tokens.weight", torch.bfloat16, embedding)
+    for layer in range(config.num_hidden_layers):
+        yield from layer_specs(config, layer)
+    yield TensorSpec("model.norm.weight", torch.bfloat16, (config.hidden_size,))
+    yield TensorSpec("lm_head.weight", torch.bfloat16, embedding)
+
+
+def companions(name: str) -> list[str]:
+    """Names of the tensors that must stand beside `name`: its scales, its packed weight or its shape."""
+    module, _, suffix = name.rpartition(".")
+    return [f"{module}.{other}" for other in COMPANIONS.get(suffix, ())]

@@ -1,0 +1,290 @@
+"""KimiK2Config: the language model's `config.json`, validated field by field.
+
+Reads the configurations of K2-Instruct, K2-Instruct-0905, K2-Thinking, K2.5 and K2.6. The last two
+wrap the language model in `text_config` and prefix its tensor names with `language_model.`.
+transformers 4.x writes `rope_theta` and `rope_scaling`, transformers 5.x `rope_parameters`; both are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.config import Quantization, parse_quantization
+
+# Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
+# config.rms_norm_eps on. The checkpoints were trained and are served that way.
+LATENT_NORM_EPS = 1e-6
+
+PRESET_DIR = Path(__file__).parent / "presets"
+
+
+class YarnScaling(BaseModel):
+    """YaRN parameters (Peng et al. 2023, arXiv 2309.00071), named as in `rope_scaling`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: PositiveFloat | None = None
+
+    @staticmethod
+    def _mscale(factor: float, mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    @property
+    def rotary_multiplier(self) -> float:
+        """Factor on cos and sin: mscale over mscale_all_dim, 1.0 for Kimi-K2 where both are 1."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.factor, self.mscale) / self._mscale(self.factor, self.mscale_all_dim)
+        return self._mscale(self.factor, 1.0)
+
+    @property
+    def softmax_multiplier(self) -> float:
+        """Factor on the softmax scale: the square of the `mscale_all_dim` magnitude."""
+        return self._mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+class KimiK2Config(BaseModel):
+    """The language model's hyperparameters; field names and meanings are Hugging Face's.
+
+    Raises:
+        ConfigError: (from the constructors `from_pretrained`, `from_dict`, `from_preset`) naming the field
+            that is missing, mistyped or inconsistent.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", arbitrary_types_allowed=True)
+
+    model_type: Literal["kimi_k2", "deepseek_v3"] = "kimi_k2"
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt
+    num_experts_per_tok: PositiveInt
+    first_k_dense_replace: NonNegativeInt
+    moe_layer_freq: PositiveInt = 1
+    n_group: PositiveInt
+    topk_group: PositiveInt
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    norm_topk_prob: bool
+    routed_scaling_factor: PositiveFloat
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    rope_theta: PositiveFloat
+    rope_scaling: YarnScaling | None = None
+    rms_norm_eps: PositiveFloat
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    tie_word_embeddings: Literal[False] = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    num_nextn_predict_layers: NonNegativeInt = 0
+    initializer_range: PositiveFloat = 0.02
+    quantization: Quantization | None = None
+    tensor_prefix: Literal["", "language_model."] = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KimiK2Config:
+        def require(field: str, condition: bool, expectation: str) -> None:
+            if not condition:
+                raise ConfigError(f"{expectation}, got {getattr(self, field)!r}", field=field)
+
+        require(
+            "num_key_value_heads",
+            self.num_key_value_heads == self.num_attention_heads,
+            f"expected num_attention_heads ({self.num_attention_heads}), since MLA has one latent for all heads",
+        )
+        require("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "expected an even number (RoPE turns pairs)")
+        require(
+            "n_group",
+            self.n_routed_experts % self.n_group == 0,
+            f"expected a divisor of n_routed_experts ({self.n_routed_experts})",
+        )
+        require("topk_group", self.topk_group <= self.n_group, f"expected at most n_group ({self.n_group})")
+        require(
+            "num_experts_per_tok",
+            self.num_experts_per_tok <= self.n_routed_experts // self.n_group * self.topk_group,
+            "expected at most the number of experts in the topk_group chosen groups",
+        )
+        require(
+            "n_group",
+            self.n_group == 1 or self.n_routed_experts // self.n_group >= 2,
+            "expected groups of at least two experts (a group is ranked by its best two)",
+        )
+        require("num_nextn_predict_layers", self.num_nextn_predict_layers == 0, "expected 0 (no MTP layers)")
+        for field in ("bos_token_id", "pad_token_id"):
+            token = getattr(self, field)
+            require(field, token is None or 0 <= token < self.vocab_size, f"expected below {self.vocab_size}")
+        return self
+
+    # -- derived -----------------------------------------------------------------------------------
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query head: qk_nope_head_dim + qk_rope_head_dim (192)."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Values a token a layer in the compressed cache: kv_lora_rank + qk_rope_head_dim (576)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Scale on the attention logits: qk_head_dim^-0.5 times the squared YaRN magnitude."""
+        yarn = self.rope_scaling.softmax_multiplier if self.rope_scaling else 1.0
+        return self.qk_head_dim**-0.5 * yarn
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of q_a_layernorm and kv_a_layernorm; see LATENT_NORM_EPS."""
+        return LATENT_NORM_EPS
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) holds routed experts rather than a dense MLP."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    # -- constructors ------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> KimiK2Config:
+        """Read `config.json` from a checkpoint directory (or the path of the JSON file itself)."""
+        path = Path(directory)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError("no such file; expected a Hugging Face config.json", file=path) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not valid JSON: {error}", file=path) from None
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", file=path) from None
+        return cls.from_dict(raw, file=path)
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> KimiK2Config:
+        """One of the published configurations that ship with the package, e.g. `kimi-k2-instruct-0905`."""
+        path = PRESET_DIR / f"{name}.json"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in PRESET_DIR.glob("*.json")))
+            raise ConfigError(f"unknown preset '{name}'; expected one of: {known}")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw.get("text_config", raw).update(overrides)
+        return cls.from_dict(raw, file=path)
+
+    @classmethod
+    def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> KimiK2Config:
+        """Validate a parsed config.json, of transformers 4.x or 5.x, wrapped in `text_config` or not."""
+        try:
+            return cls.model_validate(_normalised(raw))
+        except ConfigError as error:
+            raise ConfigError(error.message, field=error.field, file=error.file or file) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
+                raise ConfigError(cause.message, field=cause.field, file=file) from None
+            field = ".".join(str(part) for part in first["loc"]) or None
+            message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r}"
+            raise ConfigError(message, field=field, file=file) from None
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The plain (unwrapped) `config.json` content in transformers 4.x form, quantization included."""
+        raw = self.model_dump(exclude={"quantization", "tensor_prefix"}, exclude_none=True)
+        raw["architectures"] = ["DeepseekV3ForCausalLM"]
+        if self.rope_scaling:
+            raw["rope_scaling"] = {"type": "yarn", **self.rope_scaling.model_dump(exclude_none=True)}
+        if self.quantization:
+            raw["quantization_config"] = self.quantization.to_hf_dict()
+        return raw
+
+
+def _normalised(raw: Any) -> dict[str, Any]:
+    """Bring the known spellings of a config to one flat dict with KimiK2Config's field names."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected a JSON object at the top level, got {type(raw).__name__}")
+    text: Any = raw
+    prefix = ""
+    if "text_config" in raw:
+        text, prefix = raw["text_config"], "language_model."
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"expected an object, got {type(text).__name__}", field="text_config")
+    flat = dict(text)
+    flat["tensor_prefix"] = prefix
+    # attribute_map of transformers' DeepseekV3Config: files saved by 5.x may carry the other name.
+    for theirs, ours in (
+        ("num_local_experts", "n_routed_experts"),
+        ("num_mtp_layers", "num_nextn_predict_layers"),
+    ):
+        if ours not in flat and theirs in flat:
+            flat[ours] = flat[theirs]
+    _normalise_rope(flat)
+    # K2.5 carries the same quantization at the top level and inside text_config.
+    flat["quantization"] = next(
+        (
+            parse_quantization(holder[key], field=key)
+            for holder in (text, raw)
+            for key in ("quantization_config", "compression_config")
+            if holder.get(key) is not None
+        ),
+        None,
+    )
+    return flat
+
+
+def _normalise_rope(flat: dict[str, Any]) -> None:
+    key = "rope_parameters" if flat.get("rope_parameters") is not None else "rope_scaling"
+    rope = flat.get(key)
+    if rope is None:
+        flat["rope_scaling"] = None
+        return
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"expected an object or null, got {type(rope).__name__}", field=key)
+    rope = dict(rope)
+    nested_theta = rope.pop("rope_theta", None)
+    if nested_theta is not None:
+        outer = flat.setdefault("rope_theta", nested_theta)
+        if outer != nested_theta:
+            raise ConfigError(
+                f"is {nested_theta!r} but the top-level rope_theta is {outer!r}", field=f"{key}.rope_theta"
+            )
+    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
+    if kind not in ("default", "yarn"):
+        raise ConfigError(f"expected 'yarn' or 'default', got {kind!r}", field=f"{key}.rope_type")
+    if kind == "yarn" and rope.get("factor") is None and "original_max_position_embeddings" in rope:
+        # transformers' rule: DeepSeek-style configs may leave the factor to the ratio of the two lengths.
+        maximum, original = flat.get("max_position_embeddings"), rope["original_max_position_embeddings"]
+        if isinstance(maximum, int) and isinstance(original, int) and original > 0:
+            rope["factor"] = maximum / original
+    flat["rope_scaling"] = rope if kind == "yarn" else None

@@ -1,0 +1,1 @@
+"""Kimi-K2 in plain PyTorch: the mathematics, written once, readable beside the paper."""

@@ -1,0 +1,170 @@
+"""The decoder and its language-model head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import GenerationError
+from kimi_k2.model.attention import MultiHeadLatentAttention
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.moe import MLP, MoE
+from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.rope import RotaryEmbedding
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(
+        self, config: KimiK2Config, layer: int, *, dtype: torch.dtype, keep_quantized: bool, form: str
+    ) -> None:
+        super().__init__()
+        module = f"model.layers.{layer}.mlp"
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = MultiHeadLatentAttention(config, layer, dtype=dtype, keep_quantized=keep_quantized, form=form)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp: MoE | MLP = (
+            MoE(config, module, dtype=dtype, keep_quantized=keep_quantized)
+            if config.is_moe_layer(layer)
+            else MLP(config, module, config.intermediate_size, dtype=dtype, keep_quantized=keep_quantized)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: LatentCache | None,
+        length: int,
+    ) -> Tensor:
+        """[B, S, H] to [B, S, H]; arguments as for MultiHeadLatentAttention."""
+        x = x + self.self_attn(self.input_layernorm(x), positions, rotation, cache, length)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class KimiK2Model(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: KimiK2Config, *, dtype: torch.dtype, keep_quantized: bool, form: str) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype=dtype, keep_quantized=keep_quantized, form=form)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        # Made on the CPU even under a meta-device context: it is computed, not loaded.
+        self.rotary = RotaryEmbedding(config, device="cpu")
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: LatentCache | None, length: int) -> Tensor:
+        """Token ids [B, S] to normed hidden states [B, S, H]."""
+        x = self.embed_tokens(input_ids)
+        rotation = self.rotary(positions.clamp(min=0), x.dtype)
+        for layer in self.layers:
+            x = layer(x, positions, rotation, cache, length)
+        return self.norm(x)
+
+
+class KimiK2ForCausalLM(nn.Module):
+    """Kimi-K2 in plain PyTorch: the reference that every other path is held to.
+
+    Args:
+        config: validated configuration.
+        dtype: of weights and activations (the router's bias and logits stay float32).
+        keep_quantized: hold FP8 or INT4 weights as stored and dequantize at use; otherwise dequantize once on load.
+        attention_form: `auto`, `naive` or `absorbed`, see MultiHeadLatentAttention.
+    """
+
+    def __init__(
+        self,
+        config: KimiK2Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        keep_quantized: bool = False,
+        attention_form: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized, form=attention_form)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        self.lm_head.weight.requires_grad_(False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        keep_quantized: bool = False,
+        attention_form: str = "auto",
+        on_tensor: Callable[[str, int], None] | None = None,
+    ) -> KimiK2ForCausalLM:
+        """Stream a checkpoint directory into a new model.
+
+        Args:
+            on_tensor: called with (name, bytes) after each tensor, for a progress bar.
+
+        Raises:
+            ConfigError: config.json is missing or invalid.
+            CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
+        """
+        from kimi_k2.model.loading import load_checkpoint
+
+        config = KimiK2Config.from_pretrained(directory)
+        # Memory is claimed uninitialised on the target, so each weight is written exactly once.
+        with torch.device("meta"):
+            model = cls(config, dtype=dtype, keep_quantized=keep_quantized, attention_form=attention_form)
+        model = model.to_empty(device=device)
+        load_checkpoint(model, directory, on_tensor=on_tensor)
+        return model.eval()
+
+    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
+        """An empty cache on the model's device."""
+        device = self.lm_head.weight.device
+        return LatentCache(self.config, batch, max_length, dtype=dtype or self.dtype, device=device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        cache: LatentCache | None = None,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of new tokens.
+
+        Args:
+            input_ids: int64 [B, S].
+            positions: int64 [B, S], each token's place in its sequence, negative for padding; None means 0..S-1.
+            cache: takes the new entries and gives the old ones; None attends within `input_ids` alone.
+            logits_at: int64 [B]: compute logits for this one column of each sequence only.
+
+        Returns:
+            [B, S, vocab_size], or [B, vocab_size] with `logits_at`.
+
+        Raises:
+            GenerationError: a position lies outside the cache, a token id outside the vocabulary.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        elif cache is None and not torch.equal(positions, torch.arange(input_ids.shape[1]).expand_as(positions)):
+            raise GenerationError("positions other than 0..S-1 need a cache")
+        length = int(positions.max()) + 1
+        if cache is not None and length > cache.max_length:
+            raise GenerationError(f"position {length - 1} is outside the cache of {cache.max_length} slots")
+        if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.config.vocab_size:
+            raise GenerationError(f"token ids must be in 0..{self.config.vocab_size - 1}")
+        x = self.model(input_ids, positions, cache, length)
+        if logits_at is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), logits_at]
+        return F.linear(x, self.lm_head.weight)

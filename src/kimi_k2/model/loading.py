@@ -1,0 +1,78 @@
+"""Streams a checkpoint into the plain model, one stored tensor group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from kimi_k2.checkpoint.names import EXPERT, companions
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.errors import TensorShapeError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.linear import Linear
+from kimi_k2.model.moe import Experts
+
+
+def load_checkpoint(
+    model: KimiK2ForCausalLM,
+    directory: str | Path,
+    *,
+    on_tensor: Callable[[str, int], None] | None = None,
+) -> None:
+    """Fill `model` from a checkpoint directory; each stored tensor is read once.
+
+    A weight waits for its scales (which usually lie beside it), so that no more than a few Linears are held at a time.
+
+    Raises:
+        CheckpointError: (subclasses) see `CheckpointReader`.
+    """
+    with CheckpointReader.for_config(directory, model.config) as reader:
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in reader.stream():
+            module, _, suffix = name.rpartition(".")
+            group = waiting.setdefault(module, {})
+            group[suffix] = tensor
+            if len(group) == _group_size(reader, name):
+                _assign(model, module, waiting.pop(module), reader)
+            else:
+                # A view would keep its whole shard mapped while the other half may lie in another shard.
+                group[suffix] = tensor.clone()
+            if on_tensor:
+                on_tensor(name, tensor.nbytes)
+
+
+def _group_size(reader: CheckpointReader, name: str) -> int:
+    if name.endswith(".weight"):
+        return 2 if f"{name}_scale_inv" in reader.tensors else 1
+    return 1 + len(companions(name))
+
+
+def _assign(model: KimiK2ForCausalLM, module: str, stored: dict[str, Tensor], reader: CheckpointReader) -> None:
+    if "weight_shape" in stored:
+        _check_int4_shape(module, stored, reader)
+    if match := EXPERT.match(f"{module}.weight"):
+        experts = model.get_submodule(match["moe"] + ".experts")
+        assert isinstance(experts, Experts)
+        experts.load(int(match["expert"]), match["proj"], stored)
+        return
+    target: nn.Module = model.get_submodule(module)
+    if isinstance(target, Linear):
+        target.load(stored)
+        return
+    for suffix, tensor in stored.items():
+        getattr(target, suffix).copy_(tensor)
+
+
+def _check_int4_shape(module: str, stored: dict[str, Tensor], reader: CheckpointReader) -> None:
+    """`weight_shape` is data, not a header: a wrong one passes the header checks."""
+    rows, words = stored["weight_packed"].shape
+    shape = stored["weight_shape"].tolist()
+    if shape[0] != rows or -(-shape[1] // 8) != words:
+        name = f"{module}.weight_shape"
+        raise TensorShapeError(
+            f"says {shape}, but weight_packed is {[rows, words]}",
+            file=reader.directory / reader.tensors[name].shard,
+            tensor=reader.prefix + name,
+        )

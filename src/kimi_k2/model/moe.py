@@ -1,0 +1,135 @@
+"""Feed-forward layers: the dense SwiGLU MLP and the dropless mixture of experts with its shared expert."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k2.checkpoint.names import linear_specs
+from kimi_k2.config import KimiK2Config
+from kimi_k2.model.linear import Linear, dequantize_stored
+from kimi_k2.model.router import Router
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(
+        self,
+        config: KimiK2Config,
+        module: str,
+        intermediate: int,
+        *,
+        dtype: torch.dtype,
+        keep_quantized: bool,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+
+        def linear(name: str, rows: int, columns: int) -> Linear:
+            return Linear(config, f"{module}.{name}", rows, columns, dtype=dtype, keep_quantized=keep_quantized)
+
+        self.gate_proj = linear("gate_proj", intermediate, hidden)
+        self.up_proj = linear("up_proj", intermediate, hidden)
+        self.down_proj = linear("down_proj", hidden, intermediate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer, stacked.
+
+    Plain: `gate_up_proj` [E, 2I, H] (gate rows first) and `down_proj` [E, H, I]. With `keep_quantized` the stored form
+    is held instead: FP8 adds `*_scale_inv` (float32, one value a block), INT4 has `*_packed` (int32) and `*_scale`.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def __init__(self, config: KimiK2Config, module: str, *, dtype: torch.dtype, keep_quantized: bool = False) -> None:
+        super().__init__()
+        self.quantization = config.quantization
+        self.num_experts = config.n_routed_experts
+        hidden, intermediate = config.hidden_size, config.moe_intermediate_size
+        self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
+        gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
+        down = list(linear_specs(config, f"{module}.experts.0.down_proj", hidden, intermediate))
+        self.quantized = keep_quantized and len(gate) > 1
+        for target, specs, parts in (("gate_up_proj", gate, 2), ("down_proj", down, 1)):
+            if not self.quantized:
+                shape = (self.num_experts, *self.shapes[target])
+                self.register_buffer(target, torch.empty(shape, dtype=dtype))
+                continue
+            for spec in specs:
+                suffix = spec.name.rpartition(".")[2]
+                if suffix != "weight_shape":
+                    stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
+                    self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
+
+    def load(self, expert: int, projection: str, stored: dict[str, Tensor]) -> None:
+        """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj."""
+        target = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        if not self.quantized:
+            destination = getattr(self, target)[expert]
+            stored = {"weight": dequantize_stored(stored, self.quantization, destination.dtype)}
+        for suffix, tensor in stored.items():
+            if suffix == "weight_shape":
+                continue
+            rows = getattr(self, target + suffix.removeprefix("weight"))[expert]
+            half = rows.shape[0] // 2
+            part = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[projection]
+            part.copy_(tensor)
+
+    def weight(self, target: str, expert: int, dtype: torch.dtype) -> Tensor:
+        """`gate_up_proj` [2I, H] or `down_proj` [H, I] of one expert, dequantized to `dtype`."""
+        if not self.quantized:
+            return getattr(self, target)[expert].to(dtype)
+        names = [name for name in self._buffers if name.startswith(target)]
+        stored = {"weight" + name.removeprefix(target): getattr(self, name)[expert] for name in names}
+        if "weight_packed" in stored:
+            stored["weight_shape"] = torch.tensor(self.shapes[target])
+        return dequantize_stored(stored, self.quantization, dtype)
+
+
+def routed_experts(x: Tensor, experts: Experts, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """Sum over each token's chosen experts of weight * expert(token); no token is ever dropped.
+
+    Args:
+        x: [T, H].
+        topk_indices: int64 [T, k] in 0..E-1.
+        topk_weights: [T, k].
+
+    Returns:
+        [T, H] in x's dtype, accumulated in the wider of x's and the weights' dtype.
+    """
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, topk_weights.dtype), device=x.device)
+    for expert in topk_indices.unique().tolist():
+        token, slot = torch.where(topk_indices == expert)
+        gate, up = F.linear(x[token], experts.weight("gate_up_proj", expert, x.dtype)).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, experts.weight("down_proj", expert, x.dtype))
+        out.index_add_(0, token, y * topk_weights[token, slot, None])
+    return out.to(x.dtype)
+
+
+class MoE(nn.Module):
+    """Router, routed experts and the shared expert that every token passes."""
+
+    def __init__(self, config: KimiK2Config, module: str, *, dtype: torch.dtype, keep_quantized: bool) -> None:
+        super().__init__()
+        self.gate = Router(config, dtype=dtype)
+        self.experts = Experts(config, module, dtype=dtype, keep_quantized=keep_quantized)
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.shared_experts = (
+            MLP(config, f"{module}.shared_experts", width, dtype=dtype, keep_quantized=keep_quantized)
+            if width
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        flat = x.flatten(0, -2)
+        out = routed_experts(flat, self.experts, *self.gate(flat)).view(x.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x)

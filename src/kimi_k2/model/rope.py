@@ -1,0 +1,73 @@
+"""Rotary position embedding with YaRN (Su et al. 2021, arXiv 2104.09864; Peng et al. 2023, arXiv 2309.00071).
+
+The checkpoint lays rotary dimensions out interleaved: pair i is elements (2i, 2i + 1). They stay that way here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kimi_k2.config import KimiK2Config
+
+
+def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:
+    """First and last pair of YaRN's ramp: pairs below keep their frequency, pairs above are interpolated.
+
+    A pair turns `beta` times over the original context at index d ln(L / (2 pi beta)) / (2 ln theta)
+    (YaRN, equations 17 to 19).
+    """
+    yarn = config.rope_scaling
+    if yarn is None:
+        raise ValueError("config.rope_scaling is None: no YaRN")
+    dim = config.qk_rope_head_dim
+
+    def pair_index(rotations: float) -> float:
+        periods = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(periods) / (2 * math.log(config.rope_theta))
+
+    return max(math.floor(pair_index(yarn.beta_fast)), 0), min(math.ceil(pair_index(yarn.beta_slow)), dim - 1)
+
+
+def rope_inv_freq(config: KimiK2Config, device: torch.device | str | None = None) -> Tensor:
+    """Radians a position for each pair, float32 [qk_rope_head_dim / 2], YaRN applied if configured."""
+    dim = config.qk_rope_head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    pos_freqs = config.rope_theta**exponents
+    if config.rope_scaling is None:
+        return 1.0 / pos_freqs
+    low, high = yarn_correction_range(config)
+    width = high - low if high > low else 0.001  # a ramp without width would divide by zero
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / width
+    keep = 1 - ramp.clamp(0, 1)
+    return (1.0 / (config.rope_scaling.factor * pos_freqs)) * (1 - keep) + (1.0 / pos_freqs) * keep
+
+
+class RotaryEmbedding:
+    """cos and sin for given positions; holds the frequencies as a plain tensor, so no checkpoint can overwrite them."""
+
+    def __init__(self, config: KimiK2Config, device: torch.device | str | None = None) -> None:
+        self.inv_freq = rope_inv_freq(config, device)
+        self.multiplier = config.rope_scaling.rotary_multiplier if config.rope_scaling else 1.0
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions [B, S] to (cos, sin), each [B, S, qk_rope_head_dim / 2], angles in float32, result in `dtype`."""
+        self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions.unsqueeze(-1).to(torch.float32) * self.inv_freq
+        return (angles.cos() * self.multiplier).to(dtype), (angles.sin() * self.multiplier).to(dtype)
+
+
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (2i, 2i + 1) of the last dimension by its angle.
+
+    Args:
+        x: [..., D] with D even.
+        cos, sin: broadcastable to [..., D / 2].
+
+    Returns:
+        [..., D], the layout still interleaved.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
