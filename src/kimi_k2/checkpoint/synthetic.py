@@ -29,6 +29,8 @@ Format = Literal["fp8", "int4", "bf16"]
 ROUTER_BIAS_STD = 0.1
 # The largest of 128 x 128 Gaussian values is typically 4.2 standard deviations out.
 _BLOCK_SIGMAS = 4.2
+# Root mean square of a scale factor uniform over 0.5 to 1.5.
+_SPREAD_RMS = math.sqrt(13 / 12)
 _CHUNK = 2**24
 
 TINY: dict[str, Any] = {
@@ -95,8 +97,9 @@ def _fill(count: int, dtype: torch.dtype, draw: Callable[[int], Tensor]) -> Tens
 class SyntheticWeights:
     """Deterministic random tensors for any TensorSpec of a configuration.
 
-    Linear weights have variance 1 / input columns, so that activations keep their size through any depth; router
-    biases are normal with standard deviation ROUTER_BIAS_STD.
+    Linear weights have variance 1 / input columns, so that activations keep their size through any depth, and
+    q_b_proj makes up for YaRN's softmax magnitude, so that attention logits have unit variance too. Router biases are
+    normal with standard deviation ROUTER_BIAS_STD.
     """
 
     def __init__(self, config: KimiK2Config, seed: int = 0) -> None:
@@ -123,9 +126,8 @@ class SyntheticWeights:
         if suffix in ("weight_scale_inv", "weight_scale"):
             # One standard deviation of the stored codes: Gaussian e4m3, or int4 uniform over -7..7.
             code_std = E4M3_MAX / _BLOCK_SIGMAS if suffix == "weight_scale_inv" else math.sqrt(56 / 3)
-            std = 1 / (code_std * math.sqrt(self._linear_shape(spec)[1]))
-            spread = torch.rand(count, generator=generator).add_(0.5)
-            return (spread * std).to(spec.dtype).view(spec.shape)
+            spread = torch.rand(count, generator=generator).add_(0.5).div_(_SPREAD_RMS)
+            return (spread * (self._linear_std(spec) / code_std)).to(spec.dtype).view(spec.shape)
         if suffix == "weight_packed":
             return self._packed_int4(count, generator).view(spec.shape)
         if spec.dtype == torch.float8_e4m3fn:
@@ -133,7 +135,14 @@ class SyntheticWeights:
             return codes.view(torch.float8_e4m3fn).view(spec.shape)
         if len(spec.shape) == 1:
             return normal(0.1, mean=1.0)
-        return normal(1.0 if "embed_tokens" in spec.name else 1 / math.sqrt(spec.shape[-1]))
+        return normal(1.0 if "embed_tokens" in spec.name else self._linear_std(spec))
+
+    def _linear_std(self, spec: TensorSpec) -> float:
+        """Standard deviation of the dequantized weight that `spec` is, or scales."""
+        is_scale = "scale" in spec.name.rpartition(".")[2]
+        columns = self._linear_shape(spec)[1] if is_scale else spec.shape[-1]
+        yarn = self.config.rope_scaling if "q_b_proj" in spec.name else None
+        return 1 / (math.sqrt(columns) * (yarn.softmax_multiplier if yarn else 1.0))
 
     def _linear_shape(self, spec: TensorSpec) -> tuple[int, int]:
         module = spec.name.rpartition(".")[0]

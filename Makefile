@@ -1,0 +1,26 @@
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# Tests run two at a time; a thread pool in each would only make them wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
+
+.PHONY: demo test lint check clean
+
+demo: $(VENV)/.installed-parity  ## write, run and prove a small synthetic Kimi-K2
+	$(VENV)/bin/kimi-k2 demo
+
+test: $(VENV)/.installed-test  ## every test this machine can run
+	$(PYTEST)
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+check: lint test  ## what CI runs
+
+$(VENV)/.installed-%: pyproject.toml requirements.txt scripts/install.sh
+	VENV=$(VENV) scripts/install.sh $*
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,122 @@
+"""transformers' own model from the same checkpoint: what the plain model is compared with.
+
+Weights are dequantized by the libraries that define their formats (transformers for FP8, compressed-tensors for
+INT4), so that a mistake in this package's dequantization cannot cancel out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import EXPERT
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.quantization.config import Fp8BlockQuantization
+
+
+class MissingLibraryError(KimiK2Error, ImportError):
+    """A library that only comparisons need is not installed."""
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[test]' ({error})") from None
+
+
+def transformers_config(directory: str | Path) -> Any:
+    """transformers' DeepseekV3Config from a checkpoint's config.json (its `text_config` if it has one)."""
+    transformers = _import("transformers")
+    raw = json.loads((Path(directory) / "config.json").read_text())
+    raw = dict(raw.get("text_config", raw))
+    # transformers merges per-expert weights and knows its keys by model_type; kimi_k2 is not one of its own.
+    for key in ("model_type", "architectures", "quantization_config", "compression_config"):
+        raw.pop(key, None)
+    return transformers.DeepseekV3Config(**raw)
+
+
+def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config, dtype: torch.dtype) -> Tensor:
+    """A Linear's weight from its stored tensors (by suffix), by transformers or compressed-tensors.
+
+    Raises:
+        MissingLibraryError: the library is not installed.
+    """
+    if "weight_packed" in stored:
+        _import("compressed_tensors")
+        from compressed_tensors.compressors import PackedQuantizationCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        # The library multiplies in the scale's dtype; a BF16 scale would round the product.
+        widened = {**stored, "weight_scale": stored["weight_scale"].to(dtype)}
+        return PackedQuantizationCompressor.decompress(widened, scheme)["weight"].to(dtype)
+    if "weight_scale_inv" in stored:
+        fp8 = _import("transformers.integrations.finegrained_fp8")
+        quantization = config.quantization
+        assert isinstance(quantization, Fp8BlockQuantization)
+        block = list(quantization.weight_block_size)
+        return fp8._dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], block, dtype)
+    return stored["weight"].to(dtype)
+
+
+def reference_state_dict(directory: str | Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Dequantized weights of a (small) checkpoint under Hugging Face's per-expert names, all in memory."""
+    config = KimiK2Config.from_pretrained(directory)
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    with CheckpointReader(directory, config.tensor_prefix) as reader:
+        for name, tensor in reader.stream():
+            module, _, suffix = name.rpartition(".")
+            groups[module][suffix] = tensor.clone()
+    state: dict[str, Tensor] = {}
+    for module, stored in groups.items():
+        bias = stored.pop("e_score_correction_bias", None)
+        if bias is not None:
+            state[f"{module}.e_score_correction_bias"] = bias
+        state[f"{module}.weight"] = dequantize_with_own_library(stored, config, dtype)
+    return state
+
+
+def load_transformers_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' DeepseekV3ForCausalLM (eager attention, eval mode) with this checkpoint's weights.
+
+    Works with transformers 4.57 (a module for each expert) and 5.x (stacked experts).
+
+    Raises:
+        MissingLibraryError: transformers, or for INT4 compressed-tensors, is not installed.
+        RuntimeError: (from torch) the weights do not fit transformers' model exactly.
+    """
+    transformers = _import("transformers")
+    config = transformers_config(directory)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the plain loop; grouped kernels take no float64
+    model = transformers.DeepseekV3ForCausalLM(config).to(dtype)
+    state = reference_state_dict(directory, dtype)
+    if any(key.endswith("experts.gate_up_proj") for key in model.state_dict()):
+        state = _stack_experts(state, config.n_routed_experts)
+    model.load_state_dict(state, strict=True)
+    for key, tensor in state.items():  # .to(dtype) may have rounded what was float32 on purpose
+        if key.endswith("e_score_correction_bias"):
+            model.get_submodule(key.rpartition(".")[0]).e_score_correction_bias = tensor.clone()
+    return model.eval()
+
+
+def _stack_experts(state: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
+    rest = {key: value for key, value in state.items() if not EXPERT.match(key)}
+    for moe in {match["moe"] for key in state if (match := EXPERT.match(key))}:
+        names = [f"{moe}.experts.{expert}" for expert in range(experts)]
+        rest[f"{moe}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat((state[f"{name}.gate_proj.weight"], state[f"{name}.up_proj.weight"])) for name in names]
+        )
+        rest[f"{moe}.experts.down_proj"] = torch.stack([state[f"{name}.down_proj.weight"] for name in names])
+    return rest

@@ -1,0 +1,138 @@
+"""The whole model against transformers' DeepseekV3ForCausalLM on the same checkpoint files, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.reference import load_transformers_model, reference_state_dict
+
+TOLERANCE = 1e-5
+DECODE_STEPS = 32
+
+
+def prompts_of(lengths: list[int], vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "thinking", "k2.5"])
+@pytest.mark.parametrize("lengths", [[37], [5, 41, 18]], ids=["batch1", "ragged3"])
+@torch.inference_mode()
+def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, lengths: list[int]) -> None:
+    directory = checkpoints[name]
+    model = KimiK2ForCausalLM.from_pretrained(directory)
+    reference = load_transformers_model(directory)
+    prompts = prompts_of(lengths, model.config.vocab_size)
+
+    out = generate(model, prompts, SamplingParams(max_new_tokens=DECODE_STEPS + 1, ignore_eos=True))
+    worst = 0.0
+    reference.generation_config.eos_token_id = None
+    for row, prompt in enumerate(prompts):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=DECODE_STEPS + 1, do_sample=False
+        )[0, len(prompt) :].tolist()
+        assert out.token_ids[row] == expected
+
+    # The same steps again, with the logits kept, against one uncached pass of the reference a sequence.
+    full = [
+        reference(torch.tensor([prompt + tokens])).logits[0] for prompt, tokens in zip(prompts, out.token_ids, strict=True)
+    ]
+    cache = model.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
+    logits = prefill(model, prompts, cache)
+    for step in range(DECODE_STEPS + 1):
+        if step:
+            tokens = torch.tensor([sequence[step - 1] for sequence in out.token_ids])
+            logits = decode_step(model, tokens, torch.tensor(lengths) + step - 1, cache)
+        for row, length in enumerate(lengths):
+            worst = max(worst, float((logits[row] - full[row][length + step - 1]).abs().max()))
+    print(f"\n{name} {lengths}: max |logit difference| {worst:.2e} on logits up to {full[0].abs().max():.2f}")
+    assert worst <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_k25_language_model_against_transformers_kimi_k25(checkpoints: dict[str, Path]) -> None:
+    kimi_k25 = pytest.importorskip("transformers.models.kimi_k25", reason="this transformers has no kimi_k25")
+    directory = checkpoints["k2.5"]
+    model = KimiK2ForCausalLM.from_pretrained(directory)
+    text = load_transformers_model(directory).config
+    text_config = {key: value for key, value in text.to_dict().items() if key != "transformers_version"}
+    vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = kimi_k25.Kimi_K25Config(
+        text_config=text_config,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        image_token_id=700,
+        video_token_id=701,
+        vision_start_token_id=702,
+        vision_end_token_id=703,
+    )
+    config._attn_implementation = "eager"
+    wrapper = kimi_k25.Kimi_K25ForConditionalGeneration(config).eval()
+    language_model = wrapper.model.language_model
+    donor = load_transformers_model(directory)
+    language_model.load_state_dict(donor.model.state_dict(), strict=True)
+    wrapper.lm_head.load_state_dict(donor.lm_head.state_dict(), strict=True)
+    ids = torch.tensor(prompts_of([29], 512))
+    expected = wrapper(input_ids=ids).logits
+    assert float((model(ids) - expected).abs().max()) <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_router_bias_of_the_synthetic_checkpoint_decides_choices(checkpoints: dict[str, Path]) -> None:
+    """Parity would be blind to a misplaced bias if zeroing it changed nothing."""
+    reference = load_transformers_model(checkpoints["bf16"])
+    ids = torch.tensor(prompts_of([64], 768))
+    gate = reference.model.layers[1].mlp.gate
+    chosen: list[torch.Tensor] = []
+    gate.register_forward_hook(lambda *args: chosen.append(args[2][-1].sort(dim=-1).values))
+    reference(ids)
+    gate.e_score_correction_bias.zero_()
+    reference(ids)
+    changed = (chosen[0] != chosen[1]).any(dim=-1).float().mean()
+    assert changed > 0.5
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 100])
+def test_chunked_prefill_equals_whole(checkpoints: dict[str, Path], chunk_size: int) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+    lengths = [33, 4, 20]
+    prompts = prompts_of(lengths, model.config.vocab_size)
+    whole_cache, chunk_cache = model.new_cache(3, 33), model.new_cache(3, 33)
+    whole = prefill(model, prompts, whole_cache)
+    chunked = prefill(model, prompts, chunk_cache, chunk_size=chunk_size)
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(chunk_cache.data, whole_cache.data, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["fp8", "thinking"])
+def test_weights_kept_quantized_give_the_same_logits(checkpoints: dict[str, Path], name: str) -> None:
+    ids = torch.tensor(prompts_of([12], 768))
+    plain = KimiK2ForCausalLM.from_pretrained(checkpoints[name])
+    kept = KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True)
+    assert torch.equal(plain(ids), kept(ids))
+    size = sum(t.nbytes for t in kept.state_dict().values())
+    assert size < 0.6 * sum(t.nbytes for t in plain.state_dict().values())
+
+
+def test_every_weight_is_loaded_as_stored(checkpoints: dict[str, Path]) -> None:
+    for directory in checkpoints.values():
+        config = KimiK2Config.from_pretrained(directory)
+        model = KimiK2ForCausalLM.from_pretrained(directory).state_dict()
+        for name, expected in reference_state_dict(directory).items():
+            if ".experts." in name:
+                moe, _, rest = name.partition(".experts.")
+                expert, projection, _ = rest.split(".")
+                if projection == "down_proj":
+                    actual = model[f"{moe}.experts.down_proj"][int(expert)]
+                else:
+                    halves = model[f"{moe}.experts.gate_up_proj"][int(expert)].split(config.moe_intermediate_size)
+                    actual = halves[0 if projection == "gate_proj" else 1]
+            else:
+                actual = model[name]
+            assert torch.equal(actual, expected), name
