@@ -34,14 +34,15 @@ def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, le
     worst = 0.0
     reference.generation_config.eos_token_id = None
     for row, prompt in enumerate(prompts):
-        expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=DECODE_STEPS + 1, do_sample=False
-        )[0, len(prompt) :].tolist()
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=DECODE_STEPS + 1, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert out.token_ids[row] == expected
 
     # The same steps again, with the logits kept, against one uncached pass of the reference a sequence.
     full = [
-        reference(torch.tensor([prompt + tokens])).logits[0] for prompt, tokens in zip(prompts, out.token_ids, strict=True)
+        reference(torch.tensor([prompt + tokens])).logits[0]
+        for prompt, tokens in zip(prompts, out.token_ids, strict=True)
     ]
     cache = model.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
     logits = prefill(model, prompts, cache)

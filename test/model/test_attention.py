@@ -1,0 +1,166 @@
+"""MLA: the two forms against each other in float64 and against transformers; rotary tables; the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.checkpoint.synthetic import TINY, tiny_config, with_format
+from kimi_k2.config import KimiK2Config
+from kimi_k2.generate import decode_step, prefill
+from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheaper
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.rope import RotaryEmbedding, apply_rotary_interleaved, rope_inv_freq, yarn_correction_range
+
+transformers = pytest.importorskip("transformers")
+REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+
+
+def random_attention(config: KimiK2Config, form: str, seed: int = 0) -> MultiHeadLatentAttention:
+    attention = MultiHeadLatentAttention(with_format(config, "bf16"), 0, dtype=torch.float64, form=form)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in attention.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 1.0
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+    return attention
+
+
+@given(seed=st.integers(0, 2**31), batch=st.integers(1, 3), new=st.integers(1, 9), past=st.integers(0, 20))
+@settings(max_examples=25, deadline=None)
+@torch.inference_mode()
+def test_absorbed_equals_naive_in_float64(seed: int, batch: int, new: int, past: int) -> None:
+    config = tiny_config()
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, past + new, config.hidden_size, generator=generator, dtype=torch.float64)
+    positions = torch.arange(past + new).expand(batch, -1)
+    rotation = RotaryEmbedding(config)(positions, torch.float64)
+    outputs = []
+    for form in ("naive", "absorbed"):
+        attention = random_attention(config, form, seed)
+        cache = LatentCache(config, batch, past + new, dtype=torch.float64)
+        for start, stop in ((0, past), (past, past + new)):
+            part = slice(start, stop)
+            if start < stop:
+                turned = (rotation[0][:, part], rotation[1][:, part])
+                out = attention(x[:, part], positions[:, part], turned, cache, stop)
+        outputs.append(out)
+    difference = float((outputs[0] - outputs[1]).abs().max())
+    assert difference <= 1e-12
+
+
+@torch.inference_mode()
+def test_absorbed_equals_naive_at_the_real_head_shapes() -> None:
+    """64 heads of 128+64, latent 512, query latent 1536: only the hidden size is reduced."""
+    sizes = ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+             "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+    config = tiny_config(**{name: getattr(REAL, name) for name in sizes})
+    x = torch.randn(1, 24, config.hidden_size, dtype=torch.float64)
+    positions = torch.arange(24)[None]
+    rotation = RotaryEmbedding(config)(positions, torch.float64)
+    naive, absorbed = (
+        random_attention(config, form)(x, positions, rotation, None, 24) for form in ("naive", "absorbed")
+    )
+    difference = float((naive - absorbed).abs().max())
+    print(f"\nabsorbed - naive, real head shapes, float64: {difference:.1e} on outputs up to {naive.abs().max():.2f}")
+    assert difference <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5"])
+def test_yarn_against_transformers(name: str, tmp_path: Path) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    config = KimiK2Config.from_preset(name)
+    raw = config.to_hf_dict()
+    for key in ("model_type", "architectures", "quantization_config"):
+        raw.pop(key, None)
+    theirs = DeepseekV3RotaryEmbedding(transformers.DeepseekV3Config(**raw))
+    torch.testing.assert_close(rope_inv_freq(config), theirs.inv_freq, rtol=0, atol=0)
+    positions = torch.tensor([[0, 1, 4095, 4096, config.max_position_embeddings - 1]])
+    cos, sin = RotaryEmbedding(config)(positions, torch.float32)
+    half = config.qk_rope_head_dim // 2
+    expected = theirs(torch.zeros(1), positions)
+    assert torch.equal(cos, expected[0][..., :half])
+    assert torch.equal(sin, expected[1][..., :half])
+
+
+def test_yarn_correction_range_of_the_facts() -> None:
+    assert yarn_correction_range(REAL) == (19, 20)
+    assert yarn_correction_range(KimiK2Config.from_preset("kimi-k2.5")) == (8, 20)
+
+
+def test_rotation_is_that_of_complex_numbers() -> None:
+    x = torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    angles = torch.randn(2, 5, 1, 8, dtype=torch.float64)
+    turned = apply_rotary_interleaved(x, angles.cos(), angles.sin())
+    expected = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned, torch.view_as_real(expected).flatten(-2))
+
+
+@torch.inference_mode()
+def test_decode_equals_transformers_far_into_the_context() -> None:
+    """YaRN's interpolated pairs only matter at large positions."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    from kimi_k2.reference import transformers_config  # noqa: F401  (transformers is importable)
+
+    config = tiny_config(max_position_embeddings=262144)
+    raw = with_format(config, "bf16").to_hf_dict()
+    raw = {key: value for key, value in raw.items() if key not in ("model_type", "architectures")}
+    hf_config = transformers.DeepseekV3Config(**raw, attn_implementation="eager")
+    theirs = DeepseekV3Attention(hf_config, 0).double().eval()
+    ours = random_attention(config, "absorbed")
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(1, 6, config.hidden_size, dtype=torch.float64)
+    far = torch.tensor([[0, 1, 2, 3, 4, 5]]) + 200_000
+    expected = theirs(x, DeepseekV3RotaryEmbedding(hf_config)(x, far), torch.full((6, 6), float("-inf")).triu(1))[0]
+    # Without a cache our mask counts from position 0; the rotation alone says how far into the context we are.
+    out = ours(x, far - 200_000, RotaryEmbedding(config)(far, torch.float64), None, 6)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_auto_form_is_naive_for_long_prefill_and_absorbed_for_decode() -> None:
+    assert absorbed_is_cheaper(REAL, 1, 1) or absorbed_is_cheaper(REAL, 1, 2)
+    assert absorbed_is_cheaper(REAL, 1, 8192)
+    assert not absorbed_is_cheaper(REAL, 2048, 2048)
+
+
+def test_cache_holds_576_values_a_token_a_layer_once() -> None:
+    cache = LatentCache(REAL, 1, 10, dtype=torch.bfloat16)
+    assert cache.nbytes == 10 * 61 * 576 * 2
+    assert cache.nbytes // 10 == 70_272  # bytes a token, from the facts
+
+
+def test_padding_is_not_cached_and_positions_are_per_sequence() -> None:
+    config = tiny_config()
+    cache = LatentCache(config, 2, 8)
+    entries = torch.ones(2, 3, config.cache_dim)
+    cache.update(1, entries, torch.tensor([[0, 1, 2], [5, -1, -1]]), 8)
+    filled = cache.data[1].any(dim=-1)
+    assert filled.tolist() == [[True] * 3 + [False] * 5, [False] * 5 + [True] + [False] * 2]
+    assert not cache.data[0].any()
+
+
+def test_cache_longer_than_the_model_allows() -> None:
+    with pytest.raises(ValueError, match="max_position_embeddings 8192"):
+        LatentCache(tiny_config(), 1, TINY["max_position_embeddings"] + 1)
+
+
+def test_unknown_attention_form() -> None:
+    with pytest.raises(ValueError, match="expected auto, naive or absorbed"):
+        MultiHeadLatentAttention(tiny_config(), 0, dtype=torch.float32, form="flash")
+
+
+def test_bf16_cache_stays_close(checkpoints: dict[str, Path]) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+    prompt = list(range(1, 20))
+    exact, rounded = model.new_cache(1, 20), model.new_cache(1, 20, dtype=torch.bfloat16)
+    for cache in (exact, rounded):
+        prefill(model, [prompt], cache)
+    step = (torch.tensor([20]), torch.tensor([19]))
+    difference = decode_step(model, *step, rounded) - decode_step(model, *step, exact)
+    assert 0 < difference.abs().max() < 0.1

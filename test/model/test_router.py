@@ -1,0 +1,122 @@
+"""The noaux_tc gate against transformers' DeepseekV3 router, ties included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.model.router import NORM_GUARD, noaux_tc_gate
+
+transformers = pytest.importorskip("transformers")
+TOKENS = 10_000
+
+
+def reference_router(experts: int, top_k: int, n_group: int, topk_group: int, bias: torch.Tensor) -> torch.nn.Module:
+    """transformers' router with an identity weight, so that hidden states are the logits."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=experts, n_routed_experts=experts, num_experts_per_tok=top_k, n_group=n_group,
+        topk_group=topk_group, routed_scaling_factor=2.827, norm_topk_prob=True,
+    )  # fmt: skip
+    router = hf.DeepseekV3TopkRouter(config)
+    router.weight.data = torch.eye(experts)
+    router.e_score_correction_bias = bias
+    return router
+
+
+@pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (8, 4)])
+@pytest.mark.parametrize("top_k", [6, 8])
+@pytest.mark.parametrize("experts", [256, 384])
+@torch.inference_mode()
+def test_10000_tokens_against_transformers(experts: int, top_k: int, n_group: int, topk_group: int) -> None:
+    generator = torch.Generator().manual_seed(experts + top_k)
+    logits = torch.randn(TOKENS, experts, generator=generator) - 2
+    # A third of the tokens on a coarse grid, where equal scores are common, a third with all logits equal in pairs.
+    third = TOKENS // 3
+    logits[:third] = (logits[:third] * 4).round() / 4
+    bias = torch.randn(experts, generator=generator) * 0.05
+    bias[: experts // 2] = (bias[: experts // 2] * 50).round() / 50
+    bias[1::2] = bias[::2]
+    logits[third : 2 * third, 1::2] = logits[third : 2 * third, ::2]
+
+    indices, weights = noaux_tc_gate(
+        logits, bias, top_k, n_group=n_group, topk_group=topk_group, norm_topk_prob=True, routed_scaling_factor=2.827
+    )
+    out = reference_router(experts, top_k, n_group, topk_group, bias)(logits)
+    theirs_weights, theirs = out[-2:]
+
+    scores = logits.sigmoid()
+    choice = scores + bias
+    ours_sorted, theirs_sorted = (choice.gather(1, i).sort(dim=-1).values for i in (indices, theirs))
+    groups = choice.view(TOKENS, n_group, -1).topk(2, dim=-1).values.sum(dim=-1).sort(dim=-1, descending=True).values
+    # Two groups that tie for the last place hold different scores; either is a right answer.
+    open_choice = (
+        groups[:, topk_group - 1] == groups[:, min(topk_group, n_group - 1)]
+        if n_group > 1
+        else torch.zeros(TOKENS, dtype=torch.bool)
+    )
+    assert torch.equal(ours_sorted[~open_choice], theirs_sorted[~open_choice]), "the chosen biased scores differ"
+    same = (indices.sort(dim=-1).values == theirs.sort(dim=-1).values).all(dim=-1)
+    # Where the sets differ, the difference must be an exact tie, which torch.topk may break either way.
+    for token in torch.where(~same & ~open_choice)[0].tolist():
+        ours_only = set(indices[token].tolist()) - set(theirs[token].tolist())
+        theirs_only = set(theirs[token].tolist()) - set(indices[token].tolist())
+        assert {choice[token, e].item() for e in ours_only} == {choice[token, e].item() for e in theirs_only}
+        assert max(ours_only) < max(theirs_only)  # ours breaks ties by the lower index
+    order, theirs_order = indices.argsort(dim=-1), theirs.argsort(dim=-1)
+    difference = (weights.gather(1, order) - theirs_weights.gather(1, theirs_order)).abs()[same]
+    assert difference.max() <= 1e-6
+    print(f"\n{experts} experts top-{top_k} groups {n_group}: {int(same.sum())} of {TOKENS} sets identical, "
+          f"{int((~same).sum())} differ by exact ties, weights within {difference.max():.1e}")  # fmt: skip
+    assert same[2 * third :].all()  # without constructed ties nothing may differ
+
+
+@given(st.integers(1, 40), st.sampled_from([16, 64, 384]), st.integers(1, 16), st.integers(0, 2**31), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_definition_in_float64(tokens: int, experts: int, top_k: int, seed: int, norm: bool) -> None:
+    """Straight from the definition, one token at a time, with Python's own sort."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
+    bias = torch.randn(experts, generator=generator, dtype=torch.float64) * 0.1
+    indices, weights = noaux_tc_gate(logits, bias, top_k, norm_topk_prob=norm, routed_scaling_factor=2.5)
+    for token in range(tokens):
+        scores = logits[token].sigmoid()
+        ranked = sorted(range(experts), key=lambda e: (-(scores[e] + bias[e]).item(), e))[:top_k]
+        assert indices[token].tolist() == ranked
+        expected = scores[ranked]
+        expected = expected / (expected.sum() + NORM_GUARD) if norm else expected
+        torch.testing.assert_close(weights[token], expected * 2.5, rtol=1e-12, atol=0)
+
+
+def test_all_equal_takes_the_lowest_indices() -> None:
+    indices, weights = noaux_tc_gate(torch.zeros(3, 384), torch.zeros(384), 8)
+    assert indices.tolist() == [list(range(8))] * 3
+    torch.testing.assert_close(weights, torch.full((3, 8), 1 / 8))
+
+
+def test_underflowing_scores_stay_finite() -> None:
+    _, weights = noaux_tc_gate(torch.full((1, 16), -1000.0), torch.zeros(16), 4)
+    assert torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize(("top_k", "n_group", "topk_group"), [(17, 1, 1), (5, 4, 1), (1, 3, 1), (1, 2, 3)])
+def test_impossible_arguments(top_k: int, n_group: int, topk_group: int) -> None:
+    with pytest.raises(ValueError, match="do not fit 16 experts"):
+        noaux_tc_gate(torch.zeros(1, 16), torch.zeros(16), top_k, n_group=n_group, topk_group=topk_group)
+
+
+def test_routers_bias_stays_float32_in_a_bf16_model() -> None:
+    from kimi_k2.checkpoint.synthetic import tiny_config
+    from kimi_k2.model.router import Router
+
+    config: KimiK2Config = tiny_config()
+    router = Router(config, dtype=torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.e_score_correction_bias.dtype == torch.float32
+    router.weight.data.normal_()
+    router.e_score_correction_bias.zero_()
+    assert router.logits(torch.randn(2, config.hidden_size, dtype=torch.bfloat16)).dtype == torch.float32

@@ -1,0 +1,128 @@
+"""FP8 blocks against transformers' dequantization, INT4 groups against compressed-tensors, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kimi_k2.quantization.fp8_block import block_grid, dequantize_fp8_block, quantize_fp8_block
+from kimi_k2.quantization.int4_group import dequantize_int4_group, pack_int4, quantize_int4_group, unpack_int4
+
+rows_columns = st.tuples(st.integers(1, 300), st.integers(1, 300))
+
+
+def random_fp8(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Every finite e4m3 code, exponent 15 and subnormals included, with scales over six decades."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+    codes[(codes & 0x7F) == 0x7F] = 0  # the two NaN codes
+    scale = torch.exp(torch.randn(block_grid((rows, columns), (128, 128)), generator=generator) * 2)
+    return codes.view(torch.float8_e4m3fn), scale
+
+
+@given(rows_columns, st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_fp8_dequantization_is_transformers(shape: tuple[int, int], seed: int) -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    weight, scale = random_fp8(*shape, seed)
+    expected = fp8._dequantize_fp8_weight(weight, scale, [128, 128], torch.float32)
+    assert torch.equal(dequantize_fp8_block(weight, scale), expected)
+
+
+def test_fp8_ragged_last_block_row_of_kv_a_proj() -> None:
+    """kv_a_proj_with_mqa has 576 rows: 4.5 blocks."""
+    weight, scale = random_fp8(576, 256, 1)
+    assert scale.shape == (5, 2)
+    out = dequantize_fp8_block(weight, scale)
+    assert torch.equal(out[512:, 128:], weight[512:, 128:].float() * scale[4, 1])
+
+
+def test_fp8_expert_dimension() -> None:
+    stacked = [random_fp8(256, 128, seed) for seed in range(3)]
+    weight = torch.stack([w.view(torch.uint8) for w, _ in stacked]).view(torch.float8_e4m3fn)
+    out = dequantize_fp8_block(weight, torch.stack([s for _, s in stacked]), dtype=torch.bfloat16)
+    for expert, (w, s) in enumerate(stacked):
+        assert torch.equal(out[expert], dequantize_fp8_block(w, s, dtype=torch.bfloat16))
+
+
+@given(rows_columns, st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_fp8_quantization_error_is_half_a_step(shape: tuple[int, int], seed: int) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    quantized, scale = quantize_fp8_block(weight)
+    error = (dequantize_fp8_block(quantized, scale, dtype=torch.float64) - weight).abs()
+    blocks = scale.double().repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    # e4m3 has three mantissa bits and subnormals of 2^-9: half a step is |x| / 16, or half a subnormal.
+    assert (error <= torch.maximum(weight.abs() / 16, blocks * 2**-10) * (1 + 1e-6)).all()
+    assert quantized.float().abs().max() == 448 or not weight.any()
+
+
+def test_fp8_zero_block_and_wrong_grid() -> None:
+    quantized, scale = quantize_fp8_block(torch.zeros(130, 5))
+    assert torch.equal(scale, torch.ones(2, 1))
+    assert not dequantize_fp8_block(quantized, scale).any()
+    with pytest.raises(ValueError, match=r"expected shape \[2, 1\], got \[1, 1\]"):
+        dequantize_fp8_block(quantized, scale[:1])
+
+
+def compressed_tensors_helpers() -> Any:
+    return pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+
+
+@given(rows_columns, st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_int4_packing_is_compressed_tensors(shape: tuple[int, int], seed: int) -> None:
+    helpers = compressed_tensors_helpers()
+    values = torch.randint(-8, 8, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+    packed = pack_int4(values)
+    assert torch.equal(packed, helpers.pack_to_int32(values, 4))
+    assert torch.equal(unpack_int4(packed, shape[1]), values)
+    assert torch.equal(helpers.unpack_from_int32(packed, 4, torch.Size(shape)), unpack_int4(packed, shape[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_dequantization_is_compressed_tensors(dtype: torch.dtype) -> None:
+    compressed_tensors_helpers()
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(3))
+    packed, scale, shape = quantize_int4_group(weight)
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    stored = {"weight_packed": packed, "weight_scale": scale.to(dtype), "weight_shape": shape}
+    expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
+    assert expected.dtype == dtype
+    assert torch.equal(dequantize_int4_group(packed, scale, shape, dtype=dtype), expected)
+
+
+def test_int4_quantization_packs_as_compressed_tensors() -> None:
+    compressed_tensors_helpers()
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+    packed, scale, _ = quantize_int4_group(weight, scale_dtype=torch.float32)
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    stored = {"weight": weight, "weight_scale": scale}
+    assert torch.equal(packed, PackedQuantizationCompressor.compress(stored, scheme)["weight_packed"])
+
+
+def test_int4_wrong_shapes() -> None:
+    packed, scale, _ = quantize_int4_group(torch.randn(4, 64))
+    for arguments, says in (
+        ((packed, scale, (5, 64)), "expected 5 rows"),
+        ((packed, scale[:, :1], (4, 64)), "weight_scale: expected"),
+        ((packed[:, :7].contiguous(), scale, (4, 64)), "expected 8 words"),
+        ((packed.long(), scale, (4, 64)), "expected int32"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dequantize_int4_group(*arguments)
+    with pytest.raises(ValueError, match="multiple of 32 columns"):
+        quantize_int4_group(torch.randn(4, 40))

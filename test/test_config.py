@@ -1,0 +1,219 @@
+"""KimiK2Config: the published configurations, both transformers generations, and every way to be wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.checkpoint.synthetic import hf_config, tiny_config
+from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+
+PRESETS = sorted(path.stem for path in PRESET_DIR.glob("*.json"))
+
+
+def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
+    return json.loads((PRESET_DIR / f"{name}.json").read_text())
+
+
+# name: (max_position, eps, factor, beta_fast, quantization, prefix, softmax scale), from the facts file
+EXPECTED = {
+    "kimi-k2-instruct": (131072, 1e-6, 32, 1, Fp8BlockQuantization, "", 0.13086),
+    "kimi-k2-instruct-0905": (262144, 1e-6, 64, 1, Fp8BlockQuantization, "", 0.14468),
+    "kimi-k2-thinking": (262144, 1e-5, 64, 1, Int4GroupQuantization, "", 0.14468),
+    "kimi-k2.5": (262144, 1e-5, 64, 32, Int4GroupQuantization, "language_model.", 0.14468),
+    "kimi-k2.6": (262144, 1e-5, 64, 32, Int4GroupQuantization, "language_model.", 0.14468),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_preset(name)))
+    config = KimiK2Config.from_pretrained(tmp_path)
+    positions, eps, factor, beta_fast, quantization, prefix, scale = EXPECTED[name]
+    assert config.rope_scaling is not None
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (positions, eps)
+    assert (config.rope_scaling.factor, config.rope_scaling.beta_fast) == (factor, beta_fast)
+    assert isinstance(config.quantization, quantization)
+    assert config.tensor_prefix == prefix
+    assert config.softmax_scale == pytest.approx(scale, abs=5e-6)
+    assert config.rope_scaling.rotary_multiplier == 1.0
+    assert (config.qk_head_dim, config.cache_dim, config.latent_norm_eps) == (192, 576, 1e-6)
+    assert [config.is_moe_layer(layer) for layer in (0, 1, 60)] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_5_writes_the_same_model(name: str) -> None:
+    """transformers itself saves the config with rope_parameters; what it writes must read back the same."""
+    transformers = pytest.importorskip("transformers")
+    ours = KimiK2Config.from_preset(name)
+    raw = ours.to_hf_dict()
+    for key in ("model_type", "architectures", "quantization_config"):
+        raw.pop(key, None)
+    saved = json.loads(transformers.DeepseekV3Config(**raw).to_json_string(use_diff=False))
+    again = KimiK2Config.from_dict(saved)
+    same = ours.model_copy(update={"quantization": None, "tensor_prefix": "", "model_type": "deepseek_v3"})
+    for field in ("softmax_scale", "rope_theta", "rope_scaling", "n_routed_experts", "topk_group", "kv_lora_rank"):
+        assert getattr(again, field) == getattr(same, field), field
+
+
+def test_rope_parameters_and_rope_scaling_agree() -> None:
+    raw = raw_preset()
+    modern = copy.deepcopy(raw)
+    scaling = modern.pop("rope_scaling")
+    scaling["rope_type"] = scaling.pop("type")
+    modern["rope_parameters"] = {**scaling, "rope_theta": modern.pop("rope_theta")}
+    assert KimiK2Config.from_dict(modern) == KimiK2Config.from_dict(raw)
+
+
+def test_missing_factor_is_the_ratio_of_the_lengths() -> None:
+    raw = raw_preset()
+    raw["rope_scaling"]["factor"] = None
+    config = KimiK2Config.from_dict(raw)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 262144 / 4096
+
+
+def test_softmax_scale_formula() -> None:
+    config = KimiK2Config.from_preset("kimi-k2-instruct")
+    assert config.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / math.sqrt(192), rel=1e-15)
+
+
+@pytest.mark.parametrize("holder", ["quantization_config", "compression_config"])
+def test_quantization_under_either_name_and_place(holder: str) -> None:
+    raw = raw_preset("kimi-k2.5")
+    quantization = raw.pop("quantization_config")
+    raw["text_config"].pop("quantization_config")
+    for place in (raw, raw["text_config"]):
+        place[holder] = quantization
+        assert isinstance(KimiK2Config.from_dict(raw).quantization, Int4GroupQuantization)
+        del place[holder]
+
+
+def test_int4_ignore_list_decides_by_module() -> None:
+    quantization = KimiK2Config.from_preset("kimi-k2-thinking").quantization
+    assert quantization is not None
+    root = "model.layers.3"
+    assert quantization.quantizes(f"{root}.mlp.experts.7.gate_proj")
+    for module in ("self_attn.o_proj", "mlp.shared_experts.up_proj", "mlp.down_proj", "mlp.gate"):
+        assert not quantization.quantizes(f"{root}.{module}"), module
+    assert not quantization.quantizes("lm_head")
+
+
+@pytest.mark.parametrize("name", ["kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5"])
+def test_written_config_reads_back(name: str) -> None:
+    config = tiny_config(name)
+    assert KimiK2Config.from_dict(json.loads(json.dumps(hf_config(config)))) == config
+
+
+REQUIRED = sorted(name for name, field in KimiK2Config.model_fields.items() if field.is_required())
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_each_missing_field_is_named(field: str, tmp_path: Path) -> None:
+    raw = raw_preset()
+    del raw[field]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_pretrained(tmp_path)
+    assert (caught.value.field, caught.value.file) == (field, str(path))
+    assert f"field '{field}': missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        ({"hidden_size": "7168"}, "hidden_size", "integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers", "greater than 0"),
+        ({"num_hidden_layers": 61.5}, "num_hidden_layers", "integer"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob", "boolean"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps", "greater than 0"),
+        ({"scoring_func": "softmax"}, "scoring_func", "'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method", "'noaux_tc'"),
+        ({"hidden_act": "gelu"}, "hidden_act", "'silu'"),
+        ({"attention_bias": True}, "attention_bias", "False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings", "False"),
+        ({"model_type": "llama"}, "model_type", "kimi_k2"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads", "num_attention_heads (64)"),
+        ({"n_group": 7}, "n_group", "divisor of n_routed_experts (384)"),
+        ({"topk_group": 2}, "topk_group", "at most n_group (1)"),
+        ({"num_experts_per_tok": 385}, "num_experts_per_tok", "at most the number of experts"),
+        ({"n_group": 384, "topk_group": 384}, "n_group", "at least two experts"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim", "even"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers", "no MTP"),
+        ({"bos_token_id": 163840}, "bos_token_id", "below 163840"),
+        ({"rope_scaling": "yarn"}, "rope_scaling", "expected an object or null"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type", "'yarn' or 'default'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings", "missing"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "rope_parameters.rope_theta", "top-level"),
+        ({"quantization_config": []}, "quantization_config", "expected an object"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method", "'awq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "two block sizes"),
+    ],
+)  # fmt: skip
+def test_each_wrong_field_is_named(change: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_dict({**raw_preset(), **change}, file="somewhere/config.json")
+    assert caught.value.field == field
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("somewhere/config.json: field '")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (("num_bits",), 8, "num_bits"),
+        (("strategy",), "channel", "strategy"),
+        (("symmetric",), False, "symmetric"),
+        (("type",), "float", "type"),
+        (("actorder",), "group", "actorder"),
+        (("group_size",), 0, "group_size"),
+    ],
+)
+def test_unsupported_int4_arguments_are_named(path: tuple[str], value: object, field: str) -> None:
+    raw = raw_preset("kimi-k2-thinking")
+    raw["quantization_config"]["config_groups"]["group_0"]["weights"][path[0]] = value
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_dict(raw)
+    assert caught.value.field == f"quantization_config.{field}"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"text_config": 3}'])
+def test_garbage_files(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        KimiK2Config.from_pretrained(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        KimiK2Config.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"unknown preset 'gpt-5'; expected one of: kimi-k2-instruct"):
+        KimiK2Config.from_preset("gpt-5")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(field=st.sampled_from(sorted(raw_preset())), value=json_values)
+@settings(max_examples=300, deadline=None)
+def test_any_json_in_any_field_is_accepted_or_a_config_error(field: str, value: object) -> None:
+    try:
+        config = KimiK2Config.from_dict({**raw_preset(), field: value})
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert math.isfinite(config.softmax_scale)
