@@ -72,10 +72,14 @@ class SafetensorsWriter:
         total = len(prefix) + sum(self._remaining.values())
         try:
             self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"cannot be made: {error.strerror}", file=self.partial) from error
+        try:
             # Reserving the space now turns a full disk into an error before hours of work, not after.
             os.posix_fallocate(self._fd, 0, total)
             self._pwrite(memoryview(prefix), 0)
         except OSError as error:
+            self.abandon()
             raise CheckpointError(f"cannot write {total} bytes: {error.strerror}", file=self.partial) from error
 
     def write(self, name: str, tensor: Tensor) -> None:

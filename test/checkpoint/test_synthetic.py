@@ -1,0 +1,205 @@
+"""Synthetic checkpoints: the real layout, deterministic, streamed, resumable."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kimi_k2.checkpoint.names import TensorSpec, expected_tensors
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.synthetic import (
+    SyntheticWeights,
+    iter_state,
+    shard_plan,
+    tiny_config,
+    with_format,
+    write_synthetic_checkpoint,
+)
+from kimi_k2.checkpoint.writer import SafetensorsWriter
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_real_model_has_the_published_tensors() -> None:
+    """139,644 tensors and 1029.2 GB in 61 files for K2-Instruct (of which 61 are leftover inv_freq)."""
+    config = KimiK2Config.from_preset("kimi-k2-instruct")
+    specs = list(expected_tensors(config))
+    assert len(specs) == 139_644 - 61
+    assert sum(spec.nbytes for spec in specs) == pytest.approx(1029.2e9, abs=0.05e9)
+    shapes = {spec.name: (spec.dtype, spec.shape) for spec in specs}
+    root = "model.layers.1"
+    for name, dtype, shape in (
+        ("self_attn.q_a_proj.weight", torch.float8_e4m3fn, (1536, 7168)),
+        ("self_attn.q_a_proj.weight_scale_inv", torch.float32, (12, 56)),
+        ("self_attn.kv_a_proj_with_mqa.weight", torch.float8_e4m3fn, (576, 7168)),
+        ("self_attn.kv_a_proj_with_mqa.weight_scale_inv", torch.float32, (5, 56)),
+        ("self_attn.kv_b_proj.weight", torch.float8_e4m3fn, (16384, 512)),
+        ("self_attn.o_proj.weight_scale_inv", torch.float32, (56, 64)),
+        ("mlp.experts.383.down_proj.weight", torch.float8_e4m3fn, (7168, 2048)),
+        ("mlp.experts.0.gate_proj.weight_scale_inv", torch.float32, (16, 56)),
+        ("mlp.gate.weight", torch.bfloat16, (384, 7168)),
+        ("mlp.gate.e_score_correction_bias", torch.float32, (384,)),
+    ):
+        assert shapes[f"{root}.{name}"] == (dtype, shape)
+
+
+def test_real_k25_has_the_published_language_model() -> None:
+    config = KimiK2Config.from_preset("kimi-k2.5")
+    specs = {spec.name: (spec.dtype, spec.shape) for spec in expected_tensors(config)}
+    expert = "model.layers.60.mlp.experts.5"
+    assert specs[f"{expert}.gate_proj.weight_packed"] == (torch.int32, (2048, 896))
+    assert specs[f"{expert}.down_proj.weight_scale"] == (torch.bfloat16, (7168, 64))
+    assert specs[f"{expert}.down_proj.weight_shape"] == (torch.int32, (2,))
+    assert specs["model.layers.60.self_attn.o_proj.weight"] == (torch.bfloat16, (7168, 8192))
+    # Of 208,550 published tensors the vision tower and projector are the rest: 27 blocks of 12, and a few more.
+    assert 208_550 - 27 * 12 - 20 <= len(specs) <= 208_550 - 27 * 12
+
+
+def test_layout_is_hugging_faces(checkpoints: dict[str, Path]) -> None:
+    directory = checkpoints["fp8"]
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {f"model-{i}-of-3.safetensors" for i in (1, 2, 3)}
+    total = sum(t.nbytes for shard in directory.glob("*.safetensors") for t in load_file(shard).values())
+    assert index["metadata"]["total_size"] == total
+    assert all(re.match(r"model\.layers\.1\.", name) for name in load_file(directory / "model-2-of-3.safetensors"))
+    wrapped = json.loads((checkpoints["k2.5"] / "model.safetensors.index.json").read_text())
+    assert all(name.startswith("language_model.") for name in wrapped["weight_map"])
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_synthetic_checkpoint(tmp_path / "again", tiny_config(), seed=0)
+    write_synthetic_checkpoint(tmp_path / "other", tiny_config(), seed=1)
+    expected = contents(checkpoints["fp8"])
+    assert contents(tmp_path / "again") == expected
+    assert contents(tmp_path / "other")["model-2-of-3.safetensors"] != expected["model-2-of-3.safetensors"]
+
+
+def test_weights_do_not_depend_on_the_sharding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_synthetic_checkpoint(tmp_path, tiny_config(), shards=7)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 7
+    one, seven = CheckpointReader(checkpoints["fp8"]), CheckpointReader(tmp_path)
+    assert sorted(one.names()) == sorted(seven.names())
+    for name, tensor in seven.stream():
+        assert torch.equal(tensor.view(torch.uint8), one.get(name).view(torch.uint8))
+
+
+def test_interrupted_run_resumes(tmp_path: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop_in_the_last_shard(spec: TensorSpec) -> None:
+        if spec.name.startswith("model.layers.2.mlp"):
+            raise StopError
+
+    with pytest.raises(StopError):
+        write_synthetic_checkpoint(tmp_path / "a", tiny_config(), on_tensor=stop_in_the_last_shard)
+    assert not (tmp_path / "a" / "model-3-of-3.safetensors").exists()
+    assert not list((tmp_path / "a").glob("*.safetensors.partial"))
+    finished = (tmp_path / "a" / "model-1-of-3.safetensors").stat().st_mtime_ns
+    with pytest.raises(ConfigError, match="unfinished checkpoint with other arguments"):
+        write_synthetic_checkpoint(tmp_path / "a", tiny_config(), seed=5)
+    write_synthetic_checkpoint(tmp_path / "a", tiny_config())
+    assert (tmp_path / "a" / "model-1-of-3.safetensors").stat().st_mtime_ns == finished
+    write_synthetic_checkpoint(tmp_path / "b", tiny_config())
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_refuses_to_overwrite(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoints["fp8"], tmp_path / "x"))
+    with pytest.raises(ConfigError, match="holds a checkpoint already"):
+        write_synthetic_checkpoint(directory, tiny_config())
+
+
+def test_exponent_15_codes_and_router_bias_occur() -> None:
+    state = dict(iter_state(tiny_config()))
+    codes = state["model.layers.1.mlp.experts.0.gate_proj.weight"].view(torch.uint8) & 0x7F
+    assert (codes >= 0x78).any()
+    assert not (codes == 0x7F).any()  # NaN
+    bias = state["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.dtype == torch.float32
+    assert 0.05 < bias.std() < 0.2
+
+
+def test_stored_weights_have_the_promised_variance() -> None:
+    from kimi_k2.model.linear import dequantize_stored
+
+    for fmt in ("fp8", "int4", "bf16"):
+        config = with_format(tiny_config(hidden_size=1024, moe_intermediate_size=1024), fmt)
+        weights = SyntheticWeights(config)
+        module = "model.layers.1.mlp.experts.0.gate_proj"
+        stored = {
+            spec.name.rpartition(".")[2]: weights.tensor(spec)
+            for spec in expected_tensors(config)
+            if spec.name.startswith(module)
+        }
+        std = dequantize_stored(stored, config.quantization, torch.float64).std()
+        # FP8 has 64 block scales, whose spread alone lets the figure vary by 4 percent.
+        assert std == pytest.approx(1024**-0.5, rel=0.12), fmt
+
+
+@pytest.mark.parametrize("shards", [0, 10_000])
+def test_impossible_shard_count(shards: int) -> None:
+    with pytest.raises(ConfigError, match="shards"):
+        shard_plan(tiny_config(), shards)
+
+
+def test_unknown_format() -> None:
+    with pytest.raises(ConfigError, match="expected one of fp8, int4, bf16"):
+        with_format(tiny_config(), "gguf")  # type: ignore[arg-type]
+
+
+SPECS = [TensorSpec("a", torch.float32, (2, 3)), TensorSpec("b", torch.float8_e4m3fn, (5,))]
+
+
+def test_writer_files_read_with_safetensors(tmp_path: Path) -> None:
+    a, b = torch.randn(2, 3), torch.randn(5).to(torch.float8_e4m3fn)
+    with SafetensorsWriter(tmp_path / "x.safetensors", SPECS) as writer:
+        writer.write("b", b)
+        rows = a.view(torch.uint8).numpy().tobytes()
+        writer.write_bytes("a", memoryview(rows[12:]), 12)
+        writer.write_bytes("a", memoryview(rows[:12]), 0)
+    back = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(back["a"], a)
+    assert torch.equal(back["b"].view(torch.uint8), b.view(torch.uint8))
+
+
+def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for tensor_name, tensor, error in (
+        ("c", torch.zeros(1), MissingTensorError),
+        ("a", torch.zeros(3, 2), TensorShapeError),
+        ("a", torch.zeros(2, 3, dtype=torch.float16), TensorDtypeError),
+    ):
+        with pytest.raises(error) as caught, SafetensorsWriter(path, SPECS) as writer:
+            writer.write(tensor_name, tensor)
+        assert caught.value.tensor == tensor_name
+    with pytest.raises(TensorShapeError, match="do not fit"), SafetensorsWriter(path, SPECS) as writer:
+        writer.write_bytes("a", memoryview(bytes(8)), 20)
+    with pytest.raises(MissingTensorError, match="not \\(fully\\) written"), SafetensorsWriter(path, SPECS) as writer:
+        writer.write("b", torch.zeros(5).to(torch.float8_e4m3fn))
+    assert not path.exists()
+
+
+def test_writer_on_a_full_or_missing_disk(tmp_path: Path) -> None:
+    huge = [TensorSpec("a", torch.float32, (2**45,))]
+    with pytest.raises(CheckpointError, match="cannot write"):
+        SafetensorsWriter(tmp_path / "x.safetensors", huge)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="No such file"):
+        SafetensorsWriter(tmp_path / "nowhere" / "x.safetensors", SPECS)
