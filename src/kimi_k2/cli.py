@@ -23,6 +23,8 @@ from kimi_k2.errors import KimiK2Error
 from kimi_k2.generate import SamplingParams, load_eos_token_ids, stream
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.progress import ByteProgress
+from kimi_k2.tokenization.chat import ChatStyle
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 app = typer.Typer(
     name="kimi-k2",
@@ -107,9 +109,8 @@ def generate(
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
 ) -> None:
     """Generate text from a checkpoint; tokens appear as they are made (one prompt) or at the end (several)."""
-    from kimi_k2.tokenization.tokenizer import KimiTokenizer
-
     prompts = prompt or [sys.stdin.read()]
+    config = KimiK2Config.from_pretrained(checkpoint)
     tokenizer = KimiTokenizer.from_pretrained(checkpoint)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -117,9 +118,9 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
-        eos_token_ids=load_eos_token_ids(checkpoint, KimiK2Config.from_pretrained(checkpoint)),
+        eos_token_ids=load_eos_token_ids(checkpoint, config),
     )
-    encoded = [encode_prompt(tokenizer, text, raw=raw) for text in prompts]
+    encoded = [encode_prompt(tokenizer, config, text, raw=raw) for text in prompts]
     model = load_model(checkpoint, dtype=getattr(torch, dtype.value), device=device, keep_quantized=keep_quantized)
     decoders = [tokenizer.incremental_decoder() for _ in prompts]
     texts = ["" for _ in prompts]
@@ -142,20 +143,19 @@ def generate(
     typer.echo(f"TTFT {seconds[0]:.3f} s, TPOT {tpot:.4f} s, {len(seconds)} steps", err=True)
 
 
-def encode_prompt(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
-    """Token ids of a user message in the chat template, or of the bare text."""
+def encode_prompt(tokenizer: KimiTokenizer, config: KimiK2Config, text: str, *, raw: bool = False) -> list[int]:
+    """Token ids of a user message in the checkpoint's chat template, or of the bare text."""
     if raw:
-        return list(tokenizer.encode(text))
-    from kimi_k2.tokenization.chat import apply_chat_template
-
-    rendered = apply_chat_template([{"role": "user", "content": text}])
-    return list(tokenizer.encode(rendered, allow_special=True))
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}], style=ChatStyle.for_config(config))
 
 
 @app.command("make-checkpoint")
 def make_checkpoint(
     out: Annotated[Path, typer.Argument(help="Directory to write; must be empty or hold the same unfinished run.")],
-    preset: Annotated[Preset, typer.Option(help="Published configuration: names, YaRN, quantization.")] = DEFAULT_PRESET,
+    preset: Annotated[
+        Preset, typer.Option(help="Published configuration: names, YaRN, quantization.")
+    ] = DEFAULT_PRESET,
     fmt: Annotated[
         FormatOption | None, typer.Option("--format", help="fp8, int4 or bf16; the preset's own if not given.")
     ] = None,

@@ -46,7 +46,7 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
     start = time.perf_counter()
     model = KimiK2ForCausalLM.from_pretrained(out)
     load_seconds = time.perf_counter() - start
-    prompt = encode_prompt(KimiTokenizer.from_pretrained(out), PROMPT, raw=False)
+    prompt = encode_prompt(KimiTokenizer.from_pretrained(out), config, PROMPT)
 
     # The first pass through any torch operator pays for its set-up; that is no part of TTFT.
     decode_step(model, torch.tensor([0]), torch.tensor([0]), model.new_cache(1, 1))

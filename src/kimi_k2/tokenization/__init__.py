@@ -1,0 +1,1 @@
+"""Text in and out: the tiktoken vocabulary, the chat template, and the parsers of tool calls and reasoning."""

@@ -1,0 +1,199 @@
+"""KimiTokenizer: the published `tiktoken.model` vocabulary on OpenAI's tiktoken."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.chat import Segment, render_segments
+from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
+
+VOCABULARY_NAME = "tiktoken.model"
+CONFIG_NAME = "tokenizer_config.json"
+
+# The pretokenizer is part of the vocabulary's format: ranks were learned on these pieces. Han runs stand alone;
+# elsewhere letters split by case, numbers into at most three digits.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+# tiktoken's regex engine recurses: very long texts or runs overflow its stack, so the published tokenizer cuts there.
+MAX_CHARS = 400_000
+MAX_RUN = 25_000
+_LONG_RUN = re.compile(rf"\s{{1,{MAX_RUN}}}|\S{{1,{MAX_RUN}}}")
+
+
+class KimiTokenizer:
+    """Encodes and decodes with tiktoken; user text never turns into special tokens unless asked to.
+
+    Attributes:
+        vocab_size: base ranks and special slots (163840 in the published vocabulary).
+        special_tokens: name -> id.
+        bos_token_id, eos_token_id, pad_token_id: ids of [BOS], [EOS] and [PAD].
+        stop_token_ids: tokens that end a turn: <|im_end|>, [EOS] and [EOT].
+    """
+
+    def __init__(self, ranks: dict[bytes, int], names: dict[str, int], name: str = VOCABULARY_NAME) -> None:
+        self.special_tokens = names
+        self.encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=names)
+        self.vocab_size = self.encoding.n_vocab
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = names[BOS], names[EOS], names[PAD]
+        self.stop_token_ids = frozenset(names[token] for token in (IM_END, EOS, EOT))
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> KimiTokenizer:
+        """Read `tiktoken.model`, and special names from `tokenizer_config.json` if it is there.
+
+        Raises:
+            TokenizerError: a file is missing or malformed; the message names file and line or field.
+        """
+        directory = Path(directory)
+        ranks = read_ranks(directory / VOCABULARY_NAME)
+        names = special_tokens(len(ranks))
+        names = _apply_config(directory / CONFIG_NAME, names, len(ranks))
+        return cls(ranks, names)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`; with `allow_special`, names of special tokens in it become those tokens."""
+        ids: list[int] = []
+        for piece in _bounded_pieces(text):
+            if allow_special:
+                ids.extend(self.encoding.encode(piece, allowed_special="all"))
+            else:
+                ids.extend(self.encoding.encode_ordinary(piece))
+        return ids
+
+    def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
+        """Token ids of a rendered conversation, in which only the template's own markup is special."""
+        return [token for segment in segments for token in self.encode(segment.text, allow_special=segment.markup)]
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; options as for `chat.render_segments` (tools, style, thinking ...)."""
+        return self.encode_segments(render_segments(messages, **options))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            TokenizerError: an id is outside the vocabulary.
+        """
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Exact bytes of token ids."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise TokenizerError(f"token id {token} is not in 0..{self.vocab_size - 1}")
+        return self.encoding.decode_bytes(list(ids))
+
+    def incremental_decoder(self) -> IncrementalDecoder:
+        """A decoder for one stream of tokens."""
+        return IncrementalDecoder(self)
+
+
+class IncrementalDecoder:
+    """Turns a stream of tokens into text as soon as whole characters are known."""
+
+    def __init__(self, tokenizer: KimiTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        """Text that this token completes; empty while a character is cut between tokens."""
+        return self._utf8.decode(self._tokenizer.decode_bytes([token]))
+
+    def flush(self) -> str:
+        """What is left of an unfinished character, as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a tiktoken vocabulary: a line a token, base64 bytes and rank.
+
+    Raises:
+        TokenizerError: the file is missing, a line is malformed, a rank or token occurs twice, or one is missing.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            value = int(rank)
+        except (ValueError, binascii.Error):
+            raise TokenizerError(f"{path}: line {number}: expected base64 and a rank, got {line[:60]!r}") from None
+        if token in ranks or not token:
+            raise TokenizerError(f"{path}: line {number}: token {token!r} is empty or occurs twice")
+        ranks[token] = value
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise TokenizerError(f"{path}: expected every rank from 0 to {len(ranks) - 1} once")
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise TokenizerError(f"{path}: expected all 256 single bytes, {len(missing)} are missing, first {missing[0]}")
+    return ranks
+
+
+def _apply_config(path: Path, names: dict[str, int], base: int) -> dict[str, int]:
+    """Names from `added_tokens_decoder`, which differ between the members of the family, win over the built-in."""
+    if not path.is_file():
+        return names
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        added = raw.get("added_tokens_decoder") or {}
+        given = {int(key): value["content"] for key, value in added.items()}
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise TokenizerError(f"{path}: added_tokens_decoder: expected id -> {{content}}: {error!r}") from None
+    by_id = {token: name for name, token in names.items()}
+    for token, name in given.items():
+        if token not in by_id or not isinstance(name, str):
+            raise TokenizerError(
+                f"{path}: added_tokens_decoder: expected ids {base}..{base + len(by_id) - 1}, got {token}: {name!r}"
+            )
+    by_id.update(given)
+    result = {name: token for token, name in by_id.items()}
+    if len(result) != len(by_id):
+        raise TokenizerError(f"{path}: added_tokens_decoder: a name occurs twice")
+    for name in (BOS, EOS, PAD, IM_END, EOT):
+        if name not in result:
+            raise TokenizerError(f"{path}: added_tokens_decoder: no token is called {name}")
+    return result
+
+
+def _bounded_pieces(text: str) -> Iterator[str]:
+    """Cut text after MAX_CHARS characters, and runs of spaces or of non-spaces after MAX_RUN."""
+    for start in range(0, len(text), MAX_CHARS):
+        piece = text[start : start + MAX_CHARS]
+        begin = 0
+        for run in _LONG_RUN.finditer(piece):
+            following = piece[run.end() : run.end() + 1]
+            is_cut = run.end() - run.start() == MAX_RUN and following and following.isspace() == run[0].isspace()
+            if is_cut:
+                yield piece[begin : run.end()]
+                begin = run.end()
+        yield piece[begin:]

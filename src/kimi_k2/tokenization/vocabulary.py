@@ -1,0 +1,57 @@
+"""Synthetic tiktoken vocabularies for synthetic checkpoints: deterministic, any size, any text round-trips."""
+
+from __future__ import annotations
+
+import base64
+from itertools import product
+from pathlib import Path
+
+from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS, PAD, UNK, special_tokens
+from kimi_k2.tokenization.tokenizer import CONFIG_NAME, VOCABULARY_NAME
+
+_COMMON = b" etaoinshrdlucmfwypvbgkjqxz"
+
+
+def synthetic_ranks(base: int) -> dict[bytes, int]:
+    """A vocabulary of `base` tokens: all bytes, then ever longer strings of common letters, each mergeable.
+
+    A BPE merge joins two known tokens, so every prefix of a token is a token too.
+    """
+    if base < 256:
+        raise TokenizerError(f"a vocabulary needs the 256 single bytes, got a size of {base}")
+    tokens = [bytes([byte]) for byte in range(256)]
+    length = 2
+    while len(tokens) < base:
+        for letters in product(_COMMON, repeat=length):
+            tokens.append(bytes(letters))
+            if len(tokens) == base:
+                break
+        length += 1
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def write_synthetic_vocabulary(directory: Path, vocab_size: int) -> None:
+    """Write `tiktoken.model` and `tokenizer_config.json` for `vocab_size` tokens, 256 special slots included.
+
+    Raises:
+        TokenizerError: vocab_size is below 512 (256 bytes and 256 special slots).
+    """
+    base = vocab_size - NUM_SPECIAL_SLOTS
+    ranks = synthetic_ranks(base)
+    text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    partial = directory / f"{VOCABULARY_NAME}.partial"
+    partial.write_text(text)
+    partial.replace(directory / VOCABULARY_NAME)
+    added = {str(token): {"content": name, "special": True} for name, token in special_tokens(base).items()}
+    config = {
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "unk_token": UNK,
+        "pad_token": PAD,
+        "tokenizer_class": "TikTokenTokenizer",
+        "model_max_length": 1_000_000,
+    }
+    write_json(directory / CONFIG_NAME, config)

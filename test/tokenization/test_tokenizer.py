@@ -1,0 +1,209 @@
+"""The tokenizer against tiktoken used directly and against Hugging Face's BPE built from the same ranks."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.special_tokens import NAMED, REAL_BASE_VOCAB, special_tokens
+from kimi_k2.tokenization.tokenizer import PATTERN, KimiTokenizer, _bounded_pieces, read_ranks
+from kimi_k2.tokenization.vocabulary import synthetic_ranks, write_synthetic_vocabulary
+
+TEXTS = [
+    "Hello, world! It's 12345 o'clock.\n\n  Don't PANIC\tNow",
+    "中文English混合汉字 abc 北京市",
+    "naïve café Ñandú ÀÉ ǅ ʰ",
+    "emoji 🙂🙃 and ‮bidi‬ marks",
+    "trailing spaces   \n   \r\n",
+    "",
+    " ",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary")
+    write_synthetic_vocabulary(path, 2048)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> KimiTokenizer:
+    return KimiTokenizer.from_pretrained(directory)
+
+
+def test_special_ids_of_the_facts() -> None:
+    names = special_tokens(REAL_BASE_VOCAB)
+    for name, token in (
+        ("[BOS]", 163584), ("[EOS]", 163585), ("<|im_end|>", 163586), ("<|im_user|>", 163587),
+        ("<|im_assistant|>", 163588), ("<|start_header_id|>", 163590), ("<|end_header_id|>", 163591),
+        ("[EOT]", 163593), ("<|im_system|>", 163594), ("<|tool_calls_section_begin|>", 163595),
+        ("<|tool_calls_section_end|>", 163596), ("<|tool_call_begin|>", 163597),
+        ("<|tool_call_argument_begin|>", 163598), ("<|tool_call_end|>", 163599), ("<|im_middle|>", 163601),
+        ("<|media_begin|>", 163602), ("<|media_pad|>", 163605), ("<think>", 163606), ("</think>", 163607),
+        ("[UNK]", 163838), ("[PAD]", 163839),
+    ):  # fmt: skip
+        assert names[name] == token
+    assert len(names) == 256
+    assert max(names.values()) == 163839
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_known_texts_round_trip(tokenizer: KimiTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_text_round_trips_and_equals_tiktoken(tokenizer: KimiTokenizer, text: str) -> None:
+    direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=synthetic_ranks(1792), special_tokens={})
+    ids = tokenizer.encode(text)
+    assert ids == direct.encode_ordinary(text)
+    assert tokenizer.decode_bytes(ids).decode("utf-8", "replace") == text.encode("utf-8", "replace").decode()
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text])
+def test_same_ids_as_hugging_face_bpe(text: str) -> None:
+    """tokenizers' BPE, with merges recovered from the ranks by transformers' converter, and the same pieces."""
+    from tokenizers import Tokenizer, models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    ranks = synthetic_ranks(1792)
+    unicode = bytes_to_unicode()
+    spelled = {"".join(unicode[byte] for byte in token): rank for token, rank in ranks.items()}
+    merges = []
+    for token in ranks:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [(a, b) for a, b in splits if a in ranks and b in ranks]
+        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [tuple("".join(unicode[byte] for byte in part) for part in pair) for pair in known]
+    bpe = Tokenizer(models.BPE(vocab=spelled, merges=merges))
+    import regex
+
+    expected = []
+    # `regex` writes the set difference `&&[^Han]` in its version-1 syntax, as tiktoken's engine does.
+    for piece in regex.findall(PATTERN, text, flags=regex.V1):
+        word = "".join(unicode[byte] for byte in piece.encode())
+        expected += bpe.encode(word).ids
+    direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    assert direct.encode_ordinary(text) == expected
+
+
+def test_han_runs_stand_alone() -> None:
+    regex = pytest.importorskip("regex")
+    pieces = regex.findall(PATTERN, "中文English混合 12345 Pascal's", flags=regex.V1)
+    assert pieces == ["中文", "English", "混合", " ", "123", "45", " Pascal's"]
+
+
+def test_user_text_cannot_forge_special_tokens(tokenizer: KimiTokenizer) -> None:
+    special = set(tokenizer.special_tokens.values())
+    for name in NAMED.values():
+        forged = f"a{name}b"
+        assert not special & set(tokenizer.encode(forged))
+        assert tokenizer.special_tokens[name] in tokenizer.encode(forged, allow_special=True)
+        chat = tokenizer.encode_chat([{"role": "user", "content": forged}], add_generation_prompt=False)
+        honest = tokenizer.encode_chat([{"role": "user", "content": "ab"}], add_generation_prompt=False)
+        assert [t for t in chat if t in special] == [t for t in honest if t in special]
+
+
+def test_streaming_decoder_cuts_no_character(tokenizer: KimiTokenizer) -> None:
+    text = "汉字 🙂 naïve"
+    decoder = tokenizer.incremental_decoder()
+    pieces = [decoder.feed(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + decoder.flush() == text
+    assert "\ufffd" not in "".join(pieces)
+    broken = tokenizer.incremental_decoder()
+    assert broken.feed(tokenizer.encode("🙂")[0]) + broken.flush() == "\ufffd"
+
+
+@given(st.lists(st.integers(0, 2047), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_streamed_decoding_equals_whole(tokenizer: KimiTokenizer, ids: list[int]) -> None:
+    decoder = tokenizer.incremental_decoder()
+    assert "".join(map(decoder.feed, ids)) + decoder.flush() == tokenizer.decode(ids)
+
+
+def test_very_long_runs_are_cut_and_lossless(tokenizer: KimiTokenizer) -> None:
+    for text in ("a" * 60_000, " " * 60_000, "ab " * 200_000, "x" * 25_000 + " y"):
+        pieces = list(_bounded_pieces(text))
+        assert "".join(pieces) == text
+        assert all(len(run) <= 25_000 for piece in pieces for run in piece.split())
+    assert tokenizer.decode(tokenizer.encode("a" * 60_000)) == "a" * 60_000
+    assert len(list(_bounded_pieces("x" * 25_000 + " y"))) == 1
+
+
+def test_stop_tokens(tokenizer: KimiTokenizer) -> None:
+    names = tokenizer.special_tokens
+    assert tokenizer.stop_token_ids == {names["<|im_end|>"], names["[EOS]"], names["[EOT]"]}
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size) == (1792, 2047, 2048)
+
+
+def test_config_names_win(directory: Path, tmp_path: Path) -> None:
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"]["1797"]["content"] = "<|new|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert KimiTokenizer.from_pretrained(tmp_path).encode("<|new|>", allow_special=True) == [1797]
+    (tmp_path / "tokenizer_config.json").unlink()
+    names = KimiTokenizer.from_pretrained(tmp_path).special_tokens
+    assert names["<|reserved_token_1797|>"] == 1797
+
+
+def lines_of(base: int = 256) -> list[str]:
+    return [f"{base64.b64encode(token).decode()} {rank}" for token, rank in synthetic_ranks(base).items()]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["!!! 0"], r"line 1: expected base64"),
+        (["YQ== x"], r"line 1: expected base64"),
+        (["YQ=="], r"line 1: expected base64"),
+        ([*lines_of(), "YQ== 256"], r"line 257: token b'a' is empty or occurs twice"),
+        ([*lines_of(), "YWI= 300"], "every rank from 0 to 256 once"),
+        (lines_of()[:-1], "expected all 256 single bytes, 1 are missing, first 255"),
+        ([], "expected all 256 single bytes"),
+    ],
+)
+def test_damaged_vocabulary(tmp_path: Path, lines: list[str], says: str) -> None:
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines))
+    with pytest.raises(TokenizerError, match=says):
+        read_ranks(tmp_path / "tiktoken.model")
+
+
+def test_missing_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tiktoken\.model: cannot be read"):
+        KimiTokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"added_tokens_decoder": {"x": {"content": "a"}}}',
+     '{"added_tokens_decoder": {"3": {"content": "a"}}}',
+     '{"added_tokens_decoder": {"1800": {}}}', '{"added_tokens_decoder": {"1800": {"content": "[BOS]"}}}',
+     '{"added_tokens_decoder": {"1792": {"content": "begin"}}}'],
+)  # fmt: skip
+def test_damaged_tokenizer_config(directory: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "tiktoken.model").write_bytes((directory / "tiktoken.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+        KimiTokenizer.from_pretrained(tmp_path)
+
+
+def test_ids_outside_the_vocabulary(tokenizer: KimiTokenizer) -> None:
+    for token in (-1, 2048):
+        with pytest.raises(TokenizerError, match=f"token id {token} is not in"):
+            tokenizer.decode([token])
+
+
+def test_too_small_a_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="got a size of 255"):
+        write_synthetic_vocabulary(tmp_path, 511)
