@@ -50,8 +50,9 @@ class CheckpointIndex:
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
-        for name, shard in weight_map.items():
+        for shard in set(map(_hashable, weight_map.values())):
             if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                name = next(name for name, value in weight_map.items() if _hashable(value) == shard)
                 raise CorruptHeaderError(
                     f"expected the name of a .safetensors file beside the index, got {shard!r}",
                     file=path,
@@ -70,6 +71,11 @@ class CheckpointIndex:
         metadata = raw.get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         return cls(directory, shards, weight_map, int(total) if isinstance(total, (int, float)) else None)
+
+
+def _hashable(value: object) -> object:
+    """Any JSON value as something a set can hold."""
+    return value if isinstance(value, str) else repr(value)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:

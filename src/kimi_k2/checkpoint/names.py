@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ EXPERT = re.compile(r"^(?P<moe>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Name, dtype and shape of one stored tensor."""
 
     name: str

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,8 +48,7 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Where a tensor lies: shard file name, dtype, shape."""
 
     shard: str
@@ -85,6 +83,7 @@ class CheckpointReader:
         self.prefix = prefix
         self.tensors: dict[str, StoredTensor] = {}
         self._by_shard: dict[str, list[str]] = {}
+        self._shard_of: dict[str, str] = {}  # by stored name, ignored tensors included
         self._open_shard: str | None = None
         self._handle: Any = None
         self._delivered = 0
@@ -103,51 +102,47 @@ class CheckpointReader:
     # -- headers -------------------------------------------------------------------------------------
 
     def _read_header(self, shard: str) -> list[str]:
-        handle = self._acquire(shard)
-        keys = handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys()
+        self._acquire(shard)  # safetensors checks the header and the file's length against it
         names = []
-        for key in keys:
+        for key, entry in read_header(self.directory / shard).items():
+            self._shard_of[key] = shard
             name = self._strip(key)
             if name is None:
                 continue
-            view = handle.get_slice(key)
-            code = view.get_dtype()
-            if code not in SAFETENSORS_DTYPES:
-                raise TensorDtypeError(f"unknown dtype {code}", file=self.directory / shard, tensor=key)
+            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+            if dtype is None:
+                raise TensorDtypeError(f"unknown dtype {entry['dtype']}", file=self.directory / shard, tensor=key)
             if name in self.tensors:
                 raise UnexpectedTensorError(
                     f"already in {self.tensors[name].shard}", file=self.directory / shard, tensor=key
                 )
-            self.tensors[name] = StoredTensor(shard, SAFETENSORS_DTYPES[code], tuple(view.get_shape()))
+            self.tensors[name] = StoredTensor(shard, dtype, tuple(entry["shape"]))
             names.append(name)
         return names
 
     def _strip(self, key: str) -> str | None:
-        if self.prefix:
-            if not key.startswith(self.prefix):
-                return None
-            key = key[len(self.prefix) :]
+        if not key.startswith(self.prefix):
+            return None
+        key = key[len(self.prefix) :]
         return None if IGNORED.search(key) else key
 
     def _check_index(self) -> None:
-        if self.index.weight_map is None:
+        indexed = self.index.weight_map
+        if indexed is None or indexed == self._shard_of:
             return
-        indexed = {name: shard for key, shard in self.index.weight_map.items() if (name := self._strip(key))}
-        for name, shard in indexed.items():
-            stored = self.tensors.get(name)
-            if stored is None or stored.shard != shard:
+        for key, shard in indexed.items():
+            if self._shard_of.get(key) != shard:
                 raise MissingTensorError(
                     "the index puts this tensor into this shard, but the shard does not hold it",
                     file=self.directory / shard,
-                    tensor=self.prefix + name,
+                    tensor=key,
                 )
-        for name, stored in self.tensors.items():
-            if name not in indexed:
-                raise MissingTensorError(
-                    "this shard holds a tensor that the index does not name",
-                    file=self.directory / stored.shard,
-                    tensor=self.prefix + name,
-                )
+        key = next(key for key in self._shard_of if key not in indexed)
+        raise MissingTensorError(
+            "this shard holds a tensor that the index does not name",
+            file=self.directory / self._shard_of[key],
+            tensor=key,
+        )
 
     def validate(self, config: KimiK2Config) -> None:
         """Check that exactly the tensors `config` implies are there, with their shapes and dtypes.
@@ -157,45 +152,46 @@ class CheckpointReader:
         Raises:
             OrphanScaleError, MissingTensorError, UnexpectedTensorError, TensorShapeError, TensorDtypeError.
         """
-        for name, stored in self.tensors.items():
+        for name, lone in self.tensors.items():
             for other in companions(name):
                 if other not in self.tensors:
                     raise OrphanScaleError(
                         f"stands alone; expected '{self.prefix}{other}' beside it",
-                        file=self.directory / stored.shard,
+                        file=self.directory / lone.shard,
                         tensor=self.prefix + name,
                     )
-        known = set()
-        for spec in expected_tensors(config):
-            known.add(spec.name)
-            stored_or_none = self.tensors.get(spec.name)
-            if stored_or_none is None:
-                is_scale = spec.name.endswith("weight_scale_inv")
-                kind = OrphanScaleError if is_scale and spec.name[:-10] in self.tensors else MissingTensorError
+        expected = {spec.name: spec for spec in expected_tensors(config)}
+        for name, spec in expected.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                is_scale = name.endswith("weight_scale_inv")
+                kind = (
+                    OrphanScaleError if is_scale and name[: -len("_scale_inv")] in self.tensors else MissingTensorError
+                )
                 raise kind(
                     f"missing from the checkpoint; expected {_describe(spec.dtype, spec.shape)}",
                     file=self.directory,
-                    tensor=self.prefix + spec.name,
+                    tensor=self.prefix + name,
                 )
-            where: dict[str, Any] = {
-                "file": self.directory / stored_or_none.shard,
-                "tensor": self.prefix + spec.name,
-            }
-            if stored_or_none.shape != spec.shape:
+            if stored.shape != spec.shape:
                 raise TensorShapeError(
-                    f"expected shape {list(spec.shape)} from config.json, got {list(stored_or_none.shape)}",
-                    **where,
-                )
-            same_kind = spec.dtype in _FLOATING and stored_or_none.dtype in _FLOATING
-            if stored_or_none.dtype != spec.dtype and not same_kind:
-                raise TensorDtypeError(f"expected {spec.dtype}, got {stored_or_none.dtype}", **where)
-        for name, stored in self.tensors.items():
-            if name not in known:
-                raise UnexpectedTensorError(
-                    f"config.json implies no such tensor ({_describe(stored.dtype, stored.shape)})",
+                    f"expected shape {list(spec.shape)} from config.json, got {list(stored.shape)}",
                     file=self.directory / stored.shard,
                     tensor=self.prefix + name,
                 )
+            if stored.dtype != spec.dtype and not (spec.dtype in _FLOATING and stored.dtype in _FLOATING):
+                raise TensorDtypeError(
+                    f"expected {spec.dtype}, got {stored.dtype}",
+                    file=self.directory / stored.shard,
+                    tensor=self.prefix + name,
+                )
+        for name in self.tensors.keys() - expected.keys():
+            extra = self.tensors[name]
+            raise UnexpectedTensorError(
+                f"config.json implies no such tensor ({_describe(extra.dtype, extra.shape)})",
+                file=self.directory / extra.shard,
+                tensor=self.prefix + name,
+            )
 
     # -- data ----------------------------------------------------------------------------------------
 
@@ -268,6 +264,19 @@ class CheckpointReader:
         self._open_shard, self._handle, self._delivered = None, None, 0
 
 
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """The JSON header of a safetensors file: name -> dtype code, shape and data_offsets, in the order of the data.
+
+    Raises:
+        ValueError: (or a subclass) this is no such header.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]))
+
+
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
@@ -285,10 +294,8 @@ def _diagnose(path: Path, error: Exception) -> CheckpointError:
                 f"the header alone should have {length} bytes, the file has {size} (truncated, or no safetensors)",
                 file=path,
             )
-        header = file.read(length)
     try:
-        entries = json.loads(header)
-        ends = [(entry["data_offsets"][1], name) for name, entry in entries.items() if name != "__metadata__"]
+        ends = [(entry["data_offsets"][1], name) for name, entry in read_header(path).items()]
         expected, last = max(ends, default=(0, ""))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return CorruptHeaderError(f"the safetensors header cannot be parsed ({error})", file=path)

@@ -22,6 +22,8 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
 from kimi_k2.quantization.fp8_block import E4M3_MAX
+from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
+from kimi_k2.tokenization.vocabulary import write_synthetic_vocabulary
 
 Format = Literal["fp8", "int4", "bf16"]
 
@@ -32,6 +34,8 @@ _BLOCK_SIGMAS = 4.2
 # Root mean square of a scale factor uniform over 0.5 to 1.5.
 _SPREAD_RMS = math.sqrt(13 / 12)
 _CHUNK = 2**24
+# Offsets into the special slots at the end of the vocabulary.
+_BOS, _EOS, _IM_END, _PAD = 0, 1, 2, 255
 
 TINY: dict[str, Any] = {
     "vocab_size": 768,
@@ -49,9 +53,6 @@ TINY: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
     "max_position_embeddings": 8192,
-    "bos_token_id": 512,
-    "eos_token_id": 513,
-    "pad_token_id": 767,
 }
 
 
@@ -62,7 +63,10 @@ def tiny_config(preset: str = "kimi-k2-instruct-0905", **overrides: Any) -> Kimi
         preset: name of the published configuration.
         overrides: any fields of KimiK2Config, Hugging Face's names.
     """
-    return KimiK2Config.from_preset(preset, **{**TINY, **overrides})
+    vocab_size = overrides.get("vocab_size", TINY["vocab_size"])
+    ids = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+    special = {field: vocab_size - NUM_SPECIAL_SLOTS + offset for field, offset in ids.items()}
+    return KimiK2Config.from_preset(preset, **{**TINY, **special, **overrides})
 
 
 def with_format(config: KimiK2Config, fmt: Format) -> KimiK2Config:
@@ -232,14 +236,14 @@ def write_synthetic_checkpoint(
 
     Raises:
         ConfigError: the directory holds another checkpoint, or `shards` is out of range.
+        TokenizerError: the vocabulary is too small for 256 bytes and 256 special slots.
         CheckpointError: the disk is full.
     """
-    from kimi_k2.tokenization.vocabulary import write_synthetic_vocabulary
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     recipe = {"seed": seed, "shards": shards, "config": hf_config(config)}
     _claim(directory, recipe)
+    write_synthetic_vocabulary(directory, config.vocab_size)
     weights = SyntheticWeights(config, seed)
     plan = shard_plan(config, shards)
     weight_map: dict[str, str] = {}
@@ -260,21 +264,14 @@ def write_synthetic_checkpoint(
             for spec in group:
                 on_tensor(spec)
     write_json(directory / "config.json", recipe["config"])
-    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": _stop_token(config)}
+    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.vocab_size - NUM_SPECIAL_SLOTS + _IM_END}
     write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
-    write_synthetic_vocabulary(directory, config.vocab_size)
     write_index(directory, weight_map, total)
     (directory / RECIPE_NAME).unlink()
     return total
 
 
 RECIPE_NAME = "synthetic.partial.json"
-# <|im_end|> is the third of the 256 special tokens at the end of the vocabulary.
-_SPECIALS, _IM_END = 256, 2
-
-
-def _stop_token(config: KimiK2Config) -> int | None:
-    return config.vocab_size - _SPECIALS + _IM_END if config.vocab_size >= 2 * _SPECIALS else None
 
 
 def _claim(directory: Path, recipe: dict[str, Any]) -> None:

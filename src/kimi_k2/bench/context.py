@@ -1,0 +1,107 @@
+"""What a decode step costs against the length of the context: attention apart from the rest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kimi_k2.generate import decode_step
+from kimi_k2.model.attention import MultiHeadLatentAttention
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def measure(
+    model: KimiK2ForCausalLM, lengths: tuple[int, ...] = LENGTHS, repeats: int = 30, batch: int = 1
+) -> list[dict[str, float]]:
+    """Median seconds of a decode step at each context length, split into attention over the cache and the rest.
+
+    The cache holds random entries: the time does not depend on what is in it. Lengths take turns, so that a slow
+    moment of the machine falls on all of them.
+
+    Returns:
+        Rows with `context`, `step`, `attention` (all layers' MultiHeadLatentAttention) and `rest`, in seconds.
+    """
+    cache = model.new_cache(batch, max(lengths))
+    cache.data.normal_()
+    spent = 0.0
+    began = 0.0
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
+
+    def after(*_: Any) -> None:
+        nonlocal spent
+        spent += time.perf_counter() - began
+
+    handles = []
+    for module in model.modules():
+        if isinstance(module, MultiHeadLatentAttention):
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
+    tokens = torch.ones(batch, dtype=torch.int64)
+    for repeat in range(repeats + 3):
+        for length in lengths:
+            spent = 0.0
+            start = time.perf_counter()
+            decode_step(model, tokens, torch.full((batch,), length - 1), cache)
+            step = time.perf_counter() - start
+            if repeat >= 3:
+                samples[length].append((step, spent))
+    for handle in handles:
+        handle.remove()
+    return [
+        {
+            "context": length,
+            "step": statistics.median(step for step, _ in taken),
+            "attention": statistics.median(attention for _, attention in taken),
+            "rest": statistics.median(step - attention for step, attention in taken),
+        }
+        for length, taken in samples.items()
+    ]
+
+
+def linear_fit(rows: list[dict[str, float]], key: str) -> tuple[float, float, float]:
+    """Least-squares line of `key` over the context: (seconds a token, intercept, R^2)."""
+    x = torch.tensor([row["context"] for row in rows], dtype=torch.float64)
+    y = torch.tensor([row[key] for row in rows], dtype=torch.float64)
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    intercept = y.mean() - slope * x.mean()
+    residual = (y - slope * x - intercept).square().sum()
+    return float(slope), float(intercept), float(1 - residual / (y - y.mean()).square().sum())
+
+
+def report(rows: list[dict[str, float]], plot: Path) -> None:
+    """Print the table and the fitted lines, and write the plot (PNG)."""
+    table = Table("context", "step, ms", "attention, ms", "rest, ms", title="decode step against context (measured)")
+    for row in rows:
+        values = [f"{row[key] * 1e3:.3f}" for key in ("step", "attention", "rest")]
+        table.add_row(f"{row['context']:.0f}", *values)
+    console = Console()
+    console.print(table)
+    for key in ("attention", "rest"):
+        slope, intercept, r2 = linear_fit(rows, key)
+        console.print(f"{key}: {intercept * 1e3:.3f} ms + {slope * 1e9:.2f} ns a cached token (R2 {r2:.4f})")
+
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    x = [row["context"] for row in rows]
+    for key, style in (("step", "k-o"), ("attention", "C0-s"), ("rest", "C1-^")):
+        axes.plot(x, [row[key] * 1e3 for row in rows], style, label=key)
+    axes.set(xlabel="context (tokens)", ylabel="ms a decode step", title="Decode step, absorbed MLA", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(plot, dpi=120)
+    console.print(f"plot: {plot}")

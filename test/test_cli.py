@@ -1,0 +1,140 @@
+"""The kimi-k2 command: what it prints, what it writes, and one-line errors with exit status 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.generate import SamplingParams, generate, load_eos_token_ids
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.tokenization.chat import ChatStyle
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+runner = CliRunner()
+
+
+def kimi(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    command = [sys.executable, "-c", "from kimi_k2.cli import main; main()", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("command", ["generate", "make-checkpoint", "inspect", "demo"])
+def test_every_command_has_help(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) > 5
+    assert command in runner.invoke(app, ["--help"]).output
+
+
+def test_demo_passes_against_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "4"])
+    assert result.exit_code == 0, result.output
+    for text in ("TTFT", "TPOT", "max |logit - transformers|", "peak memory", "PASS"):
+        assert text in result.output
+    assert KimiK2Config.from_pretrained(tmp_path / "d").quantization is not None
+    again = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "2"])
+    assert again.exit_code == 0
+    assert "wrote" not in again.output
+
+
+def test_demo_fails_when_the_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from kimi_k2.model import router
+
+    monkeypatch.setattr(router, "NORM_GUARD", 1e-3)
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "4"])
+    assert result.exit_code == 1
+    assert "FAIL" in result.output
+
+
+def test_generate_streams_what_the_library_generates(checkpoints: dict[str, Path]) -> None:
+    directory = checkpoints["k2.5"]
+    result = kimi("generate", str(directory), "--prompt", "Hello", "--max-new-tokens", "6")
+    assert result.returncode == 0, result.stderr
+    config = KimiK2Config.from_pretrained(directory)
+    tokenizer = KimiTokenizer.from_pretrained(directory)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hello"}], style=ChatStyle.K25)
+    eos = load_eos_token_ids(directory, config)
+    out = generate(
+        KimiK2ForCausalLM.from_pretrained(directory), [prompt], SamplingParams(max_new_tokens=6, eos_token_ids=eos)
+    )
+    tokens = [token for token in out.token_ids[0] if token not in eos]
+    assert result.stdout.rstrip("\n") == tokenizer.decode(tokens).rstrip("\n")
+    assert "TTFT" in result.stderr
+    assert "TPOT" in result.stderr
+
+
+def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path]) -> None:
+    directory = str(checkpoints["fp8"])
+    piped = kimi("generate", directory, "--raw", "--max-new-tokens", "3", stdin="abc")
+    prompted = kimi("generate", directory, "--raw", "--max-new-tokens", "3", "-p", "abc")
+    assert piped.returncode == prompted.returncode == 0
+    assert piped.stdout == prompted.stdout
+    both = kimi("generate", directory, "--raw", "--max-new-tokens", "3", "-p", "abc", "-p", "longer one")
+    assert both.stdout.startswith(f"--- 0\n{prompted.stdout.rstrip()}")
+    assert "--- 1\n" in both.stdout
+
+
+def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    made = runner.invoke(
+        app, ["make-checkpoint", str(out), "--preset", "kimi-k2.5", "--set", "num_hidden_layers=2", "--shards", "4"]
+    )
+    assert made.exit_code == 0, made.output
+    names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all(name.startswith("language_model.") for name in names)
+    shown = kimi("inspect", str(out), "--tensors")
+    assert shown.returncode == 0
+    assert f"{len(names):,}" in shown.stdout
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_packed" in shown.stdout
+    assert "compressed-tensors" in shown.stdout
+
+
+def test_make_checkpoint_in_another_format(tmp_path: Path) -> None:
+    assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "b"), "--format", "bf16"]).exit_code == 0
+    assert KimiK2Config.from_pretrained(tmp_path / "b").quantization is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", "{tmp}"], "config.json: no such file"),
+        (["generate", "{tmp}", "-p", "x"], "config.json: no such file"),
+        (["generate", "{fp8}", "-p", "x", "--top-p", "0"], "top_p: expected in (0, 1]"),
+        (["generate", "{fp8}", "-p", "", "--raw"], "at least one token"),
+        (["generate", "{fp8}", "-p", "x", "--max-new-tokens", "9000"], "exceed max_position_embeddings"),
+        (["make-checkpoint", "{fp8}"], "holds a checkpoint already"),
+        (["make-checkpoint", "{tmp}/x", "--set", "kv_lora_rank=0"], "field 'kv_lora_rank'"),
+        (["make-checkpoint", "{tmp}/x", "--set", "vocab_size=300"], "a vocabulary needs the 256 single bytes"),
+        (["make-checkpoint", "{tmp}/x", "--shards", "100000"], "field 'shards'"),
+    ],
+)
+def test_errors_are_one_line(checkpoints: dict[str, Path], tmp_path: Path, arguments: list[str], says: str) -> None:
+    result = kimi(*(text.format(tmp=tmp_path, fp8=checkpoints["fp8"]) for text in arguments))
+    assert result.returncode == 1
+    assert says in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--set", "nope=3"], ["--set", "vocab_size=big"], ["--preset", "gpt-5"]])
+def test_usage_errors(tmp_path: Path, arguments: list[str]) -> None:
+    assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "x"), *arguments]).exit_code == 2
+
+
+def test_scripts_are_the_same_commands(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "scripts" / "make_checkpoint.py"
+    for expected in (0, 1):  # the second time the directory is taken
+        result = subprocess.run([sys.executable, str(script), str(tmp_path / "s")], capture_output=True, text=True)
+        assert result.returncode == expected, result.stderr
