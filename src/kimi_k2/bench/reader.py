@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -107,10 +106,18 @@ def report(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def _high_water_mark() -> int:
+    """Peak resident bytes of this process; ru_maxrss would remember the parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("VmHWM is not in /proc/self/status; this measurement needs Linux")
+
+
 def _main(directory: str, reader: str, consumer: str) -> None:
-    baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    baseline = _high_water_mark()
     READERS[reader](Path(directory), CONSUMERS[consumer])
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - baseline) * 1024)
+    print(_high_water_mark() - baseline)
 
 
 if __name__ == "__main__":
