@@ -1,0 +1,68 @@
+"""The names of torch_neuronx (and its neighbours) that NxD calls at import or in CPU mode, with what they must do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def fill(module: ModuleType) -> None:
+    """Put the behaving names into a stand-in module."""
+    for name, value in _NAMES.get(module.__name__, {}).items():
+        setattr(module, name, value)
+
+
+class BucketModelConfig:
+    """Holds what it is given, as the real one does for the tracer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+@contextlib.contextmanager
+def disable_nrt_load() -> Iterator[None]:
+    """No runtime to keep from loading."""
+    yield
+
+
+def identity_decorator(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`@jit` and `@jit(options)` both leave the function as it is."""
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return args[0]
+    return lambda function: function
+
+
+class _Apply:
+    """Operators that the SDK calls as `Op.apply(...)`, by their PyTorch meaning."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.apply = function
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, dim: int) -> torch.Tensor:
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)).to(hidden.dtype) * weight
+
+
+_NAMES: dict[str, dict[str, Any]] = {
+    "torch_neuronx": {"__version__": "2.9.0", "BucketModelConfig": BucketModelConfig},
+    "torch_neuronx.contexts": {"disable_nrt_load": disable_nrt_load},
+    "torch_neuronx.utils": {"get_platform_target": lambda: "trn2"},
+    "torch_neuronx.utils.utils": {"SUPPORTED_TYPES": ["inf2", "trn1", "trn2"]},
+    "torch_neuronx.xla_impl.ops": {
+        "nki_jit": identity_decorator,
+        "xla_hlo_call": identity_decorator,
+        "RmsNorm": _Apply(_rms_norm),
+        "ConcatenateOp": _Apply(lambda *tensors, dim: torch.cat(tensors, dim=dim)),
+        "Argmax": _Apply(lambda tensor, dim: torch.argmax(tensor, dim=dim)),
+        "TopK": _Apply(lambda tensor, k, dim: torch.topk(tensor, k, dim=dim)),
+        "Softmax": _Apply(lambda tensor, dim: torch.softmax(tensor, dim=dim)),
+    },
+    "torch_neuronx.xla_impl.base": {"xla_call": identity_decorator, "xla_hlo_call": identity_decorator},
+    "nki": {"jit": identity_decorator},
+    "neuronxcc.nki": {"jit": identity_decorator},
+}
