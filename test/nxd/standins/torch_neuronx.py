@@ -48,6 +48,38 @@ def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, dim: int) 
     return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)).to(hidden.dtype) * weight
 
 
+def _marker(*tensors: torch.Tensor) -> Any:
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _fill_prefix(cache: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    for dim, size in reversed(list(enumerate(update.shape))):
+        rest = cache
+        for outer in range(dim):
+            rest = rest.narrow(outer, 0, update.shape[outer])
+        if size < cache.shape[dim]:
+            update = torch.cat((update, rest.narrow(dim, size, cache.shape[dim] - size)), dim=dim)
+    return update
+
+
+# Functions that NxD writes in the SDK's HLO builder ("scribe"), by their name there: what they compute, in PyTorch.
+_HLO_BODIES: dict[str, Callable[..., Any]] = {
+    "forward_impl": _marker,  # ModuleMarkerStart, ModuleMarkerEnd: hints to the compiler, the identity otherwise
+    "xla_fill_prefix": _fill_prefix,
+}
+
+
+def xla_hlo_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a function written in the HLO builder by its PyTorch meaning."""
+    if function.__name__ in _HLO_BODIES:
+        return _HLO_BODIES[function.__name__]
+
+    def unknown(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"no stand-in for the HLO function {function.__module__}.{function.__qualname__}")
+
+    return unknown
+
+
 _NAMES: dict[str, dict[str, Any]] = {
     "torch_neuronx": {"__version__": "2.9.0", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.contexts": {"disable_nrt_load": disable_nrt_load},
@@ -55,14 +87,14 @@ _NAMES: dict[str, dict[str, Any]] = {
     "torch_neuronx.utils.utils": {"SUPPORTED_TYPES": ["inf2", "trn1", "trn2"]},
     "torch_neuronx.xla_impl.ops": {
         "nki_jit": identity_decorator,
-        "xla_hlo_call": identity_decorator,
+        "xla_hlo_call": xla_hlo_call,
         "RmsNorm": _Apply(_rms_norm),
         "ConcatenateOp": _Apply(lambda *tensors, dim: torch.cat(tensors, dim=dim)),
         "Argmax": _Apply(lambda tensor, dim: torch.argmax(tensor, dim=dim)),
         "TopK": _Apply(lambda tensor, k, dim: torch.topk(tensor, k, dim=dim)),
         "Softmax": _Apply(lambda tensor, dim: torch.softmax(tensor, dim=dim)),
     },
-    "torch_neuronx.xla_impl.base": {"xla_call": identity_decorator, "xla_hlo_call": identity_decorator},
+    "torch_neuronx.xla_impl.base": {"xla_call": identity_decorator, "xla_hlo_call": xla_hlo_call},
     "nki": {"jit": identity_decorator},
     "neuronxcc.nki": {"jit": identity_decorator},
 }

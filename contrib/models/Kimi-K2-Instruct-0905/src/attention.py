@@ -1,0 +1,114 @@
+"""Multi-head latent attention with absorbed weights on NxD's parallel layers.
+
+The same mathematics as `kimi_k2.model.attention` (absorbed form) in NxDI's two stages: prefill attends within the
+prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks; the two down
+projections and the latent are computed on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from kimi_k2.model.rope import apply_rotary_interleaved, rope_inv_freq
+
+from .config import KimiK2InferenceConfig
+from .norm import make_rms_norm
+
+
+class KimiK2Attention(nn.Module):
+    """MLA of one layer; `num_heads` is this rank's share, in CPU mode too."""
+
+    def __init__(self, config: KimiK2InferenceConfig) -> None:
+        super().__init__()
+        hf, neuron = config.hf, config.neuron_config
+        self.hf = hf
+        self.num_heads = hf.num_attention_heads // neuron.tp_degree
+        dtype, heads = neuron.torch_dtype, hf.num_attention_heads
+        self.q_a_proj = nn.Linear(hf.hidden_size, hf.q_lora_rank, bias=False, dtype=dtype)
+        self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
+        self.q_b_proj = ColumnParallelLinear(
+            hf.q_lora_rank, heads * hf.qk_head_dim, bias=False, gather_output=False, dtype=dtype
+        )
+        self.kv_a_proj_with_mqa = nn.Linear(hf.hidden_size, hf.cache_dim, bias=False, dtype=dtype)
+        self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
+        self.kv_b_proj = ColumnParallelLinear(
+            hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), bias=False, gather_output=False, dtype=dtype
+        )
+        self.o_proj = RowParallelLinear(
+            heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
+            reduce_dtype=neuron.rpl_reduce_dtype,
+        )  # fmt: skip
+        self.rotary_multiplier = hf.rope_scaling.rotary_multiplier if hf.rope_scaling else 1.0
+        self.register_buffer("inv_freq", rope_inv_freq(hf), persistent=False)
+
+    def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, S, qk_rope_head_dim / 2] at the given positions."""
+        angles = position_ids.unsqueeze(-1).to(torch.float32) * self.inv_freq.to(torch.float32)
+        return (angles.cos() * self.rotary_multiplier).to(dtype), (angles.sin() * self.rotary_multiplier).to(dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_value: tuple[Tensor, Tensor] | None = None,
+        cos_cache: Tensor | None = None,
+        sin_cache: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            hidden_states: [B, S, H], normed.
+            attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1, cache length] at decode (without the token
+                itself).
+            position_ids: [B, S].
+            past_key_value: at decode, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]).
+            cos_cache, sin_cache: the rotation, once a layer has computed it.
+
+        Returns:
+            (output [B, S, H], new cache entries, cos, sin).
+        """
+        hf = self.hf
+        batch, length, _ = hidden_states.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
+        q_nope, q_rope = q.split([hf.qk_nope_head_dim, hf.qk_rope_head_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if cos_cache is None or sin_cache is None:
+            cos_cache, sin_cache = self.rotation(position_ids, hidden_states.dtype)
+        q_rope = apply_rotary_interleaved(q_rope, cos_cache.unsqueeze(2), sin_cache.unsqueeze(2))
+        k_rope = apply_rotary_interleaved(k_rope, cos_cache, sin_cache)
+
+        kv_b = self.kv_b_proj.weight.view(self.num_heads, hf.qk_nope_head_dim + hf.v_head_dim, hf.kv_lora_rank)
+        w_uk, w_uv = kv_b.split([hf.qk_nope_head_dim, hf.v_head_dim], dim=1)
+        q_latent = torch.einsum("bshn,hnr->bhsr", q_nope, w_uk)
+        q_rope = q_rope.transpose(1, 2)
+
+        def scores(keys: Tensor, latents: Tensor) -> Tensor:
+            both = torch.einsum("bhsr,btr->bhst", q_latent, latents) + torch.einsum("bhsd,btd->bhst", q_rope, keys)
+            return (both * hf.softmax_scale).to(torch.float32)
+
+        own = scores(k_rope, latent)
+        if past_key_value is None:
+            weights = self._masked(own, attention_mask).softmax(dim=-1).to(hidden_states.dtype)
+            summed = torch.einsum("bhst,btr->bhsr", weights, latent)
+        else:
+            keys, latents = (slot.squeeze(1) for slot in past_key_value)
+            prior = self._masked(scores(keys, latents), attention_mask)
+            weights = torch.cat((prior, own), dim=-1).softmax(dim=-1).to(hidden_states.dtype)
+            past = prior.shape[-1]
+            summed = torch.einsum("bhst,btr->bhsr", weights[..., :past], latents)
+            summed = summed + torch.einsum("bhst,btr->bhsr", weights[..., past:], latent)
+        out = torch.einsum("bhsr,hvr->bshv", summed, w_uv)
+        out = self.o_proj(out.reshape(batch, length, self.num_heads * hf.v_head_dim))
+        return out, (k_rope.unsqueeze(1), latent.unsqueeze(1)), cos_cache, sin_cache
+
+    @staticmethod
+    def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, scores, torch.finfo(scores.dtype).min)

@@ -1,0 +1,121 @@
+"""KimiK2InferenceConfig: Hugging Face's fields under the names that NxDI's modules read, checked by kimi_k2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+
+from .quantized import MODULES_TO_NOT_CONVERT
+
+EXPERT_QUANTIZATION = ("blockwise_symmetric", "expert_wise_per_channel_symmetric")
+# The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
+HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
+
+
+class KimiK2NeuronConfig(MoENeuronConfig):
+    """MoENeuronConfig with what Kimi-K2's router and experts need.
+
+    Args:
+        router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
+            that its effect can be measured. Never set it to serve the model.
+
+    Raises:
+        ConfigError: an option would drop tokens or normalise the router's weights a second time.
+    """
+
+    def __init__(self, *, router_bias_before_sigmoid: bool = False, **kwargs: Any) -> None:
+        if kwargs.get("capacity_factor") is not None:
+            raise ConfigError("expected None: a capacity factor drops tokens at prefill", field="capacity_factor")
+        # The router returns weights that are normalised and scaled already.
+        kwargs["disable_normalize_top_k_affinities"] = True
+        kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
+        if kwargs.get("sequence_parallel_enabled"):
+            raise ConfigError("expected False: the latent attention is not sequence-parallel", field="sequence_parallel_enabled")
+        if kwargs.get("quantized"):
+            if kwargs.get("quantization_type") not in EXPERT_QUANTIZATION:
+                expected = " or ".join(EXPERT_QUANTIZATION)
+                raise ConfigError(f"expected {expected}, got {kwargs.get('quantization_type')!r}", field="quantization_type")
+            kwargs.setdefault("modules_to_not_convert", list(MODULES_TO_NOT_CONVERT))
+            # NxDI demands a path; our loader converts from the checkpoint itself.
+            kwargs.setdefault("quantized_checkpoints_path", "")
+        super().__init__(**kwargs)
+        self.router_bias_before_sigmoid = router_bias_before_sigmoid
+
+
+def load_kimi_config(directory: str | Path) -> Callable[[InferenceConfig], None]:
+    """The `load_config` callable for a checkpoint directory; transformers knows no `kimi_k2` model type.
+
+    Raises:
+        ConfigError: config.json is missing or invalid, naming the field.
+    """
+    config = KimiK2Config.from_pretrained(directory)
+
+    def load(target: InferenceConfig) -> None:
+        fields = config.model_dump()
+        for name in HF_FIELDS:
+            setattr(target, name, fields[name])
+        target.tensor_prefix = config.tensor_prefix
+        target._name_or_path = str(directory)
+
+    return load
+
+
+class KimiK2InferenceConfig(InferenceConfig):
+    """Configuration of NeuronKimiK2ForCausalLM.
+
+    `hf` is the validated KimiK2Config; all mathematics reads it. The other attributes are what NxDI's own modules look
+    for (`num_local_experts`, `intermediate_size` of an expert, `head_dim` ...).
+    """
+
+    def add_derived_config(self) -> None:
+        """Set NxDI's names from Hugging Face's."""
+        self.num_cores_per_group = 1
+        missing = [name for name in self.get_required_attributes() if not hasattr(self, name)]
+        if missing:
+            raise ConfigError("missing", field=missing[0])
+        hf = self.hf
+        if not hasattr(self, "dense_intermediate_size"):
+            self.dense_intermediate_size = self.intermediate_size
+            self.intermediate_size = hf.moe_intermediate_size  # ExpertMLPsV2 reads the expert's width here
+        self.num_local_experts = hf.n_routed_experts
+        # What model_base asks every Hugging Face config for.
+        self.output_attentions = self.output_hidden_states = False
+        self.return_dict = self.use_cache = True
+        self._check_parallelism()
+
+    @property
+    def hf(self) -> KimiK2Config:
+        """The validated Hugging Face configuration."""
+        fields = {name: getattr(self, name) for name in HF_FIELDS}
+        fields["intermediate_size"] = getattr(self, "dense_intermediate_size", fields["intermediate_size"])
+        return KimiK2Config.model_validate(fields)
+
+    def _check_parallelism(self) -> None:
+        hf, neuron = self.hf, self.neuron_config
+        tp, moe_tp, moe_ep = neuron.tp_degree, neuron.moe_tp_degree, neuron.moe_ep_degree
+        if moe_ep > 1 and moe_tp * moe_ep != tp:
+            raise ConfigError(f"moe_tp_degree x moe_ep_degree is {moe_tp * moe_ep}, expected tp_degree ({tp})")
+        for field, size, degree in (
+            ("num_attention_heads", hf.num_attention_heads, tp),
+            ("moe_intermediate_size", hf.moe_intermediate_size, moe_tp if moe_ep > 1 else tp),
+            ("n_routed_experts", hf.n_routed_experts, moe_ep),
+            ("intermediate_size", hf.intermediate_size, tp),
+        ):
+            if size % degree:
+                raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)
+
+    def get_required_attributes(self) -> list[str]:
+        """All fields that KimiK2Config cannot do without."""
+        return [name for name, field in KimiK2Config.model_fields.items() if field.is_required()]
+
+    @classmethod
+    def get_neuron_config_cls(cls) -> type[KimiK2NeuronConfig]:
+        """The neuron config class that NxDI builds from JSON."""
+        return KimiK2NeuronConfig

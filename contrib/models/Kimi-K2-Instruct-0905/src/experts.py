@@ -1,0 +1,82 @@
+"""Routed experts on NxD: ExpertMLPsV2 that also loads selectively under expert parallelism, and never drops a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
+from torch import Tensor
+
+
+class KimiK2ExpertMLPs(ExpertMLPsV2):
+    """ExpertMLPsV2 whose choice of path is right under expert parallelism (EP).
+
+    Upstream refuses selective loading with EP at decode and, for short prompts, indexes the local weights with global
+    expert numbers. Here every path knows which experts the rank holds. The router's weights are final, so nothing is
+    normalised again. Reduction over ranks is left to the MoE module: one all-reduce for all paths.
+    """
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that this rank holds."""
+        return int(self.get_mlp_op().gate_up_proj._n_local_experts)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_affinities: Tensor,
+        expert_index: Tensor,
+        seq_len: int,
+        padding_mask: Tensor | None = None,
+        expert_affinities_masked_full: Tensor | None = None,
+    ) -> Tensor:
+        """Compute this rank's part of the experts' output.
+
+        Args:
+            hidden_states: [T, H].
+            expert_affinities: [T, E], final weights.
+            expert_index: int64 [T, top_k], global expert numbers.
+            seq_len: 1 at decode.
+
+        Returns:
+            [T, H], to be summed over the ranks.
+        """
+        tokens, top_k = expert_index.shape
+        # Both paths stream the weights once; the fewer experts' worth of bytes wins.
+        if tokens * top_k < self.num_local_experts:
+            return self.forward_selective(hidden_states, expert_affinities, expert_index)
+        if seq_len == 1 or tokens * top_k < self.blockwise_matmul_config.block_size:
+            if self.moe_expert_model_parallel_group.size() > 1:
+                return self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
+            return self.forward_all_experts(hidden_states, expert_affinities, expert_index)
+        return self.forward_blockwise(
+            hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
+        )
+
+    def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
+        """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing."""
+        tokens, top_k = expert_index.shape
+        weights = expert_affinities.gather(1, expert_index)
+        if self.moe_expert_model_parallel_group.size() > 1:
+            local = self.get_spmd_rank().get_local_expert_indices().view(1, 1, -1).to(expert_index.dtype)
+            match = expert_index.unsqueeze(-1) == local  # [T, top_k, E_local]
+            places = torch.arange(self.num_local_experts, device=expert_index.device)
+            # A slot of another rank's expert falls on local expert 0 and is multiplied by 0.
+            slots = torch.where(match, places, torch.zeros_like(places)).sum(dim=-1)
+            weights = weights * match.any(dim=-1).to(weights.dtype)
+        else:
+            slots = expert_index
+        repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
+        out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)
+        weighted = out.view(tokens, top_k, -1) * weights.unsqueeze(-1).to(out.dtype)
+        return weighted.sum(dim=1)
+
+
+def describe_path(tokens: int, top_k: int, local_experts: int, seq_len: int, block_size: int) -> dict[str, Any]:
+    """Which path `KimiK2ExpertMLPs.forward` takes, and how many experts' weights it reads."""
+    if tokens * top_k < local_experts:
+        return {"path": "selective", "experts_read": tokens * top_k}
+    if seq_len == 1 or tokens * top_k < block_size:
+        return {"path": "all_experts", "experts_read": local_experts}
+    return {"path": "blockwise", "experts_read": local_experts}

@@ -1,0 +1,30 @@
+"""MLA's compressed cache in NxDI's KV manager: each value held once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
+
+from kimi_k2.errors import ConfigError
+
+
+class LatentKVCacheManager(KVCacheManager):
+    """The K slot holds the turned rotary key (64 values a token), the V slot the normed latent (512).
+
+    NxDI keeps two tensors a layer. Filling both with the whole entry, as is usual for MLA, doubles the cache: 140,544
+    instead of 70,272 bytes a token in BF16 for Kimi-K2. Splitting the entry between them costs nothing. Every rank holds
+    the whole cache: the latent is shared by all heads.
+    """
+
+    def _init_kv_shape(self, config: Any, layer_to_cache_size_mapping: Any = None) -> None:
+        neuron = config.neuron_config
+        for option in ("flash_decoding_enabled", "kv_cache_tiling", "k_cache_transposed"):
+            if getattr(neuron, option):
+                raise ConfigError("expected False: not supported by the compressed cache", field=option)
+        if layer_to_cache_size_mapping or neuron.batch_size != neuron.kv_cache_batch_size:
+            raise ConfigError("expected the cache's batch size to be batch_size", field="kv_cache_batch_size")
+        self.padded_layer_ids = []
+        batch = neuron.kv_cache_batch_size + neuron.kv_cache_padding_size
+        self.k_shape = (batch, 1, neuron.max_length, config.hf.qk_rope_head_dim)
+        self.v_shape = (batch, 1, neuron.max_length, config.hf.kv_lora_rank)

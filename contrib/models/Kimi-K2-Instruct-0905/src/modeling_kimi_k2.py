@@ -1,0 +1,237 @@
+"""NeuronKimiK2ForCausalLM: Kimi-K2 on NxD Inference."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from neuronx_distributed.modules.moe.model import MoE
+from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
+from neuronx_distributed.modules.moe.shared_experts import SharedExperts
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from neuronx_distributed.quantization.quantize import convert
+from neuronx_distributed_inference.models.layer_boundary_marker import (
+    ModuleMarkerEndWrapper,
+    ModuleMarkerStartWrapper,
+)
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
+from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import patches
+from .attention import KimiK2Attention
+from .checkpoint import convert_state_dict, load_neuron_state_dict
+from .config import KimiK2InferenceConfig
+from .experts import KimiK2ExpertMLPs
+from .kv_cache import LatentKVCacheManager
+from .norm import make_rms_norm
+from .quantized import expert_format, q_config
+from .router import KimiK2Router
+
+
+class KimiK2MLP(nn.Module):
+    """SwiGLU MLP of the first, dense layers."""
+
+    def __init__(self, config: KimiK2InferenceConfig) -> None:
+        super().__init__()
+        hidden, width, dtype = config.hf.hidden_size, config.hf.intermediate_size, config.neuron_config.torch_dtype
+        column = {"bias": False, "gather_output": False, "dtype": dtype}
+        self.gate_proj = ColumnParallelLinear(hidden, width, **column)
+        self.up_proj = ColumnParallelLinear(hidden, width, **column)
+        self.down_proj = RowParallelLinear(
+            width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
+            reduce_dtype=config.neuron_config.rpl_reduce_dtype,
+        )  # fmt: skip
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+def make_moe(config: KimiK2InferenceConfig) -> MoE:
+    """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce."""
+    hf, neuron = config.hf, config.neuron_config
+    decode_tp, decode_ep, prefill_tp, prefill_ep = initialize_moe_process_group(config, False)
+    blockwise = neuron.blockwise_matmul_config
+    routed = RoutedExpertsMLPOpsConfig(
+        num_experts=hf.n_routed_experts,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.moe_intermediate_size,
+        top_k=hf.num_experts_per_tok,
+        hidden_act=hf.hidden_act,
+        glu_mlp=True,
+        normalize_top_k_affinities=False,  # the router's weights are final
+        enable_spmd_rank=blockwise.parallelize_token_to_block_mapping or neuron.moe_ep_degree > 1,
+        use_index_calc_kernel=neuron.use_index_calc_kernel,
+    )
+    experts = KimiK2ExpertMLPs(
+        routed_experts_mlp_config=routed,
+        blockwise_matmul_config=blockwise,
+        dtype=neuron.torch_dtype,
+        is_prefill=neuron.is_prefill_stage,
+        tensor_model_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
+        tkg_tensor_model_parallel_group=decode_tp,
+        tkg_expert_model_parallel_group=decode_ep,
+        cte_tensor_model_parallel_group=prefill_tp,
+        cte_expert_model_parallel_group=prefill_ep,
+    )
+    shared = None
+    if hf.n_shared_experts:
+        shared = SharedExperts(
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.moe_intermediate_size,
+            num_shared_experts=hf.n_shared_experts,
+            hidden_act=hf.hidden_act,
+            dtype=neuron.torch_dtype,
+            reduce_dtype=neuron.rpl_reduce_dtype,
+        )
+    router = KimiK2Router(
+        hf,
+        bias_before_sigmoid=neuron.router_bias_before_sigmoid,
+        sequence_parallel_enabled=False,
+        sequence_dimension=1,
+        device=torch.device("cpu"),
+    )
+    return MoE(router=router, expert_mlps=experts, shared_experts=shared, sequence_dimension=1).eval()
+
+
+class KimiK2DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, config: KimiK2InferenceConfig, layer: int) -> None:
+        super().__init__()
+        hf = config.hf
+        self.input_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
+        self.self_attn = KimiK2Attention(config)
+        self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
+        self.is_moe = hf.is_moe_layer(layer)
+        self.mlp = make_moe(config) if self.is_moe else KimiK2MLP(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_value: tuple[Tensor, Tensor] | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
+        """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after."""
+        residual = hidden_states
+        # The markers tell the compiler's modular flow not to cut inside a layer.
+        hidden_states = ModuleMarkerStartWrapper()(hidden_states)
+        hidden_states, entries, cos, sin = self.self_attn(
+            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value, **kwargs
+        )
+        hidden_states = residual + hidden_states
+        normed = self.post_attention_layernorm(hidden_states)
+        out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
+        hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
+        return hidden_states, entries, cos, sin, None
+
+
+class NeuronKimiK2Model(NeuronBaseModel):
+    """The graph that is traced: embedding, decoder layers, head and cache."""
+
+    def setup_attr_for_model(self, config: KimiK2InferenceConfig) -> None:
+        """The attributes that NeuronBaseModel asks for."""
+        neuron = config.neuron_config
+        self.on_device_sampling = neuron.on_device_sampling_config is not None
+        self.tp_degree = neuron.tp_degree
+        self.hidden_size = config.hf.hidden_size
+        self.num_attention_heads = config.hf.num_attention_heads
+        self.num_key_value_heads = config.hf.num_key_value_heads
+        self.max_batch_size = neuron.max_batch_size
+        self.buckets = neuron.buckets
+
+    def init_model(self, config: KimiK2InferenceConfig) -> None:
+        """Build the modules; routed experts are put into their quantized form here, so in CPU mode too."""
+        hf, neuron = config.hf, config.neuron_config
+        self.embed_tokens = ParallelEmbedding(
+            hf.vocab_size, hf.hidden_size, hf.pad_token_id, dtype=neuron.torch_dtype, shard_across_embedding=True
+        )
+        self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
+        self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
+        self.lm_head = ColumnParallelLinear(
+            hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling,
+            dtype=neuron.torch_dtype,
+        )  # fmt: skip
+        if neuron.quantized:
+            convert(
+                self,
+                q_config=q_config(neuron),
+                inplace=True,
+                modules_to_not_convert=neuron.modules_to_not_convert,
+            )
+
+    def init_inference_optimization(self, config: KimiK2InferenceConfig) -> None:
+        """The base's, with the compressed cache in place of its KV manager."""
+        super().init_inference_optimization(config)
+        self.kv_mgr = LatentKVCacheManager(
+            config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util
+        )
+
+
+class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
+    """Kimi-K2 for generation on Neuron; see the README beside this folder for how to use it."""
+
+    _model_cls = NeuronKimiK2Model
+
+    @classmethod
+    def get_config_cls(cls) -> type[KimiK2InferenceConfig]:
+        """KimiK2InferenceConfig."""
+        return KimiK2InferenceConfig
+
+    def to_cpu(self) -> None:
+        """NxDI's CPU mode, with expert-parallel process groups that gloo can use."""
+        os.environ["NXD_CPU_MODE"] = "1"
+        patches.apply_cpu_mode(self.neuron_config)
+        super().to_cpu()
+
+    def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
+        """The unsharded state dict, streamed from the checkpoint.
+
+        NxDI's own loader reads everything first and then rounds router and bias to the model's dtype.
+        """
+        return self.get_state_dict(self.model_path, self.config)
+
+    @classmethod
+    def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
+        """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
+        neuron = config.neuron_config
+        return load_neuron_state_dict(
+            model_name_or_path, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree
+        )
+
+    @staticmethod
+    def convert_hf_to_neuron_state_dict(
+        state_dict: dict[str, Any], config: KimiK2InferenceConfig
+    ) -> dict[str, Tensor]:
+        """The same for an unquantized state dict in memory."""
+        neuron = config.neuron_config
+        return convert_state_dict(
+            state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree
+        )
+
+    def get_compiler_args(self) -> str:
+        """neuronx-cc arguments; presets in configs/ say what each is for."""
+        neuron = self.neuron_config
+        options = [
+            "--model-type transformer",
+            "-O1",
+            "--auto-cast=none",
+            "--enable-saturate-infinity",
+            "--enable-mixed-precision-accumulation",
+            f"--lnc={neuron.logical_nc_config}",
+            "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma'",
+        ]
+        hlo2tensorizer = "--verify-hlo=true"
+        if neuron.quantized:
+            # The compiler refuses e4m3fn otherwise (NCC_EVRF051); the weights avoid the codes that differ.
+            hlo2tensorizer += " --experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+        options.append(f"--internal-hlo2tensorizer-options='{hlo2tensorizer}'")
+        return " ".join(options)

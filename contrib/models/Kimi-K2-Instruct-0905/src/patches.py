@@ -1,0 +1,107 @@
+"""What has to be mended in NxD, each with its place upstream, a guard, and a test that fails without it.
+
+Checked with the sources of NxD for SDK 2.28 and 2.29. Where a different arrangement of our own made a patch
+unnecessary, there is none: block scales narrower than a rank are repeated for smaller blocks (quantized.py), scales are
+held for each expert instead of [1, 1, W], and selective loading under expert parallelism is a subclass (experts.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from kimi_k2.errors import KimiK2Error
+
+
+class PatchError(KimiK2Error):
+    """Upstream's code is not what a patch was written for."""
+
+
+def require_source(owner: Any, *fragments: str) -> None:
+    """Check that `owner`'s source still holds each fragment.
+
+    Raises:
+        PatchError: naming the function and the fragment that is gone.
+    """
+    source = inspect.getsource(owner)
+    for fragment in fragments:
+        if fragment not in source:
+            raise PatchError(
+                f"{owner.__module__}.{owner.__qualname__} no longer contains {fragment!r}; this NxD release is newer or"
+                " older than those the patch was checked with (SDK 2.28, 2.29)"
+            )
+
+
+class CpuExpertGroups:
+    """Expert-parallel process groups for gloo.
+
+    Mends: modules/moe/moe_process_group.py:24-52 makes a group of mesh[0] only. On XLA one group carries its whole mesh;
+    with gloo the ranks outside mesh[0] get no group (`GroupMember.NON_GROUP_MEMBER` has no size). And
+    parallel_layers/parallel_state.py:991 reads `group._mesh`, which gloo's groups lack.
+    Checked with: SDK 2.28, 2.29. Only applied in CPU mode; on Neuron upstream is right.
+    """
+
+    NAMES = (
+        "_MOE_TKG_TENSOR_MODEL_PARALLEL_GROUP",
+        "_MOE_TKG_EXPERT_MODEL_PARALLEL_GROUP",
+        "_MOE_CTE_TENSOR_MODEL_PARALLEL_GROUP",
+        "_MOE_CTE_EXPERT_MODEL_PARALLEL_GROUP",
+    )
+
+    @classmethod
+    def apply(cls) -> None:
+        """Replace `init_tensor_expert_parallel_moe_process_groups` where NxDI calls it."""
+        from neuronx_distributed.modules.moe import moe_process_group as upstream
+        from neuronx_distributed.parallel_layers import parallel_state
+        from neuronx_distributed_inference.modules import moe_v2
+
+        original = upstream.init_tensor_expert_parallel_moe_process_groups
+        if getattr(original, "_kimi_k2_patch", False):
+            return
+        require_source(original, "tkg_ep_tp_group_mesh[0]", "cte_ep_group_mesh[0]", *cls.NAMES)
+        require_source(parallel_state.get_expert_parallel_rank_from_global_rank, "expert_parallel_group._mesh")
+
+        def init_groups(tkg_tp: int, tkg_ep: int, cte_tp: int, cte_ep: int) -> None:
+            if getattr(upstream, cls.NAMES[0]) is not None:
+                return
+            for (tp, ep), names in (((tkg_tp, tkg_ep), cls.NAMES[:2]), ((cte_tp, cte_ep), cls.NAMES[2:])):
+                meshes = cls.meshes(tp, ep)
+                for name, mesh in zip(names, meshes, strict=True):
+                    setattr(upstream, name, cls.own_group(mesh))
+
+        init_groups._kimi_k2_patch = True  # type: ignore[attr-defined]
+        upstream.init_tensor_expert_parallel_moe_process_groups = init_groups
+        moe_v2.init_tensor_expert_parallel_moe_process_groups = init_groups
+
+    @staticmethod
+    def meshes(tp: int, ep: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Ranks of the tensor-parallel and of the expert-parallel groups, by upstream's own rule."""
+        from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel
+
+        groups = initialize_model_parallel(
+            tensor_model_parallel_size=tp, expert_model_parallel_size=ep, mesh_only=True, lnc_size=1
+        )
+        return groups.tp_groups, groups.ep_model_groups
+
+    @staticmethod
+    def own_group(mesh: list[list[int]]) -> Any:
+        """The group of `mesh` that this rank is in; every rank makes all of them, as torch.distributed demands."""
+        rank, own = torch.distributed.get_rank(), None
+        for ranks in mesh:
+            group = torch.distributed.new_group(list(ranks))
+            if rank in ranks:
+                own = group
+        own._mesh = [list(ranks) for ranks in mesh]
+        return own
+
+
+def apply_cpu_mode(neuron_config: Any) -> None:
+    """The patches that this configuration needs in CPU mode.
+
+    Raises:
+        PatchError: upstream's code is not what a patch was written for.
+    """
+    if neuron_config.moe_ep_degree > 1:
+        CpuExpertGroups.apply()

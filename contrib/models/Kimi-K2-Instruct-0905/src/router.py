@@ -1,0 +1,82 @@
+"""The noaux_tc router on NxD: RouterTopK with its own float32 correction bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from neuronx_distributed.modules.moe.routing import RouterTopK
+from torch import Tensor, nn
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.router import NORM_GUARD
+
+
+class KimiK2Router(RouterTopK):
+    """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.model.router` for the definition.
+
+    NxD's own routers cannot: RouterTopK has no bias of this kind, GroupLimitedRouter rounds the scores to the hidden
+    dtype before it selects. Scores and selection are in float64 here (NxD's way to keep the compiler from lowering them
+    to BF16), the weights are handed on in float32.
+
+    Args:
+        config: the validated Hugging Face configuration.
+        bias_before_sigmoid: the published port's mistake, for measuring it only.
+
+    Raises:
+        ConfigError: `n_group` is not 1 (no member of the family groups its experts).
+    """
+
+    def __init__(self, config: KimiK2Config, *, bias_before_sigmoid: bool = False, **kwargs: Any) -> None:
+        if config.n_group != 1:
+            raise ConfigError(f"expected 1, got {config.n_group}", field="n_group")
+        super().__init__(
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="sigmoid",
+            dtype=torch.float32,
+            **kwargs,
+        )
+        self.norm_topk_prob = config.norm_topk_prob
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.bias_before_sigmoid = bias_before_sigmoid
+        # Not zeros: a constant would be folded into the graph, and the loaded values would have no effect.
+        bias = torch.linspace(-1.0, 1.0, config.n_routed_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiK2Router:
+        """Move with the model, but stay float32: `model.bfloat16()` would change nearly every selection."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            parameter.data = kept[name].to(parameter.device)
+        return self
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Route.
+
+        Args:
+            hidden_states: [B, S, H] (or [S, B, H]).
+
+        Returns:
+            router_logits float32 [T, E]; expert_affinities float32 [T, E], the final weights at the chosen experts and
+            0 elsewhere; expert_index int64 [T, top_k].
+        """
+        router_logits = self.get_router_logits(hidden_states)
+        bias = self.e_score_correction_bias.to(torch.float64)
+        if self.bias_before_sigmoid:
+            scores = self.apply_activation_fn(router_logits.to(torch.float64) + bias)
+            choice = scores
+        else:
+            scores = self.apply_activation_fn(router_logits)
+            choice = scores + bias
+        expert_index = torch.topk(choice, self.top_k, dim=1).indices.detach().to(torch.long)
+        weights = scores.gather(1, expert_index)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + NORM_GUARD)
+        weights = (weights * self.routed_scaling_factor).to(torch.float32)
+        affinities = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
+        return router_logits, affinities.scatter(1, expert_index, weights), expert_index
