@@ -37,11 +37,15 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
         if kwargs.get("sequence_parallel_enabled"):
-            raise ConfigError("expected False: the latent attention is not sequence-parallel", field="sequence_parallel_enabled")
+            raise ConfigError(
+                "expected False: the latent attention is not sequence-parallel", field="sequence_parallel_enabled"
+            )
         if kwargs.get("quantized"):
             if kwargs.get("quantization_type") not in EXPERT_QUANTIZATION:
                 expected = " or ".join(EXPERT_QUANTIZATION)
-                raise ConfigError(f"expected {expected}, got {kwargs.get('quantization_type')!r}", field="quantization_type")
+                raise ConfigError(
+                    f"expected {expected}, got {kwargs.get('quantization_type')!r}", field="quantization_type"
+                )
             kwargs.setdefault("modules_to_not_convert", list(MODULES_TO_NOT_CONVERT))
             # NxDI demands a path; our loader converts from the checkpoint itself.
             kwargs.setdefault("quantized_checkpoints_path", "")

@@ -203,19 +203,13 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
         neuron = config.neuron_config
-        return load_neuron_state_dict(
-            model_name_or_path, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree
-        )
+        return load_neuron_state_dict(model_name_or_path, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
 
     @staticmethod
-    def convert_hf_to_neuron_state_dict(
-        state_dict: dict[str, Any], config: KimiK2InferenceConfig
-    ) -> dict[str, Tensor]:
+    def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
-        return convert_state_dict(
-            state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree
-        )
+        return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
 
     def get_compiler_args(self) -> str:
         """neuronx-cc arguments; presets in configs/ say what each is for."""

@@ -8,7 +8,7 @@ held for each expert instead of [1, 1, W], and selective loading under expert pa
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,7 @@ class CpuExpertGroups:
     Checked with: SDK 2.28, 2.29. Only applied in CPU mode; on Neuron upstream is right.
     """
 
+    known_meshes: ClassVar[dict[int, list[list[int]]]] = {}  # gloo's groups take no attributes
     NAMES = (
         "_MOE_TKG_TENSOR_MODEL_PARALLEL_GROUP",
         "_MOE_TKG_EXPERT_MODEL_PARALLEL_GROUP",
@@ -71,6 +72,15 @@ class CpuExpertGroups:
                 for name, mesh in zip(names, meshes, strict=True):
                     setattr(upstream, name, cls.own_group(mesh))
 
+        by_mesh = parallel_state.get_expert_parallel_rank_from_global_rank
+
+        def rank_from_global_rank(rank: int, expert_parallel_group: Any) -> int:
+            for ranks in cls.known_meshes.get(id(expert_parallel_group), ()):
+                if rank in ranks:
+                    return ranks.index(rank)
+            return by_mesh(rank, expert_parallel_group)
+
+        parallel_state.get_expert_parallel_rank_from_global_rank = rank_from_global_rank
         init_groups._kimi_k2_patch = True  # type: ignore[attr-defined]
         upstream.init_tensor_expert_parallel_moe_process_groups = init_groups
         moe_v2.init_tensor_expert_parallel_moe_process_groups = init_groups
@@ -85,16 +95,53 @@ class CpuExpertGroups:
         )
         return groups.tp_groups, groups.ep_model_groups
 
-    @staticmethod
-    def own_group(mesh: list[list[int]]) -> Any:
+    @classmethod
+    def own_group(cls, mesh: list[list[int]]) -> Any:
         """The group of `mesh` that this rank is in; every rank makes all of them, as torch.distributed demands."""
         rank, own = torch.distributed.get_rank(), None
         for ranks in mesh:
             group = torch.distributed.new_group(list(ranks))
             if rank in ranks:
                 own = group
-        own._mesh = [list(ranks) for ranks in mesh]
+        cls.known_meshes[id(own)] = mesh
         return own
+
+
+class CpuFp8ExpertGather:
+    """Selection of FP8 experts in CPU mode.
+
+    Mends: quantization/quantization_layers.py:1147 (QuantizedExpertFusedColumnParallel.forward). PyTorch cannot index FP8
+    on a CPU; lines 1136-1139 go round that through int8, but line 1147 indexes the FP8 weight once more.
+    Checked with: SDK 2.28, 2.29. Only applied in CPU mode.
+    """
+
+    @staticmethod
+    def apply() -> None:
+        """Replace the forward of QuantizedExpertFusedColumnParallel."""
+        from neuronx_distributed.quantization.quantization_layers import QuantizedExpertFusedColumnParallel as Upstream
+
+        original = Upstream.forward
+        if getattr(original, "_kimi_k2_patch", False):
+            return
+        require_source(
+            original,
+            "self.weight.view(torch.int8)[expert_indices, :, :].view(weight_dtype)",
+            "weight = self.weight[expert_indices, ...] if expert_indices is not None else self.weight",
+        )
+
+        def forward(self: Any, input: torch.Tensor, expert_indices: torch.Tensor | None = None) -> torch.Tensor:
+            if expert_indices is None or self.bias is not None:
+                return original(self, input, expert_indices)
+            held = {name: self._parameters[name] for name in ("weight", "scale")}
+            chosen = held["weight"].view(torch.int8)[expert_indices].view(held["weight"].dtype)
+            self._parameters.update(weight=chosen, scale=held["scale"][expert_indices])
+            try:
+                return original(self, input)
+            finally:
+                self._parameters.update(held)
+
+        forward._kimi_k2_patch = True  # type: ignore[attr-defined]
+        Upstream.forward = forward
 
 
 def apply_cpu_mode(neuron_config: Any) -> None:
@@ -105,3 +152,5 @@ def apply_cpu_mode(neuron_config: Any) -> None:
     """
     if neuron_config.moe_ep_degree > 1:
         CpuExpertGroups.apply()
+    if neuron_config.quantized:
+        CpuFp8ExpertGather.apply()

@@ -1,0 +1,101 @@
+"""Runs cpu_worker.py on as many processes as a neuron config has ranks, and the plain model beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+
+WORKER = Path(__file__).with_name("cpu_worker.py")
+DECODE_STEPS = 16
+SEQ_LEN = 48
+LENGTHS = {1: [24], 4: [24, 7, 19, 13]}
+
+
+def neuron_config(tp: int, ep: int, batch: int, **options: Any) -> dict[str, Any]:
+    """Arguments of KimiK2NeuronConfig for `tp` x `ep` ranks (attention is split over all of them).
+
+    A block size of 16 tokens takes prefill through NxD's blockwise path.
+    """
+    length = options.pop("seq_len", SEQ_LEN)
+    blockwise = {
+        "block_size": 16,
+        "use_torch_block_wise": True,
+        "parallelize_token_to_block_mapping": ep > 1,
+    }
+    return {
+        "tp_degree": tp * ep,
+        "moe_tp_degree": tp,
+        "moe_ep_degree": ep,
+        "batch_size": batch,
+        "seq_len": length,
+        "max_context_length": length,
+        "n_positions": length,
+        "blockwise_matmul_config": blockwise,
+        **options,
+    }
+
+
+def sequences(batch: int, vocab: int, steps: int = DECODE_STEPS) -> dict[str, list[list[int]]]:
+    """Prompts of ragged length and the tokens that decode is fed."""
+    generator = torch.Generator().manual_seed(batch)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+    prompts = [draw(length) for length in LENGTHS[batch]]
+    return {"prompts": prompts, "forced": [draw(steps) for _ in prompts]}
+
+
+def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout: float = 240) -> Any:
+    """Run the job on all its ranks; returns what rank 0 saved. A failing rank's error is the test's message."""
+    world = job["neuron_config"]["tp_degree"]
+    directory.mkdir(parents=True, exist_ok=True)
+    output, path = directory / "output.pt", directory / "job.json"
+    output.unlink(missing_ok=True)
+    path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        env = {
+            **os.environ,
+            **{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        }
+        log = (directory / f"rank{rank}.log").open("w")
+        processes.append(subprocess.Popen([sys.executable, str(worker), str(path)], env=env, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        logs = "\n".join((directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world))
+        raise AssertionError(f"ranks exited with {codes}:\n{logs}")
+    return torch.load(output)
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, case: dict[str, list[list[int]]]) -> torch.Tensor:
+    """The same steps' logits [steps, B, vocab] from one uncached pass a sequence of the plain or transformers' model."""
+    columns = []
+    for prompt, forced in zip(case["prompts"], case["forced"], strict=True):
+        out = model(torch.tensor([prompt + forced]))
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        columns.append(logits[0, len(prompt) - 1 : len(prompt) + len(forced)])
+    return torch.stack(columns, dim=1)
+
+
+def plain_model(directory: Path) -> KimiK2ForCausalLM:
+    """The plain model of a checkpoint in float32."""
+    return KimiK2ForCausalLM.from_pretrained(directory)
