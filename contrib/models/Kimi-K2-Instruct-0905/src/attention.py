@@ -43,7 +43,7 @@ class KimiK2Attention(nn.Module):
             reduce_dtype=neuron.rpl_reduce_dtype,
         )  # fmt: skip
         self.rotary_multiplier = hf.rope_scaling.rotary_multiplier if hf.rope_scaling else 1.0
-        self.register_buffer("inv_freq", rope_inv_freq(hf), persistent=False)
+        self.register_buffer("inv_freq", rope_inv_freq(hf, "cpu"), persistent=False)
 
     def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [B, S, qk_rope_head_dim / 2] at the given positions."""

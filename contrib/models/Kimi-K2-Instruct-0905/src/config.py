@@ -53,20 +53,21 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
 
 
-def load_kimi_config(directory: str | Path) -> Callable[[InferenceConfig], None]:
-    """The `load_config` callable for a checkpoint directory; transformers knows no `kimi_k2` model type.
+def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:
+    """The `load_config` callable for a checkpoint directory (or a configuration); transformers knows no `kimi_k2`.
 
     Raises:
         ConfigError: config.json is missing or invalid, naming the field.
     """
-    config = KimiK2Config.from_pretrained(directory)
+    config = source if isinstance(source, KimiK2Config) else KimiK2Config.from_pretrained(source)
 
     def load(target: InferenceConfig) -> None:
         fields = config.model_dump()
         for name in HF_FIELDS:
             setattr(target, name, fields[name])
         target.tensor_prefix = config.tensor_prefix
-        target._name_or_path = str(directory)
+        if not isinstance(source, KimiK2Config):
+            target._name_or_path = str(source)
 
     return load
 

@@ -1,0 +1,131 @@
+"""HLO of the prefill and decode graphs at real shapes, without Neuron hardware, compiler or weights.
+
+NxD's `mock_distributed` stands for the other ranks, as in its own ModelBuilder, so that one process gives the graph of
+rank 0 with the real replica groups. Modules are made on the meta device and their parameters replaced by torch_xla's
+placeholders, which have a shape and no buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+STAGES = ("context_encoding_model", "token_generation_model")
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """One graph.
+
+    Attributes:
+        stage: NxDI's tag of the submodel.
+        bucket: its bucket (sequence length).
+        hlo: the module as HLO text.
+        parameters: name of the weight behind each entry parameter (by its number); inputs are named `input.N`.
+    """
+
+    stage: str
+    bucket: int
+    hlo: str
+    parameters: dict[int, str]
+
+
+@contextlib.contextmanager
+def mocked_ranks(neuron_config: Any) -> Iterator[None]:
+    """NxD's parallel state for all ranks of `neuron_config`, in this process."""
+    from neuronx_distributed.modules.moe import moe_process_group
+    from neuronx_distributed.parallel_layers import parallel_state
+    from neuronx_distributed.trace.mock_torchdist import mock_distributed
+
+    if os.environ.get("NXD_CPU_MODE") == "1":
+        raise RuntimeError("NXD_CPU_MODE=1 is set: NxD would call gloo instead of lowering its collectives")
+    with mock_distributed(world_size=neuron_config.world_size):
+        torch.distributed.init_process_group(backend="xla", rank=0, world_size=neuron_config.world_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=neuron_config.tp_degree,
+            pipeline_model_parallel_size=neuron_config.pp_degree,
+            expert_model_parallel_size=neuron_config.ep_degree,
+            skip_collective_init=True,
+            lnc_size=neuron_config.logical_nc_config,
+        )
+        parallel_state.set_aot_mode(True)
+        try:
+            yield
+        finally:
+            parallel_state.set_aot_mode(False)
+            parallel_state.destroy_model_parallel()
+            moe_process_group.destroy_moe_model_parallel()
+
+
+def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
+    """Lower one bucket of one submodel of an application (default: its largest bucket).
+
+    Args:
+        app: NeuronKimiK2ForCausalLM, not loaded.
+        stage: one of STAGES.
+
+    Raises:
+        ValueError: no such stage or bucket.
+    """
+    from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
+
+    wrappers = {wrapper.tag: wrapper for wrapper in app.models}
+    if stage not in wrappers:
+        raise ValueError(f"stage: expected one of {', '.join(wrappers)}, got {stage!r}")
+    wrapper = wrappers[stage]
+    buckets = wrapper.neuron_config.buckets
+    rank = len(buckets) - 1 if bucket is None else buckets.index(bucket)
+    with mocked_ranks(wrapper.neuron_config):
+        instance = wrapper.get_model_instance()
+        initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
+        with torch.device("meta"):
+            instance.load_module()
+        module, _ = instance.get(rank)
+        names = _place(module)
+        inputs = []
+        for number, example in enumerate(wrapper.input_generator()[rank]):
+            held = _placeholder(example) if example.numel() else example
+            inputs.append(held)
+            if example.numel():
+                names[id(held)] = f"input.{number}"
+        with torch.no_grad():
+            outputs = module(*inputs)
+        return LoweredGraph(stage, buckets[rank], *_text(outputs, names))
+
+
+def _placeholder(like: torch.Tensor) -> torch.Tensor:
+    from torch_xla.core.xla_builder import create_placeholder_tensor
+
+    return create_placeholder_tensor(tuple(like.shape), like.dtype)
+
+
+def _place(module: nn.Module) -> dict[int, Any]:
+    """Give every parameter a placeholder; small computed buffers go to the XLA device as they are."""
+    import torch_xla
+
+    names: dict[int, Any] = {}
+    for path, child in module.named_modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None:
+                held = _placeholder(parameter)
+                child._parameters[name] = held  # type: ignore[assignment]
+                names[id(held)] = f"{path}.{name}".lstrip(".")
+        for name, buffer in list(child._buffers.items()):
+            if buffer is not None:
+                child._buffers[name] = buffer.to(torch_xla.device())
+    names["keep"] = module  # ids stay valid while the module lives
+    return names
+
+
+def _text(outputs: list[torch.Tensor], names: dict[int, Any]) -> tuple[str, dict[int, str]]:
+    import torch_xla
+
+    context = torch_xla._XLAC.lowering.LoweringContext("kimi_k2")
+    context.build([out for out in outputs if isinstance(out, torch.Tensor)])
+    return context.hlo_text(), {}
