@@ -1,8 +1,8 @@
 """Multi-head latent attention with absorbed weights on NxD's parallel layers.
 
 The same mathematics as `kimi_k2.model.attention` (absorbed form) in NxDI's two stages: prefill attends within the
-prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks; the two down
-projections and the latent are computed on every rank.
+prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks, and so are the columns of
+the two down projections; every rank has the whole latent.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ class KimiK2Attention(nn.Module):
         self.hf = hf
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
-        self.q_a_proj = nn.Linear(hf.hidden_size, hf.q_lora_rank, bias=False, dtype=dtype)
+        # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
+        # they would be half of all bytes that a decode step reads at 64 ranks.
+        self.qkv_a_proj = ColumnParallelLinear(
+            hf.hidden_size, hf.q_lora_rank + hf.cache_dim, bias=False, gather_output=True, dtype=dtype
+        )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
         self.q_b_proj = ColumnParallelLinear(
             hf.q_lora_rank, heads * hf.qk_head_dim, bias=False, gather_output=False, dtype=dtype
         )
-        self.kv_a_proj_with_mqa = nn.Linear(hf.hidden_size, hf.cache_dim, bias=False, dtype=dtype)
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
         self.kv_b_proj = ColumnParallelLinear(
             hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), bias=False, gather_output=False, dtype=dtype
@@ -75,10 +78,11 @@ class KimiK2Attention(nn.Module):
         """
         hf = self.hf
         batch, length, _ = hidden_states.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
+        q_down, latent, k_rope = self.qkv_a_proj(hidden_states).split(widths, dim=-1)
+        q = self.q_b_proj(self.q_a_layernorm(q_down))
         q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
         q_nope, q_rope = q.split([hf.qk_nope_head_dim, hf.qk_rope_head_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if cos_cache is None or sin_cache is None:
             cos_cache, sin_cache = self.rotation(position_ids, hidden_states.dtype)

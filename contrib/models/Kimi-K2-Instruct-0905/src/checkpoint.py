@@ -46,8 +46,8 @@ class NeuronStateDict:
     """Collects the state dict of the unsharded Neuron model.
 
     Routed experts are stacked into NxD's layout (input dimension before output): `gate_up_proj.weight` [E, H, 2I] with
-    the gate's columns first, `down_proj.weight` [E, I, H]. Router weight and bias stay float32; other floats become
-    `dtype`.
+    the gate's columns first, `down_proj.weight` [E, I, H]. The two down projections of the attention become one,
+    `qkv_a_proj.weight` [q_lora_rank + cache_dim, H]. The router's bias stays float32; other floats become `dtype`.
 
     Args:
         config: the checkpoint's configuration, with its quantization.
@@ -67,10 +67,21 @@ class NeuronStateDict:
             self._add_expert(match["moe"].removeprefix("model."), int(match["expert"]), match["proj"], stored)
         elif module.endswith(".mlp.gate"):
             router = module.removesuffix("gate") + "router"
-            self.tensors[f"{router}.linear_router.weight"] = stored["weight"].to(torch.float32)
+            self.tensors[f"{router}.linear_router.weight"] = stored["weight"].to(self.dtype)
             self.tensors[f"{router}.e_score_correction_bias"] = stored["e_score_correction_bias"].to(torch.float32)
+        elif module.endswith((".q_a_proj", ".kv_a_proj_with_mqa")):
+            attention, _, part = module.rpartition(".")
+            self._add_down_projection(attention, part, dequantize_stored(stored, quantization, self.dtype))
         else:
             self.tensors[f"{module}.weight"] = dequantize_stored(stored, quantization, self.dtype).contiguous()
+
+    def _add_down_projection(self, attention: str, part: str, weight: Tensor) -> None:
+        config, name = self.config, f"{attention}.qkv_a_proj.weight"
+        if name not in self.tensors:
+            rows = config.q_lora_rank + config.cache_dim
+            self.tensors[name] = torch.empty(rows, config.hidden_size, dtype=self.dtype)
+        rows = slice(0, config.q_lora_rank) if part == "q_a_proj" else slice(config.q_lora_rank, None)
+        self.tensors[name][rows].copy_(weight)
 
     def _add_expert(self, moe: str, expert: int, projection: str, stored: dict[str, Tensor]) -> None:
         config = self.config

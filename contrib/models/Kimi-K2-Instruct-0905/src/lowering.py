@@ -87,45 +87,48 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
         with torch.device("meta"):
             instance.load_module()
         module, _ = instance.get(rank)
-        names = _place(module)
+        placed = _place(module)
         inputs = []
         for number, example in enumerate(wrapper.input_generator()[rank]):
-            held = _placeholder(example) if example.numel() else example
-            inputs.append(held)
             if example.numel():
-                names[id(held)] = f"input.{number}"
+                example = placed[f"input.{number}"] = _placeholder(example)
+            inputs.append(example)
         with torch.no_grad():
             outputs = module(*inputs)
-        return LoweredGraph(stage, buckets[rank], *_text(outputs, names))
+        return LoweredGraph(stage, buckets[rank], *_text(outputs, placed))
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
-    from torch_xla.core.xla_builder import create_placeholder_tensor
+    from torch_xla.core import xla_builder
 
-    return create_placeholder_tensor(tuple(like.shape), like.dtype)
+    # torch_xla knows the type but has no name for it in its table.
+    xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
+    return xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
 
 
-def _place(module: nn.Module) -> dict[int, Any]:
+def _place(module: nn.Module) -> dict[str, torch.Tensor]:
     """Give every parameter a placeholder; small computed buffers go to the XLA device as they are."""
     import torch_xla
 
-    names: dict[int, Any] = {}
+    placed: dict[str, torch.Tensor] = {}
     for path, child in module.named_modules():
-        for name, parameter in list(child._parameters.items()):
+        for name, parameter in child._parameters.items():
             if parameter is not None:
                 held = _placeholder(parameter)
                 child._parameters[name] = held  # type: ignore[assignment]
-                names[id(held)] = f"{path}.{name}".lstrip(".")
-        for name, buffer in list(child._buffers.items()):
+                placed[f"{path}.{name}".lstrip(".")] = held
+        for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer.to(torch_xla.device())
-    names["keep"] = module  # ids stay valid while the module lives
-    return names
+    return placed
 
 
-def _text(outputs: list[torch.Tensor], names: dict[int, Any]) -> tuple[str, dict[int, str]]:
+def _text(outputs: list[Any], placed: dict[str, torch.Tensor]) -> tuple[str, dict[int, str]]:
     import torch_xla
+    from torch_xla.core import xla_builder
 
     context = torch_xla._XLAC.lowering.LoweringContext("kimi_k2")
     context.build([out for out in outputs if isinstance(out, torch.Tensor)])
-    return context.hlo_text(), {}
+    computation = xla_builder.computation_from_module_proto("kimi_k2", context.hlo())
+    numbers = {context.tensor_parameter_id(tensor): name for name, tensor in placed.items()}
+    return xla_builder.get_computation_hlo(computation), {n: name for n, name in numbers.items() if n >= 0}

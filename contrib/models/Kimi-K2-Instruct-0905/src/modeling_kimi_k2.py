@@ -94,7 +94,8 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
-        device=torch.device("cpu"),
+        dtype=neuron.torch_dtype,
+        device=None,
     )
     return MoE(router=router, expert_mlps=experts, shared_experts=shared, sequence_dimension=1).eval()
 

@@ -37,7 +37,6 @@ class KimiK2Router(RouterTopK):
             top_k=config.num_experts_per_tok,
             hidden_size=config.hidden_size,
             act_fn="sigmoid",
-            dtype=torch.float32,
             **kwargs,
         )
         self.norm_topk_prob = config.norm_topk_prob
@@ -48,12 +47,17 @@ class KimiK2Router(RouterTopK):
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiK2Router:
-        """Move with the model, but stay float32: `model.bfloat16()` would change nearly every selection."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        """Move with the model, but keep the bias float32: rounding it would change nearly every selection."""
+        kept = self.e_score_correction_bias.detach().clone()
         super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters():
-            parameter.data = kept[name].to(parameter.device)
+        moved = self.e_score_correction_bias
+        moved.data = kept.to(moved.device)
         return self
+
+    def get_router_logits(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] to float32 logits [T, E]. The weight is held as the checkpoint has it; widening it is exact."""
+        wide = torch.nn.functional.linear(hidden_states.to(torch.float32), self.linear_router.weight.to(torch.float32))
+        return wide.view(-1, self.num_experts)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route.

@@ -1,0 +1,71 @@
+"""A lower bound of one step's time from counts and stated peak rates. Modelled, not measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kimi_k2.analysis.hlo import GraphCounts
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Peak rates of one rank (a logical core), in SI units a second, and where they are from.
+
+    Attributes:
+        collective_latency: assumed seconds of one small collective; an assumption, not a specification.
+    """
+
+    name: str
+    bytes_per_second: float
+    flops_per_second: float
+    link_bytes_per_second: float
+    collective_latency: float
+    source: str
+
+
+# AWS's page of Trn2 instances: 16 chips, 46.4 TB/s of HBM and 10.4 dense BF16 PFLOP/s (20.8 FP8) an instance; NeuronLink
+# 1 TB/s a chip. At LNC=2 the instance has 64 logical cores. The latency of a collective is our assumption.
+TRN2_LNC2 = Machine(
+    name="trn2.48xlarge, LNC=2, one of 64 logical cores",
+    bytes_per_second=46.4e12 / 64,
+    flops_per_second=10.4e15 / 64,
+    link_bytes_per_second=1e12 / 4,
+    collective_latency=15e-6,
+    source="AWS Trn2 instance page (peak rates); collective latency assumed",
+)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Modelled seconds of one execution: each part on its own, and the bound."""
+
+    memory: float
+    compute: float
+    communication: float
+
+    @property
+    def bound(self) -> float:
+        """Memory and compute overlap perfectly, communication not at all."""
+        return max(self.memory, self.compute) + self.communication
+
+
+def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
+    """The modelled time of a graph on `machine`.
+
+    A ring all-reduce over n ranks moves 2 (n - 1) / n of its bytes, all-gather and reduce-scatter (n - 1) / n of the
+    larger side; each collective adds the assumed latency.
+    """
+    moved = 0.0
+    calls = 0
+    for one, occurrences in counts.collectives.items():
+        if one.ranks == 1:
+            continue
+        share = (one.ranks - 1) / one.ranks
+        larger = one.nbytes * one.ranks if one.kind == "reduce-scatter" else one.nbytes
+        moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
+        calls += occurrences
+    return Roofline(
+        memory=counts.bytes_read() / machine.bytes_per_second,
+        compute=counts.flops / machine.flops_per_second,
+        communication=moved / machine.link_bytes_per_second + calls * machine.collective_latency,
+    )
