@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import environment  # noqa: E402
+import environment
 
 HERE = Path(__file__).parent
 

@@ -63,6 +63,11 @@ def mocked_ranks(neuron_config: Any) -> Iterator[None]:
             moe_process_group.destroy_moe_model_parallel()
 
 
+def buckets(app: Any, stage: str) -> list[int]:
+    """Buckets of a submodel."""
+    return next(list(wrapper.neuron_config.buckets) for wrapper in app.models if wrapper.tag == stage)
+
+
 def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
     """Lower one bucket of one submodel of an application (default: its largest bucket).
 
@@ -79,8 +84,8 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
     if stage not in wrappers:
         raise ValueError(f"stage: expected one of {', '.join(wrappers)}, got {stage!r}")
     wrapper = wrappers[stage]
-    buckets = wrapper.neuron_config.buckets
-    rank = len(buckets) - 1 if bucket is None else buckets.index(bucket)
+    sizes = buckets(app, stage)
+    rank = len(sizes) - 1 if bucket is None else sizes.index(bucket)
     with mocked_ranks(wrapper.neuron_config):
         instance = wrapper.get_model_instance()
         initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
@@ -95,7 +100,7 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
             inputs.append(example)
         with torch.no_grad():
             outputs = module(*inputs)
-        return LoweredGraph(stage, buckets[rank], *_text(outputs, placed))
+        return LoweredGraph(stage, sizes[rank], *_text(outputs, placed))
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 from neuronx_distributed.modules.moe.model import MoE
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts

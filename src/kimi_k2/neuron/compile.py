@@ -1,0 +1,224 @@
+"""Compiles NeuronKimiK2ForCausalLM for a preset, or lowers its graphs to HLO text where there is no compiler."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.analysis.hlo import GraphCounts, count
+from kimi_k2.analysis.roofline import roofline
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, KimiK2Error
+from kimi_k2.neuron import contrib
+from kimi_k2.neuron.footprint import BANK_BYTES, Footprint
+from kimi_k2.neuron.preset import NeuronPreset
+
+MANIFEST = "manifest.json"
+CHECKED_RELEASES = {"neuronx-distributed": ("0.17", "0.18"), "neuronx-distributed-inference": ("0.8", "0.9")}
+STAGES = ("context_encoding_model", "token_generation_model")
+
+Say = Callable[[str], None]
+
+
+class CompileError(KimiK2Error):
+    """The job cannot run here, or its result cannot fit."""
+
+
+def load_model_config(model: str) -> KimiK2Config:
+    """A checkpoint directory's configuration, or that of a published model by name."""
+    return KimiK2Config.from_pretrained(model) if Path(model).exists() else KimiK2Config.from_preset(model)
+
+
+def plan_lines(plan: Footprint) -> list[str]:
+    """The memory plan as a table."""
+    rows = [f"  {name.replace('_', ' '):<22}{size / 1e9:8.2f} GB" for name, size in vars(plan).items()]
+    verdict = "fits" if plan.fits else "does not fit"
+    return [*rows, f"  {'total':<22}{plan.total / 1e9:8.2f} GB of {BANK_BYTES / 1e9:.0f} GB a core: {verdict}"]
+
+
+def check_fit(plan: Footprint, preset: NeuronPreset) -> None:
+    """Refuse what one core's memory cannot hold.
+
+    Raises:
+        CompileError: naming the largest part.
+    """
+    if not plan.fits:
+        largest = max(vars(plan).items(), key=lambda item: item[1])
+        raise CompileError(
+            f"{preset.name} needs {plan.total / 1e9:.1f} GB a core, {BANK_BYTES / 1e9:.0f} GB are there"
+            f" (largest part: {largest[0].replace('_', ' ')}, {largest[1] / 1e9:.1f} GB);"
+            " use fewer tokens of cache, FP8 experts or more cores"
+        )
+
+
+def check_sdk() -> None:
+    """Refuse a machine that cannot compile.
+
+    Raises:
+        CompileError: no compiler, or an SDK that the model was not checked with.
+    """
+    if shutil.which("neuronx-cc") is None:
+        raise CompileError("no Neuron compiler (neuronx-cc) on PATH; --hlo-only lowers the graphs without it")
+    for package, releases in CHECKED_RELEASES.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise CompileError(f"{package} is not installed; it comes with Neuron SDK 2.28 or 2.29") from None
+        if not version.startswith(releases):
+            expected = " or ".join(releases)
+            raise CompileError(f"{package} is {version}; the model was checked with {expected} (Neuron SDK 2.28, 2.29)")
+
+
+def build_application(preset: NeuronPreset, config: KimiK2Config, model: str, **overrides: Any) -> Any:
+    """NeuronKimiK2ForCausalLM for a preset; no weights are read.
+
+    Raises:
+        NeuronUnavailableError: NxD is not importable.
+    """
+    import torch
+
+    quantized, config_module = contrib.load("quantized"), contrib.load("config")
+    width = config.moe_intermediate_size // preset.moe_tp
+    formats = {
+        "bf16": quantized.FloatExperts,
+        "per_channel_fp8": quantized.ChannelFp8Experts,
+        "blockwise_fp8": lambda: quantized.BlockwiseFp8Experts.for_rank_width(width),
+    }
+    options = {**preset.neuron_config, **formats[preset.experts]().neuron_options(), **overrides}
+    options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
+    neuron = config_module.KimiK2NeuronConfig(**options)
+    neuron.extra_compiler_args = list(preset.compiler_args)
+    source = model if Path(model).exists() else config
+    inference = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(source))
+    return contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(model, inference)
+
+
+def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
+    """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept."""
+    config = load_model_config(model)
+    manifest = Manifest(out, preset, config)
+    app = build_application(preset, config, model, **_without_nki(preset))
+    lowering = contrib.load("lowering")
+    jobs = [(stage, bucket) for stage in STAGES for bucket in lowering.buckets(app, stage)]
+    for number, (stage, bucket) in enumerate(jobs, start=1):
+        name = f"{stage}_{bucket}.hlo.txt"
+        if manifest.has(name):
+            say(f"[{number}/{len(jobs)}] {name}: kept")
+            continue
+        start = time.monotonic()
+        graph = lowering.lower(app, stage, bucket)
+        _write(out / name, graph.hlo)
+        counts = count(graph.hlo, graph.parameters)
+        manifest.add(name, {"stage": stage, "bucket": bucket, **summary(counts)})
+        say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {counts.bytes_read() / 1e9:.2f} GB read")
+
+
+def _without_nki(preset: NeuronPreset) -> dict[str, Any]:
+    """NKI kernels need the compiler to lower; their PyTorch form reads the same weights."""
+    return {
+        "blockwise_matmul_config": {**preset.neuron_config["blockwise_matmul_config"], "use_torch_block_wise": True}
+    }
+
+
+def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
+    """Compile to NEFFs with NxDI; neuronx-cc's cache resumes graphs that were finished before."""
+    config = load_model_config(model)
+    manifest = Manifest(out, preset, config)
+    if manifest.complete:
+        say(f"{out} is complete for this preset and model: nothing to do")
+        return
+    os.environ.update(preset.environment)
+    app = build_application(preset, config, model)
+    start = time.monotonic()
+    say("compiling (NxDI reports each graph) ...")
+    app.compile(str(out))
+    for path in sorted(out.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            manifest.add(str(path.relative_to(out)), {})
+    manifest.finish(seconds=round(time.monotonic() - start))
+    say(f"compiled in {time.monotonic() - start:.0f} s; {out / MANIFEST} lists the artifacts")
+
+
+def summary(counts: GraphCounts) -> dict[str, Any]:
+    """Counts and the modelled time of a graph, for a manifest or a table."""
+    modelled = roofline(counts)
+    return {
+        "weight_bytes_held": counts.bytes_held(),
+        "weight_bytes_read": counts.bytes_read(),
+        "routed_expert_bytes_read": counts.bytes_read(r"\.mlp_op\."),
+        "flops": counts.flops,
+        "collectives": [
+            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
+            for one, times in sorted(counts.collectives.items(), key=lambda item: str(item))
+        ],
+        "modelled_seconds": {"memory": modelled.memory, "compute": modelled.compute, "total": modelled.bound},
+    }
+
+
+class Manifest:
+    """manifest.json beside the artifacts: what they were made from, and their sizes and digests."""
+
+    def __init__(self, out: Path, preset: NeuronPreset, config: KimiK2Config) -> None:
+        self.out, self.path = out, out / MANIFEST
+        made_from = {
+            "preset": preset.name,
+            "preset_digest": preset.digest,
+            "config_digest": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        self.content: dict[str, Any] = {"made_from": made_from, "complete": False, "artifacts": {}}
+        if self.path.is_file():
+            try:
+                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                artifacts_of = stored["made_from"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"not a manifest: {error}", file=self.path) from None
+            if artifacts_of != made_from:
+                raise CompileError(f"{out} holds artifacts of another preset or model ({artifacts_of['preset']})")
+            self.content = stored
+
+    @property
+    def complete(self) -> bool:
+        """Whether the job finished and every artifact is still there, whole."""
+        return bool(self.content["complete"]) and all(self.has(name) for name in self.content["artifacts"])
+
+    def has(self, name: str) -> bool:
+        """Whether an artifact was finished and is unchanged."""
+        entry = self.content["artifacts"].get(name)
+        path = self.out / name
+        return entry is not None and path.is_file() and _digest(path) == entry["sha256"]
+
+    def add(self, name: str, facts: dict[str, Any]) -> None:
+        """Record a finished artifact."""
+        path = self.out / name
+        self.content["artifacts"][name] = {"bytes": path.stat().st_size, "sha256": _digest(path), **facts}
+        self._save()
+
+    def finish(self, **facts: Any) -> None:
+        """Mark the job complete."""
+        self.content.update(complete=True, **facts)
+        self._save()
+
+    def _save(self) -> None:
+        _write(self.path, json.dumps(self.content, indent=2))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

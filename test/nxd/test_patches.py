@@ -1,0 +1,69 @@
+"""Every patch: what fails without it on real NxD, and that its guard refuses source it was not written for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import environment
+import pytest
+from harness import WORKER, launch, neuron_config, sequences
+
+WITHOUT = """
+import environment
+environment.prepare()
+patches = environment.contrib("patches")
+patches.{patch}.apply = classmethod(lambda cls: None)
+import cpu_worker
+cpu_worker.main()
+"""
+
+
+def run_without(patch: str, job: dict, directory: Path) -> None:
+    """The CPU worker with one patch switched off."""
+    directory.mkdir(exist_ok=True)
+    worker = directory / "worker.py"
+    lines = f"import sys\nsys.path.insert(0, {json.dumps(str(WORKER.parent))})\n" + WITHOUT.format(patch=patch)
+    worker.write_text(lines)
+    launch(job, directory, worker=worker)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_without_cpu_expert_groups(checkpoints: dict[str, Path], tmp_path: Path, tp: int) -> None:
+    options = neuron_config(tp, 2, 1)
+    job = {"checkpoint": checkpoints["bf16"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
+    with pytest.raises(AssertionError, match=r"_mesh|NON_GROUP_MEMBER|Invalid process group|'int' object"):
+        run_without("CpuExpertGroups", job, tmp_path)
+
+
+def test_without_cpu_fp8_expert_gather(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    experts = environment.contrib("quantized").BlockwiseFp8Experts()
+    options = neuron_config(1, 1, 1, **experts.neuron_options())
+    job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
+    with pytest.raises(AssertionError, match="not implemented for 'Float8_e4m3fn'"):
+        run_without("CpuFp8ExpertGather", job, tmp_path)
+
+
+def test_upstream_still_refuses_selective_loading_under_expert_parallelism() -> None:
+    """What KimiK2ExpertMLPs replaces; when upstream mends it, ours can go."""
+    from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
+
+    environment.contrib("patches").require_source(
+        ExpertMLPsV2.forward, "Selective Loading with Expert parallelism is not supported in token generation."
+    )
+
+
+def test_guard_names_what_is_gone() -> None:
+    patches = environment.contrib("patches")
+    with pytest.raises(patches.PatchError, match=r"require_source no longer contains 'no such line'"):
+        patches.require_source(patches.require_source, "no such line")
+
+
+def test_narrow_blocks_would_be_cut_wrongly_without_repeated_scales(checkpoints: dict[str, Path]) -> None:
+    """With blocks of 128 and a rank's width of 64, NxD gives gate and up one common scale: the shapes no longer fit."""
+    quantized = environment.contrib("quantized")
+    with pytest.raises(AssertionError, match="expected shape|mismatch|divisible"):
+        experts = quantized.BlockwiseFp8Experts(128)
+        options = neuron_config(2, 1, 1, **experts.neuron_options())
+        job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
+        launch(job, Path(checkpoints["fp8"]).parent / "narrow")
