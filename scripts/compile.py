@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -36,9 +37,7 @@ def main(
         if hlo_only:
             os.environ.setdefault("PJRT_DEVICE", "CPU")
             sys.path.insert(0, str(STAND_INS))
-            import standins
-
-            standins.install()
+            importlib.import_module("standins").install()
             job.lower_all(chosen, model, out, typer.echo)
         else:
             job.check_sdk()

@@ -121,10 +121,9 @@ def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
 
 
 def _without_nki(preset: NeuronPreset) -> dict[str, Any]:
-    """NKI kernels need the compiler to lower; their PyTorch form reads the same weights."""
-    return {
-        "blockwise_matmul_config": {**preset.neuron_config["blockwise_matmul_config"], "use_torch_block_wise": True}
-    }
+    """NKI kernels need the compiler to lower; their PyTorch forms read the same weights."""
+    blockwise = {**preset.neuron_config.get("blockwise_matmul_config", {}), "use_torch_block_wise": True}
+    return {"blockwise_matmul_config": blockwise, "disable_argmax_kernel": True}
 
 
 def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:

@@ -90,7 +90,7 @@ _NAMES: dict[str, dict[str, Any]] = {
         "xla_hlo_call": xla_hlo_call,
         "RmsNorm": _Apply(_rms_norm),
         "ConcatenateOp": _Apply(lambda *tensors, dim: torch.cat(tensors, dim=dim)),
-        "Argmax": _Apply(lambda tensor, dim: torch.argmax(tensor, dim=dim)),
+        "Argmax": _Apply(lambda tensor, dim, keepdim=False: torch.argmax(tensor, dim=dim, keepdim=keepdim)),
         "TopK": _Apply(lambda tensor, k, dim: torch.topk(tensor, k, dim=dim)),
         "Softmax": _Apply(lambda tensor, dim: torch.softmax(tensor, dim=dim)),
     },
