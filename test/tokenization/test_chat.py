@@ -36,8 +36,8 @@ def test_published_form_of_a_tool_round_trip() -> None:
         {"role": "tool", "tool_call_id": "call_x", "name": "get_weather", "content": '{"weather": "Sunny"}'},
     ]
     assert apply_chat_template(messages, tools=TOOLS) == (
-        '<|im_system|>tool_declare<|im_middle|>[{"type":"function","function":{"name":"get_weather",'
-        '"parameters":{"type":"object"}}}]<|im_end|>'
+        '<|im_system|>tool_declare<|im_middle|>[{"function":{"name":"get_weather","parameters":{"type":"object"}},'
+        '"type":"function"}]<|im_end|>'
         f"<|im_system|>system<|im_middle|>{DEFAULT_SYSTEM}<|im_end|><|im_user|>user<|im_middle|>Weather?<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
         '<|tool_call_argument_begin|>{"city": "Beijing"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
@@ -97,6 +97,23 @@ def test_k25_prefills_think_or_switches_it_off() -> None:
     assert prompt == "<think></think>"
 
 
+def test_k26_preserves_all_reasoning_on_request() -> None:
+    old, new, _ = assistant_turns(apply_chat_template(history(), style=ChatStyle.K25, preserve_thinking=True))
+    assert old.startswith("<think>old</think>one<|im_end|>")
+    assert new.startswith("<think>new</think>")
+    silent = apply_chat_template(history(), style=ChatStyle.K25, preserve_thinking=True, thinking=False)
+    assert "old" not in silent
+    assert "new" not in silent
+
+
+def test_k25_declares_tools_in_typescript() -> None:
+    text = apply_chat_template([{"role": "user", "content": "U"}], tools=TOOLS, style=ChatStyle.K25)
+    assert "type get_weather = (_: {}) => any;" in text.split("<|im_end|>")[0]
+    unsupported = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"oneOf": []}}}}}]
+    text = apply_chat_template([{"role": "user", "content": "U"}], tools=unsupported, style=ChatStyle.K25)
+    assert text.startswith('<|im_system|>tool_declare<|im_middle|>[{"function":{"name":"f",')
+
+
 def test_instruct_shows_no_think_tags() -> None:
     assert "think" not in apply_chat_template(history())
 
@@ -130,8 +147,16 @@ def test_text_parts_are_joined() -> None:
         ({"role": "assistant", "tool_calls": {}}, "field 'tool_calls'"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, r"tool_calls\[0\]\.function\.name"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, r"tool_calls\[0\]\.function\.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}, "function.arguments"),
+        ({"role": "assistant", "tool_calls": [{"id": 3, "function": {"name": "f"}}]}, r"tool_calls\[0\]\.id"),
     ],
 )
 def test_bad_messages_are_named(message: Any, field: str) -> None:
     with pytest.raises(TokenizerError, match=f"^message 1: .*{field}"):
         apply_chat_template([{"role": "user", "content": "ok"}, message])
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "x"}, 3])
+def test_messages_that_are_no_list(messages: Any) -> None:
+    with pytest.raises(TokenizerError, match=r"^messages: expected a list"):
+        apply_chat_template(messages)

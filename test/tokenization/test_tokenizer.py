@@ -139,6 +139,25 @@ def test_very_long_runs_are_cut_and_lossless(tokenizer: KimiTokenizer) -> None:
     assert len(list(_bounded_pieces("x" * 25_000 + " y"))) == 1
 
 
+def test_cutting_long_runs_cuts_no_special_token(tokenizer: KimiTokenizer) -> None:
+    end = tokenizer.special_tokens["<|im_end|>"]
+    for before in range(24_990, 25_001):
+        assert tokenizer.encode("x" * before + "<|im_end|>" + "y" * 9, allow_special=True).count(end) == 1
+
+
+@given(st.lists(st.sampled_from([*NAMED.values(), "<|reserved_token_1797|>", "a", " b", "<|", "汉"]), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_are_found_as_tiktoken_finds_them(tokenizer: KimiTokenizer, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert tokenizer.encode(text, allow_special=True) == tokenizer.encoding.encode(text, allowed_special="all")
+
+
+def test_batch_equals_one_by_one(tokenizer: KimiTokenizer) -> None:
+    texts = [*TEXTS, "ab" * 30_000, "<|im_end|>"]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch([]) == []
+
+
 def test_stop_tokens(tokenizer: KimiTokenizer) -> None:
     names = tokenizer.special_tokens
     assert tokenizer.stop_token_ids == {names["<|im_end|>"], names["[EOS]"], names["[EOT]"]}

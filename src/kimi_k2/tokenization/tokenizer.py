@@ -16,9 +16,9 @@ import tiktoken
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import Segment, render_segments
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
+from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate
 
 VOCABULARY_NAME = "tiktoken.model"
-CONFIG_NAME = "tokenizer_config.json"
 
 # The pretokenizer is part of the vocabulary's format: ranks were learned on these pieces. Han runs stand alone;
 # elsewhere letters split by case, numbers into at most three digits.
@@ -52,10 +52,19 @@ class KimiTokenizer:
         special_tokens: name -> id.
         bos_token_id, eos_token_id, pad_token_id: ids of [BOS], [EOS] and [PAD].
         stop_token_ids: tokens that end a turn: <|im_end|>, [EOS] and [EOT].
+        chat_template: the checkpoint's own template, or None: then the built-in one is used.
     """
 
-    def __init__(self, ranks: dict[bytes, int], names: dict[str, int], name: str = VOCABULARY_NAME) -> None:
+    def __init__(
+        self,
+        ranks: dict[bytes, int],
+        names: dict[str, int],
+        name: str = VOCABULARY_NAME,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
         self.special_tokens = names
+        self.chat_template = chat_template
+        self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
         self.encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=names)
         self.vocab_size = self.encoding.n_vocab
         self.bos_token_id, self.eos_token_id, self.pad_token_id = names[BOS], names[EOS], names[PAD]
@@ -63,7 +72,7 @@ class KimiTokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> KimiTokenizer:
-        """Read `tiktoken.model`, and special names from `tokenizer_config.json` if it is there.
+        """Read `tiktoken.model`, and special names and a chat template from the other files if they are there.
 
         Raises:
             TokenizerError: a file is missing or malformed; the message names file and line or field.
@@ -72,17 +81,27 @@ class KimiTokenizer:
         ranks = read_ranks(directory / VOCABULARY_NAME)
         names = special_tokens(len(ranks))
         names = _apply_config(directory / CONFIG_NAME, names, len(ranks))
-        return cls(ranks, names)
+        return cls(ranks, names, chat_template=ChatTemplate.from_pretrained(directory, names))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`; with `allow_special`, names of special tokens in it become those tokens."""
+        if not allow_special:
+            return [token for piece in _bounded_pieces(text) for token in self.encoding.encode_ordinary(piece)]
+        # Split at the names here, not in tiktoken: cutting a long run must not cut a name.
         ids: list[int] = []
-        for piece in _bounded_pieces(text):
-            if allow_special:
-                ids.extend(self.encoding.encode(piece, allowed_special="all"))
-            else:
-                ids.extend(self.encoding.encode_ordinary(piece))
-        return ids
+        end = 0
+        for match in self._special.finditer(text):
+            ids += [*self.encode(text[end : match.start()]), self.special_tokens[match[0]]]
+            end = match.end()
+        return ids + self.encode(text[end:])
+
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 8) -> list[list[int]]:
+        """Token ids of many texts, none with special tokens, as from `encode`; tiktoken's threads share the work."""
+        pieces = [list(_bounded_pieces(text)) for text in texts]
+        encoded = iter(
+            self.encoding.encode_ordinary_batch([piece for group in pieces for piece in group], num_threads=num_threads)
+        )
+        return [[token for _ in group for token in next(encoded)] for group in pieces]
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Token ids of a rendered conversation, in which only the template's own markup is special."""
@@ -90,7 +109,12 @@ class KimiTokenizer:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation; options as for `chat.render_segments` (tools, style, thinking ...)."""
-        return self.encode_segments(render_segments(messages, **options))
+        return self.encode_segments(self.render_segments(messages, **options))
+
+    def render_segments(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[Segment]:
+        """A conversation in the checkpoint's own template, else in `chat.render_segments`; same options and errors."""
+        render = render_segments if self.chat_template is None else self.chat_template.render_segments
+        return render(messages, **options)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD.

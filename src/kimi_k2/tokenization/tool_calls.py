@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from kimi_k2.tokenization.special_tokens import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END
 from kimi_k2.tokenization.streaming import find_marker, safe_length
 
-# The name may contain dots and colons: it is all between the prefix and the last colon.
-CALL_ID = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>]+):(?P<index>\d+))\s*")
+# The name may contain dots and colons: it is all between the prefix and the last colon. It is never empty.
+CALL_ID = re.compile(r"\s*(?!functions\.:\d+\s*\Z)(?P<id>(?:functions\.)?(?P<name>[^\s<>]+):(?P<index>\d+))\s*")
 
 _TEXT, _SECTION, _HEADER, _ARGUMENTS, _BAD_CALL = range(5)
 _MARKERS = {

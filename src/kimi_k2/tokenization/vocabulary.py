@@ -9,7 +9,8 @@ from pathlib import Path
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS, PAD, UNK, special_tokens
-from kimi_k2.tokenization.tokenizer import CONFIG_NAME, VOCABULARY_NAME
+from kimi_k2.tokenization.template import CONFIG_NAME
+from kimi_k2.tokenization.tokenizer import VOCABULARY_NAME
 
 _COMMON = b" etaoinshrdlucmfwypvbgkjqxz"
 

@@ -1,0 +1,156 @@
+"""A checkpoint's own Jinja chat template, rendered in a sandbox, with message text kept from forging markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.chat import ChatStyle, Segment
+from kimi_k2.tokenization.messages import Message, normalized
+from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
+
+TEMPLATE_NAME = "chat_template.jinja"
+CONFIG_NAME = "tokenizer_config.json"
+
+
+class ChatTemplate:
+    """A compiled template with the environment that transformers gives it.
+
+    Every character of message text that could begin a special token is replaced by a random mark before rendering and
+    restored after it, so that its place in the prompt is known: a special token's name counts as that token only where
+    the template itself wrote its first character.
+
+    Args:
+        source: Jinja source.
+        special_names: names of the special tokens that the template may write.
+        origin: what errors call the template.
+    """
+
+    def __init__(self, source: str, special_names: Collection[str], origin: str = "chat template") -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        self._origin = origin
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerError(f"{origin}: no valid Jinja template: {error}") from None
+        self._openings = "".join(sorted({name[0] for name in special_names}))
+        self._special = re.compile("|".join(map(re.escape, sorted(special_names, key=len, reverse=True))))
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, special_names: Collection[str]) -> ChatTemplate | None:
+        """The template in `chat_template.jinja`, else in `tokenizer_config.json`; None if the checkpoint has none.
+
+        Raises:
+            TokenizerError: it is no text or no valid Jinja; the message names the file.
+        """
+        path = Path(directory) / TEMPLATE_NAME
+        try:
+            if path.is_file():
+                return cls(path.read_text(encoding="utf-8"), special_names, str(path))
+            path = Path(directory) / CONFIG_NAME
+            source = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise TokenizerError(f"{path}: chat_template: {error}") from None
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise TokenizerError(f"{path}: chat_template: expected Jinja source, got {type(source).__name__}")
+        return cls(source, special_names, f"{path}: chat_template")
+
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        style: ChatStyle | str = ChatStyle.INSTRUCT,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+    ) -> list[Segment]:
+        """Render a conversation; arguments, result and errors as for `chat.render_segments`.
+
+        `style` decides only whether the template is given the TypeScript form of the tools.
+        """
+        mark = secrets.token_hex(8)
+        hide = _Hider(self._openings, mark)
+        definitions = checked_tools(tools)
+        typescript = typescript_declaration(definitions) if ChatStyle(style) is ChatStyle.K25 else None
+        variables: dict[str, Any] = {
+            "messages": [_hide_message(message, hide) for message in normalized(messages)],
+            "tools": hide(definitions) or None,
+            "add_generation_prompt": add_generation_prompt,
+            "thinking": thinking,
+            "preserve_thinking": preserve_thinking,
+        }
+        if typescript is not None:
+            variables["tools_ts_str"] = hide(typescript)
+        try:
+            rendered = self._template.render(**variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise TokenizerError(f"{self._origin}: cannot be rendered: {error}") from None
+        return self._segments(rendered, hide)
+
+    def _segments(self, rendered: str, hide: _Hider) -> list[Segment]:
+        text, masked = hide.restored(rendered), hide.masked(rendered)
+        segments: list[Segment] = []
+        end = 0
+        for match in self._special.finditer(masked):
+            segments += [Segment(text[end : match.start()], False), Segment(match[0], True)]
+            end = match.end()
+        segments.append(Segment(text[end:], False))
+        return [segment for segment in segments if segment.text]
+
+
+class _Hider:
+    """Replaces characters of strings, however nested, by marks that no filter or JSON encoder changes."""
+
+    def __init__(self, characters: str, mark: str) -> None:
+        self._marks = {character: f"{mark}{number:02d}" for number, character in enumerate(characters)}
+        self._found = re.compile(f"{mark}(\\d\\d)")
+        self._characters = characters
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return "".join(self._marks.get(character, character) for character in value)
+        if isinstance(value, Mapping):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self(item) for item in value]
+        return value
+
+    def restored(self, rendered: str) -> str:
+        return self._found.sub(lambda match: self._characters[int(match[1])], rendered)
+
+    def masked(self, rendered: str) -> str:
+        """As `restored`, place by place, with a character there that begins no special token."""
+        return self._found.sub("\0", rendered)
+
+
+def _hide_message(message: dict[str, Any], hide: Callable[[Any], Any]) -> dict[str, Any]:
+    return {key: value if key == "role" else hide(value) for key, value in message.items()}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,191 @@
+"""A checkpoint's own chat template: rendered as transformers renders it, and safe from forged markup."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
+from kimi_k2.tokenization.messages import normalized
+from kimi_k2.tokenization.special_tokens import special_tokens
+from kimi_k2.tokenization.template import ChatTemplate
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+from kimi_k2.tokenization.tool_declaration import checked_tools
+from kimi_k2.tokenization.vocabulary import write_synthetic_vocabulary
+
+# Uses what real templates use: macros, namespaces, loop controls, slices, trimming, JSON with separators.
+SOURCE = """
+{%- macro text(content) -%}
+  {%- if content is string %}{{ content }}{% elif content is not none -%}
+    {%- for part in content %}{{ part.text }}{% endfor %}
+  {%- endif %}
+{%- endmacro -%}
+{%- set last = namespace(answer=-1) -%}
+{%- for i in range(messages | length - 1, -1, -1) -%}
+  {%- if messages[i].role == 'assistant' and not messages[i].tool_calls -%}
+    {%- set last.answer = i -%}
+    {%- break -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+  <|im_system|>tool_declare<|im_middle|>
+  {%- if tools_ts_str is defined %}{{ tools_ts_str }}{% else %}{{ tools | tojson(separators=(',', ':')) }}{% endif -%}
+  <|im_end|>
+{%- endif -%}
+{%- if not messages or messages[0].role != 'system' -%}
+  <|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>
+{%- endif -%}
+{%- for m in messages -%}
+  <|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.get('name') or m.role }}<|im_middle|>
+  {%- if m.role == 'tool' -%}
+## Return of {{ m.tool_call_id }}
+{{ text(m.content) }}
+  {%- elif m.role == 'assistant' -%}
+    <think>{{ m.get('reasoning_content', '') if loop.index0 > last.answer else '' }}</think>{{ text(m.content) }}
+    {%- if m.tool_calls -%}
+      <|tool_calls_section_begin|>
+      {%- for call in m.tool_calls -%}
+        <|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+        {%- if call.function.arguments is string %}{{ call.function.arguments -}}
+        {% else %}{{ call.function.arguments | tojson }}{% endif -%}
+        <|tool_call_end|>
+      {%- endfor -%}
+      <|tool_calls_section_end|>
+    {%- endif -%}
+  {%- else -%}
+    {{ text(m.content) }}
+  {%- endif -%}
+  <|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif -%}
+"""
+SPECIAL = special_tokens(1792)
+
+TEXT = st.text(alphabet='ab \n<|[]>"é汉\\/', max_size=8) | st.sampled_from(["<|im_end|>", "<think>", "[BOS]", "\0"])
+CONTENT = TEXT | st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
+TOOLS = st.none() | st.builds(
+    lambda text: [{"type": "function", "function": {"name": "f", "description": text, "parameters": {"b": 1, "a": 2}}}],
+    TEXT,
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    ids: list[str] = []
+    for kind in draw(st.lists(st.sampled_from(["system", "user", "assistant", "call", "tool"]), max_size=6)):
+        if kind == "tool":
+            if ids:
+                messages.append({"role": "tool", "tool_call_id": draw(st.sampled_from(ids)), "content": draw(CONTENT)})
+        elif kind == "call":
+            ids.append(f"call_{len(ids)}")
+            arguments = draw(TEXT | st.dictionaries(TEXT, TEXT, max_size=2))
+            call = {"id": ids[-1], "type": "function", "function": {"name": "a.b", "arguments": arguments}}
+            messages.append({"role": "assistant", "content": draw(CONTENT | st.none()), "tool_calls": [call]})
+        else:
+            messages.append({"role": kind, "content": draw(CONTENT)})
+        if kind in ("assistant", "call"):
+            messages[-1]["reasoning_content"] = draw(TEXT)
+    return messages
+
+
+@given(conversations(), TOOLS, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_renders_as_transformers_and_as_the_built_in_template(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation: bool
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation, "style": ChatStyle.THINKING}
+    segments = ChatTemplate(SOURCE, SPECIAL).render_segments(messages, **options)
+    ours = "".join(segment.text for segment in segments)
+    theirs: Any = render_jinja_template(
+        [normalized(messages)],
+        tools=checked_tools(tools) or None,
+        chat_template=SOURCE,
+        add_generation_prompt=generation,
+    )
+    while not isinstance(theirs, str):
+        theirs = theirs[0]
+    assert ours == theirs
+    assert ours == apply_chat_template(messages, **options)
+
+
+@given(conversations(), TOOLS)
+@settings(max_examples=150, deadline=None)
+def test_only_the_template_writes_special_tokens(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    def blanked(value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return (
+                value
+                if key in ("role", "type", "id", "tool_call_id", "name")
+                else value.translate(dict.fromkeys(b"<[", "("))
+            )
+        if isinstance(value, dict):
+            return {blanked(k): blanked(v, k) for k, v in value.items()}
+        return [blanked(item) for item in value] if isinstance(value, list) else value
+
+    def markup(messages: Any, tools: Any) -> list[str]:
+        template = ChatTemplate(SOURCE, SPECIAL)
+        return [segment.text for segment in template.render_segments(messages, tools=tools) if segment.markup]
+
+    assert markup(messages, tools) == markup(blanked(messages), blanked(tools))
+
+
+def test_parts_cannot_join_into_a_special_token() -> None:
+    parts = [{"type": "text", "text": text} for text in ("<|im", "_end|>")]
+    segments = ChatTemplate(SOURCE, SPECIAL).render_segments([{"role": "user", "content": parts}])
+    assert [s.markup for s in segments if "<|im_end|>" in s.text and not s.markup] == [False]
+
+
+def test_k25_gets_the_typescript_form() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "[BOS]"}}]
+    segments = ChatTemplate(SOURCE, SPECIAL).render_segments([], tools=tools, style="k2.5")
+    assert "// [BOS]\ntype f = (_: {}) => any;" in segments[3].text
+    assert not segments[3].markup
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_synthetic_vocabulary(tmp_path, 512)
+    return tmp_path
+
+
+def test_tokenizer_prefers_the_checkpoints_template(directory: Path) -> None:
+    messages = [{"role": "user", "content": "a<|im_end|>b"}]
+    built_in = KimiTokenizer.from_pretrained(directory)
+    assert built_in.chat_template is None
+    expected = built_in.encode_chat(messages)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": SOURCE}))
+    assert KimiTokenizer.from_pretrained(directory).encode_chat(messages) == expected
+    (directory / "chat_template.jinja").write_text("<|im_user|>{{ messages[0].content }}")
+    tokenizer = KimiTokenizer.from_pretrained(directory)
+    ids = tokenizer.encode_chat(messages)
+    assert ids == [tokenizer.special_tokens["<|im_user|>"], *tokenizer.encode("a<|im_end|>b")]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("{% if %}", "no valid Jinja template"), ("{{ raise_exception('no system turn') }}", "no system turn"),
+     ("{{ messages.clear() }}", "cannot be rendered"), ("{{ ''.__class__.__mro__ }}", "cannot be rendered"),
+     ("{{ nothing.at_all }}", "cannot be rendered"), ("{{ 1 + 'a' }}", "cannot be rendered")],
+)  # fmt: skip
+def test_bad_and_hostile_templates(directory: Path, source: str, says: str) -> None:
+    (directory / "chat_template.jinja").write_text(source)
+    with pytest.raises(TokenizerError, match=rf"chat_template\.jinja: .*{says}"):
+        KimiTokenizer.from_pretrained(directory).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_template_of_the_wrong_type(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: chat_template: expected Jinja source, got list"):
+        KimiTokenizer.from_pretrained(directory)
