@@ -117,6 +117,27 @@ def test_renders_as_transformers_and_as_the_built_in_template(
     assert ours == apply_chat_template(messages, **options)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if true %}\nx\n{% endif %}\ny\n",
+        "a\n   {% if true %}x{% endif %}\n\t{# note #}\nb",
+        "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}\n{{ m.content }}\n{% endfor %}",
+        "{{ tools | tojson }}{{ tools | tojson(indent=2) }}{{ messages | tojson(sort_keys=true) }}",
+    ],
+)
+def test_environment_is_that_of_transformers(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "user", "content": content} for content in ("<a>&'\"é", "b")]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é>'"}}]
+    theirs: Any = render_jinja_template([messages], tools=checked_tools(tools), chat_template=source)
+    while not isinstance(theirs, str):
+        theirs = theirs[0]
+    segments = ChatTemplate(source, SPECIAL).render_segments(messages, tools=tools)
+    assert "".join(segment.text for segment in segments) == theirs
+
+
 @given(conversations(), TOOLS)
 @settings(max_examples=150, deadline=None)
 def test_only_the_template_writes_special_tokens(
