@@ -26,3 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 if environment.missing() is None:
     environment.prepare()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line that says how many tests were not run for lack of NxD."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs NxD and NxDI" in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests skipped for lack of NxD and NxDI ({environment.missing()})")

@@ -69,8 +69,12 @@ def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout:
     for rank in range(world):
         env = {
             **os.environ,
-            "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         log = (directory / f"rank{rank}.log").open("w")
         processes.append(subprocess.Popen([sys.executable, str(worker), str(path)], env=env, stdout=log, stderr=log))

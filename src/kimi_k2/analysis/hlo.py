@@ -186,7 +186,7 @@ def _read(one: Instruction, consumers: Mapping[str, list[Instruction]], full: in
                 total += prod(consumer.shapes[0].dims) * item
             else:
                 total += full  # it is the index
-        elif consumer.op == "dynamic-update-slice" and consumer.operands[0] == one.name:
+        elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == one.name:
             continue  # written in place through the alias
         elif consumer.op in TRANSPARENT:
             total += _read(consumer, consumers, full, item)

@@ -104,7 +104,7 @@ def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
     """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept."""
     config = load_model_config(model)
     manifest = Manifest(out, preset, config)
-    app = build_application(preset, config, model, **_without_nki(preset))
+    app = build_application(preset, config, model, **without_nki(preset))
     lowering = contrib.load("lowering")
     jobs = [(stage, bucket) for stage in STAGES for bucket in lowering.buckets(app, stage)]
     for number, (stage, bucket) in enumerate(jobs, start=1):
@@ -120,7 +120,7 @@ def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
         say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {counts.bytes_read() / 1e9:.2f} GB read")
 
 
-def _without_nki(preset: NeuronPreset) -> dict[str, Any]:
+def without_nki(preset: NeuronPreset) -> dict[str, Any]:
     """NKI kernels need the compiler to lower; their PyTorch forms read the same weights."""
     blockwise = {**preset.neuron_config.get("blockwise_matmul_config", {}), "use_torch_block_wise": True}
     return {"blockwise_matmul_config": blockwise, "disable_argmax_kernel": True}

@@ -1,0 +1,140 @@
+"""Smoke, generation, coherence, logit match and token times: on a trn2.48xlarge with the real checkpoint, and the tiny
+model in NxD's CPU mode where NxD is importable.
+
+    KIMI_K2_MODEL=/models/Kimi-K2-Instruct-0905 KIMI_K2_COMPILED=/compiled pytest -m neuron test/integration
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_k2.neuron import compile as job
+from kimi_k2.neuron import contrib
+from kimi_k2.neuron.preset import NeuronPreset
+
+NXD_TESTS = Path(__file__).parents[5] / "test" / "nxd"
+PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp32-ep2")
+MODEL, COMPILED = os.environ.get("KIMI_K2_MODEL"), os.environ.get("KIMI_K2_COMPILED")
+GOLDEN = os.environ.get("KIMI_K2_GOLDEN")  # torch file: {"input_ids": [1, S], "logits": [steps, 1, vocab]} in float32
+
+on_neuron = pytest.mark.neuron
+needs_neuron = pytest.mark.skipif(
+    shutil.which("neuronx-cc") is None or not MODEL or not COMPILED,
+    reason="needs a trn2.48xlarge with the Neuron SDK, KIMI_K2_MODEL and KIMI_K2_COMPILED",
+)
+needs_nxd = pytest.mark.skipif(bool(contrib.missing()), reason=f"needs NxD and NxDI: {', '.join(contrib.missing())}")
+
+
+# -- tiny model, CPU mode ----------------------------------------------------------------------------
+
+
+@needs_nxd
+@pytest.mark.nxd
+def test_tiny_model_in_cpu_mode(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Logits of prefill and 16 decode steps against the plain model."""
+    sys.path.insert(0, str(NXD_TESTS))
+    import harness
+
+    case = harness.sequences(1, 512)
+    options = harness.neuron_config(1, 1, 1)
+    (logits,) = harness.launch({"checkpoint": checkpoints["bf16"], "neuron_config": options, "cases": [case]}, tmp_path)
+    expected = harness.expected_logits(harness.plain_model(checkpoints["bf16"]), case)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+# -- the real model on Trainium ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    """The loaded application; compile it first with scripts/compile.py."""
+    preset = NeuronPreset.load(PRESET)
+    os.environ.update(preset.environment)
+    assert MODEL and COMPILED
+    application = job.build_application(preset, job.load_model_config(MODEL), MODEL)
+    application.load(COMPILED)
+    return application
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The checkpoint's tokenizer, by this project."""
+    from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+    return KimiTokenizer.from_pretrained(MODEL)
+
+
+def greedy(app: Any, prompt: list[int], steps: int) -> tuple[list[int], list[float]]:
+    """Token ids and seconds of each step; the first is the time to the first token."""
+    app.reset()
+    ids = torch.tensor([prompt])
+    tokens: list[int] = []
+    seconds: list[float] = []
+    inputs, positions = ids, torch.arange(len(prompt))[None]
+    for step in range(steps):
+        mask = torch.ones(1, len(prompt) + step, dtype=torch.int32)
+        start = time.perf_counter()
+        out = app(input_ids=inputs, attention_mask=mask, position_ids=positions)
+        chosen = out.tokens if getattr(out, "tokens", None) is not None else out.logits[:, -1].argmax(-1)
+        token = int(torch.as_tensor(chosen).flatten()[0])
+        seconds.append(time.perf_counter() - start)
+        tokens.append(token)
+        inputs, positions = torch.tensor([[token]]), torch.tensor([[len(prompt) + step]])
+    return tokens, seconds
+
+
+@on_neuron
+@needs_neuron
+def test_smoke(app: Any) -> None:
+    tokens, _ = greedy(app, [1, 2, 3], 1)
+    assert 0 <= tokens[0] < 163840
+
+
+@on_neuron
+@needs_neuron
+def test_generation_is_coherent(app: Any, tokenizer: Any) -> None:
+    tokens, _ = greedy(app, tokenizer.encode("The capital of France is"), 24)
+    text = tokenizer.decode(tokens)
+    assert "Paris" in text
+    assert len(set(tokens)) > len(tokens) // 3  # no loop on a few tokens
+
+
+@on_neuron
+@needs_neuron
+@pytest.mark.skipif(not GOLDEN, reason="needs KIMI_K2_GOLDEN, logits of the plain model")
+def test_logits_match_the_golden_ones() -> None:
+    """NxDI's own method: teacher forcing and its tolerance map. Needs a graph without on-device sampling."""
+    from neuronx_distributed_inference.utils.accuracy import check_accuracy_logits_v2
+    from transformers import GenerationConfig
+
+    preset = NeuronPreset.load(PRESET)
+    assert MODEL and COMPILED and GOLDEN
+    application = job.build_application(preset, job.load_model_config(MODEL), MODEL, on_device_sampling_config=None)
+    application.load(f"{COMPILED}-logits")
+    golden = torch.load(GOLDEN)
+    check_accuracy_logits_v2(
+        application,
+        expected_logits=golden["logits"],
+        inputs_input_ids=golden["input_ids"],
+        inputs_attention_mask=torch.ones_like(golden["input_ids"]),
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=len(golden["logits"])),
+        divergence_difference_tol=0.001,
+        tol_map={5: (1e-5, 0.01), 50: (1e-5, 0.02), 1000: (1e-5, 0.03), None: (1e-5, 0.05)},
+    )
+
+
+@on_neuron
+@needs_neuron
+def test_time_per_token_is_reported_without_the_first(app: Any) -> None:
+    _, seconds = greedy(app, list(range(100, 228)), 129)
+    rest = sorted(seconds[1:])
+    print(f"\nTTFT {seconds[0] * 1e3:.1f} ms, TPOT median {rest[64] * 1e3:.2f} ms, p99 {rest[126] * 1e3:.2f} ms")
+    assert rest[64] < seconds[0]

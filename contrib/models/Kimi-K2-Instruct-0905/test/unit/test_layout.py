@@ -1,0 +1,68 @@
+"""What can be checked of the contrib model without NxD: its memory plan, presets and manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
+from kimi_k2.neuron.footprint import footprint
+from kimi_k2.neuron.preset import NeuronPreset
+
+PRESETS = ("trn2-tp32-ep2", "trn2-tp64-ep1")
+
+
+@pytest.fixture(scope="module")
+def config() -> KimiK2Config:
+    return KimiK2Config.from_preset("kimi-k2-instruct-0905")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_and_use_all_cores(config: KimiK2Config, name: str) -> None:
+    preset = NeuronPreset.load(name)
+    assert preset.moe_tp * preset.moe_ep == preset.ranks == 64
+    check_fit(footprint(config, preset), preset)
+    assert any("experimental-unsafe-fp8e4m3fn-as-fp8e4m3" in argument for argument in preset.compiler_args)
+
+
+def test_routed_experts_are_counted_from_the_published_sizes(config: KimiK2Config) -> None:
+    """1014.7 billion parameters of routed experts, one byte each, on 64 cores; scales add less than a tenth of a per cent."""
+    plan = footprint(config, NeuronPreset.load("trn2-tp32-ep2"))
+    assert plan.routed_experts == pytest.approx(1014.7e9 / 64, rel=2e-3)
+
+
+def test_bf16_experts_do_not_fit(config: KimiK2Config) -> None:
+    preset = NeuronPreset.load("trn2-tp32-ep2").model_copy(update={"experts": "bf16"})
+    with pytest.raises(CompileError, match=r"largest part: routed experts"):
+        check_fit(footprint(config, preset), preset)
+
+
+def test_a_machine_without_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompileError, match="neuronx-cc"):
+        check_sdk()
+
+
+def test_unknown_preset_and_field_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trn2-tp32-ep2"):
+        NeuronPreset.load("trn3")
+    text = (Path(NeuronPreset.load.__func__.__globals__["CONFIGS"]) / "trn2-tp32-ep2.yaml").read_text()
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text.replace("moe_ep_degree: 2", "moe_ep_degree: two"))
+    with pytest.raises(ConfigError, match="moe_ep_degree"):
+        NeuronPreset.load(broken)
+
+
+def test_manifest_keeps_whole_artifacts_and_refuses_others(config: KimiK2Config, tmp_path: Path) -> None:
+    preset = NeuronPreset.load("trn2-tp32-ep2")
+    (tmp_path / "graph.hlo.txt").write_text("HloModule x")
+    Manifest(tmp_path, preset, config).add("graph.hlo.txt", {"bucket": 512})
+    again = Manifest(tmp_path, preset, config)
+    assert again.has("graph.hlo.txt")
+    (tmp_path / "graph.hlo.txt").write_text("HloModule y")
+    assert not again.has("graph.hlo.txt")
+    with pytest.raises(CompileError, match="another preset"):
+        Manifest(tmp_path, NeuronPreset.load("trn2-tp64-ep1"), config)

@@ -1,0 +1,44 @@
+"""Lowers one graph at Kimi-K2's real shapes (fewer layers) and prints its counts as JSON.
+
+python lowering_worker.py PRESET LAYERS STAGE [all-experts]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.pop("NXD_CPU_MODE", None)
+
+import environment  # noqa: E402
+
+environment.prepare(cpu=False)
+
+from kimi_k2.analysis.hlo import count  # noqa: E402
+from kimi_k2.config import KimiK2Config  # noqa: E402
+from kimi_k2.neuron import contrib  # noqa: E402
+from kimi_k2.neuron.compile import without_nki, build_application, summary  # noqa: E402
+from kimi_k2.neuron.footprint import footprint  # noqa: E402
+from kimi_k2.neuron.preset import NeuronPreset  # noqa: E402
+
+
+def main() -> None:
+    name, layers, stage, *path = sys.argv[1:]
+    preset = NeuronPreset.load(name)
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=int(layers))
+    if path == ["all-experts"]:
+        experts = contrib.load("experts").KimiK2ExpertMLPs
+        # Upstream's only path that runs with expert parallelism.
+        experts.forward_selective = experts.forward_all_experts_EP
+    app = build_application(preset, config, "kimi-k2-instruct-0905", **without_nki(preset))
+    graph = contrib.load("lowering").lower(app, stage)
+    counts = count(graph.hlo, graph.parameters)
+    kinds = {f"{one.kind} {one.ranks}": times for one, times in counts.collectives.items()}
+    facts = {**summary(counts), "footprint": footprint(config, preset).total, "kinds": kinds}
+    print("COUNTS " + json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

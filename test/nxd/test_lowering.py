@@ -1,0 +1,56 @@
+"""The real graphs at Kimi-K2's shapes, two layers (one dense, one with experts), lowered on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_k2.config import KimiK2Config
+
+WORKER = Path(__file__).with_name("lowering_worker.py")
+DECODE, PREFILL = "token_generation_model", "context_encoding_model"
+
+
+def lowered(*arguments: str) -> dict[str, Any]:
+    """Counts of one graph, from a process of its own: CPU mode and lowering exclude each other."""
+    done = subprocess.run([sys.executable, str(WORKER), *arguments], capture_output=True, text=True, timeout=240)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("COUNTS ")]
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("COUNTS "))
+
+
+def expert_bytes(moe_tp: int) -> int:
+    """Weights of one expert on one rank, FP8, without scales."""
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    return 3 * config.hidden_size * config.moe_intermediate_size // moe_tp
+
+
+def test_expert_parallel_decode_reads_8_experts_not_192() -> None:
+    selective = lowered("trn2-tp32-ep2", "2", DECODE)
+    everything = lowered("trn2-tp32-ep2", "2", DECODE, "all-experts")
+    read, swept = selective["routed_expert_bytes_read"], everything["routed_expert_bytes_read"]
+    print(
+        f"\nbytes of routed experts a layer a rank: selective {read:,}, all experts {swept:,}, ratio {swept / read:.1f}"
+    )
+    assert 8 * expert_bytes(32) <= read <= 8 * expert_bytes(32) * 1.01  # the rest is scales
+    assert 192 * expert_bytes(32) <= swept
+    assert swept / read == pytest.approx(24, rel=1e-3)
+
+
+def test_tensor_parallel_decode_reads_8_experts() -> None:
+    counts = lowered("trn2-tp64-ep1", "2", DECODE)
+    assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05
+    # Attention output and MLP output of both layers: one all-reduce each.
+    assert counts["kinds"]["all-reduce 64"] == 4
+
+
+@pytest.mark.parametrize("preset", ["trn2-tp32-ep2", "trn2-tp64-ep1"])
+def test_prefill_holds_what_the_memory_plan_says(preset: str) -> None:
+    counts = lowered(preset, "2", PREFILL)
+    # Norms, rank numbers and inputs are not in the plan.
+    assert counts["weight_bytes_held"] == pytest.approx(counts["footprint"], rel=2e-3)
