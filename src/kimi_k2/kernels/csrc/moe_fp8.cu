@@ -174,32 +174,31 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
           if (8 * j + 2 * q < n)
             __stcg(mine + (m * (NT / 8) + j) * 256,
                    make_float4(acc[m][4 * j], acc[m][4 * j + 1], acc[m][4 * j + 2], acc[m][4 * j + 3]));
-      __threadfence();
       named_sync(1, 256);
-      if (tid == 0) s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
+      if (tid == 0) {  // the barrier hands the block's stores to this thread; its fence publishes them all
+        fence_gpu();
+        s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
+        fence_gpu();
+      }
       named_sync(1, 256);
       if (!s.last) return;
-      __threadfence();
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int j = 0; j < NT / 8; ++j) {
-          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (8 * j + 2 * q < n) {
-#pragma unroll 8
-            for (int c = 0; c < a.splits1; ++c) {
+        for (int i = 0; i < R; ++i) acc[m][i] = 0.f;
+#pragma unroll 4
+      for (int c = 0; c < a.splits1; ++c)
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int j = 0; j < NT / 8; ++j)
+            if (8 * j + 2 * q < n) {
               const float4 u = __ldcg(base + ((size_t)c * (NMAX / 2) + m * (NT / 8) + j) * 256);
-              v.x += u.x;
-              v.y += u.y;
-              v.z += u.z;
-              v.w += u.w;
+              acc[m][4 * j] += u.x;
+              acc[m][4 * j + 1] += u.y;
+              acc[m][4 * j + 2] += u.z;
+              acc[m][4 * j + 3] += u.w;
             }
-          }
-          acc[m][4 * j] = v.x;
-          acc[m][4 * j + 1] = v.y;
-          acc[m][4 * j + 2] = v.z;
-          acc[m][4 * j + 3] = v.w;
-        }
     }
     // silu(gate) * up, the largest magnitude of each token's 128 values, then e4m3.
 #pragma unroll
@@ -244,7 +243,6 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
                                       it.group * 128 + part * 16),
              *reinterpret_cast<const uint4*>(s.stage_out + col * kPitch + part * 16));
     }
-    __threadfence();
     named_sync(1, 256);
     if (tid == 0) st_release(a.flags + cell, s.epoch);
   } else {
@@ -322,13 +320,14 @@ template <int NMAX, int STAGES, bool FUSED>
 __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
     moe_fp8_kernel(const __grid_constant__ CUtensorMap map13, const __grid_constant__ CUtensorMap map2,
                    const __grid_constant__ Fp8Args a) {
-  extern __shared__ unsigned char raw[];
+  extern __shared__ __align__(1024) unsigned char raw[];
   using S = Fp8Smem<NMAX, STAGES, FUSED>;
-  S& s = *reinterpret_cast<S*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  S& s = *reinterpret_cast<S*>(raw);  // swizzled tiles need the base aligned to 1024 bytes: checked below
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
 
   if (tid == 0) {
+    if (smem_u32(raw) & 1023) __trap();
     prefetch_tensormap(&map13);
     prefetch_tensormap(&map2);
     for (int i = 0; i < STAGES; ++i) {
@@ -349,6 +348,9 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
   }
   if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
   if constexpr (FUSED) {
+    // The tokens go to the L2 before the weights' requests queue up in front of them.
+    const size_t line = (size_t)blockIdx.x * 512 + tid;
+    if (line < (size_t)a.tokens * a.hidden / 64) prefetch_l2(static_cast<const char*>(a.x) + line * 128);
     align_fused(a, s.route, s.w[0], NMAX);
     fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
   }
@@ -551,7 +553,7 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
       __syncwarp();
       if (lane == 0) mbar_arrive(&s.epi_empty[slot]);
       if (tile_id < 0) break;
-      __threadfence();
+      fence_gpu();
       bool last = false;
       int token = 0;
       if (lane < s.route.tile_n[tile_id]) {
@@ -560,7 +562,7 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
         last = atomicInc(a.count2 + token * slabs + slab, want) == want;
       }
       unsigned todo = __ballot_sync(0xffffffffu, last);
-      if (todo) __threadfence();
+      if (todo) fence_gpu();
       while (todo) {
         const int t = __shfl_sync(0xffffffffu, token, __ffs(todo) - 1);
         todo &= todo - 1;

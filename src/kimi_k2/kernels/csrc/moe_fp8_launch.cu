@@ -48,8 +48,8 @@ static int launch(void (*kernel)(P...), dim3 grid, int block, size_t smem, cudaS
 template <int NMAX, int STAGES, bool FUSED>
 static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorMap& m2, cudaStream_t stream) {
   auto kernel = moe_fp8_kernel<NMAX, STAGES, FUSED>;
-  const size_t smem = sizeof(Fp8Smem<NMAX, STAGES, FUSED>) + 1024;
-  static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) + 1024 <= 232448, "shared memory of one block");
+  const size_t smem = sizeof(Fp8Smem<NMAX, STAGES, FUSED>);
+  static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= 232448, "shared memory of one block");
   if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return rc;
   return launch(kernel, dim3(a.grid), FUSED ? 512 : 384, smem, stream, a.pdl, m13, m2, a);
 }

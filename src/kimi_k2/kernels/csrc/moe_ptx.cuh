@@ -66,6 +66,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // ---- global flags ---------------------------------------------------------------------------------------------
 __device__ __forceinline__ int ld_acquire(const int* p) {
   int v;
@@ -75,6 +77,9 @@ __device__ __forceinline__ int ld_acquire(const int* p) {
 __device__ __forceinline__ void st_release(int* p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+
+// Orders this thread's, and what barriers handed to it of other threads', accesses for the whole device.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- barriers among some of a block's threads -------------------------------------------------------------------
 __device__ __forceinline__ void named_sync(int id, int threads) {

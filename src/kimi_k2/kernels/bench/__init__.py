@@ -1,0 +1,1 @@
+"""Timings of the fast operations against the ceilings measured beside them."""

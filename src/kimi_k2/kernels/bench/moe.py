@@ -1,0 +1,110 @@
+"""Time of the FP8 expert operation: median of CUDA-graph replays over routings that do not fit the L2 together."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.moe_fp8 import moe_fp8
+from kimi_k2.kernels.moe_tuning import ExpertChoice
+
+# name -> (experts, intermediate, top_k): the slice of a rank under TP8, and under EP8 with T pairs arriving.
+SHAPES = {"TP8": (384, 256, 8), "EP8": (48, 2048, 1)}
+HIDDEN = 7168
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median microseconds of one call, and the bytes of the distinct experts' weights that it reads."""
+
+    microseconds: float
+    weight_bytes: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.weight_bytes / self.microseconds / 1e3
+
+
+def random_experts(
+    experts: int, inter: int, hidden: int, device: str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random gate_up_proj, its scales, down_proj, its scales, in the shapes that `moe_fp8` takes."""
+
+    def weight(rows: int, columns: int) -> Tensor:
+        made = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        for expert in made:
+            expert.copy_((torch.randn(rows, columns, device=device) * 60).clamp(-448, 448))
+        return made
+
+    def scale(rows: int, columns: int) -> Tensor:
+        return (torch.rand(experts, rows // 128, columns // 128, device=device) + 0.5) * (0.02 / 60)
+
+    return weight(2 * inter, hidden), scale(2 * inter, hidden), weight(hidden, inter), scale(hidden, inter)
+
+
+def random_routing(tokens: int, top_k: int, experts: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Uniform distinct experts a token, and positive weights that sum to 2.827."""
+    indices = torch.rand(tokens, experts, device=device).topk(top_k, dim=-1).indices
+    weights = torch.rand(tokens, top_k, device=device)
+    return indices, (weights / weights.sum(-1, keepdim=True) * 2.827).contiguous()
+
+
+def time_experts(
+    weights: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, top_k: int, choice: ExpertChoice | None = None
+) -> Timing:
+    """Median of 25 replays of a graph of calls, each with its own tokens and routing."""
+    experts, hidden, inter = weights[2].shape
+    calls = 24 if tokens <= 8 else 6 if tokens <= 512 else 2
+    pinned = None if choice is None else [int(v) for v in astuple(choice)]
+    sets = []
+    for _ in range(calls):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        sets.append((x, *random_routing(tokens, top_k, experts)))
+    moe_fp8(sets[0][0], *weights, *sets[0][1:], choice=pinned)  # builds and allocates before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x, indices, scores in sets:
+            moe_fp8(x, *weights, indices, scores, choice=pinned)
+    times = []
+    for replay in range(28):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 3:
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+    distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
+    return Timing(statistics.median(times), distinct * 3 * inter * hidden)
+
+
+def read_bandwidth(size: int = 2**32) -> float:
+    """GB/s of the best of eight sums over a buffer far larger than the L2."""
+    buffer = torch.empty(size // 4, device="cuda")
+    best = 0.0
+    for _ in range(8):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        buffer.sum()
+        end.record()
+        end.synchronize()
+        best = max(best, size / begin.elapsed_time(end) / 1e6)
+    return best
+
+
+def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
+    """The choices worth timing for a token count."""
+    found = []
+    if tokens * top_k <= 512:
+        splits1 = (8, 4) if tokens * top_k <= 8 else (4, 2, 1) if tokens * top_k <= 64 else (2, 1)
+        splits2 = [s for s in (1, 2, 4) if s <= inter // 128 and (s == 1 or inter > 512)]
+        slabs = (1, 2) if inter > 512 else (1, 2, 4)
+        found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in slabs]
+    if tokens >= 32:
+        rows = (32,) if tokens <= 512 else (64, 128)
+        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in ((1, 2) if inter > 512 else (2, 4, 7))]
+    return found

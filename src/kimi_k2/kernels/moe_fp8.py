@@ -1,0 +1,233 @@
+"""Blockwise FP8 routed experts on Hopper: `torch.ops.kimi_k2.moe_fp8`.
+
+Weights are e4m3 with one float32 scale a 128x128 block; activations are quantized to e4m3 by groups of 128 values of a
+token (scale = amax / 448), before each of the two matrix products; sums are float32. csrc/moe_fp8.cu says how the
+launch works. Capture-safe: scratch memory is allocated once a shape and device and kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.moe_build import load_library
+from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
+
+BLOCK = 128
+SLAB = 256
+MAX_EXPERTS = 512
+_POINTERS = [
+    "x",
+    "topk_ids",
+    "topk_weights",
+    "expert_map",
+    "w13",
+    "s13",
+    "w2",
+    "s2",
+    "out",
+    "xq",
+    "xs",
+    "inter_q",
+    "inter_s",
+    "partial",
+    "contrib",
+    "ctrl",
+    "flags",
+    "count1",
+    "count2",
+    "tiles",
+    "num_tiles",
+    "sorted_pair",
+]
+_INTEGERS = [
+    "tokens",
+    "top_k",
+    "experts",
+    "num_global",
+    "hidden",
+    "inter",
+    "splits1",
+    "splits2",
+    "item_slabs",
+    "nmax",
+    "ids64",
+    "grid",
+    "fused",
+    "programmatic",
+]
+
+
+class _Arguments(ctypes.Structure):
+    """`moe::Fp8Args` of csrc/moe_fp8.cuh, field for field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+
+
+def check_arguments(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
+
+    def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            wanted = " or ".join(str(d) for d in dtypes)
+            raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
+        if not tensor.is_contiguous() or tensor.device != x.device:
+            raise KernelError(f"{name} must be contiguous and on {x.device}")
+
+    if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
+        raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
+    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
+    experts, _, inter = down_proj.shape
+    if hidden % SLAB or inter % BLOCK or not 0 < experts <= MAX_EXPERTS:
+        raise KernelError(
+            f"hidden {hidden} must be a multiple of {SLAB}, intermediate {inter} of {BLOCK}, experts {experts} at most"
+            f" {MAX_EXPERTS}"
+        )
+    if hidden > 64 * BLOCK or inter > 64 * BLOCK:
+        raise KernelError(f"hidden {hidden} and intermediate {inter} must be at most {64 * BLOCK}")
+    expect("x", x, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj", gate_up_proj, (experts, 2 * inter, hidden), torch.float8_e4m3fn)
+    expect("down_proj", down_proj, (experts, hidden, inter), torch.float8_e4m3fn)
+    scales13, scales2 = (experts, 2 * inter // BLOCK, hidden // BLOCK), (experts, hidden // BLOCK, inter // BLOCK)
+    expect("gate_up_proj_scale_inv", gate_up_proj_scale_inv, scales13, torch.float32)
+    expect("down_proj_scale_inv", down_proj_scale_inv, scales2, torch.float32)
+    expect("topk_indices", topk_indices, (tokens, top_k), torch.int64, torch.int32)
+    expect("topk_weights", topk_weights, (tokens, top_k), torch.float32)
+    if expert_map is not None:
+        expect("expert_map", expert_map, tuple(expert_map.shape[:1]), torch.int32)
+    return tokens, top_k, experts, hidden, inter
+
+
+def workspace_sizes(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Element count and dtype of every scratch buffer that one call needs."""
+    pairs, groups = tokens * top_k, inter // BLOCK
+    tiles = pairs if choice.fused else min(pairs, experts) + pairs // choice.max_tokens + 1
+    split = tiles * groups * choice.splits1 * choice.max_tokens * 512 if choice.splits1 > 1 else 0
+    parts = top_k * choice.splits2
+    return {
+        "xq": (0 if choice.fused else tokens * hidden, torch.uint8),
+        "xs": (0 if choice.fused else tokens * hidden // BLOCK, torch.float32),
+        "inter_q": (pairs * inter, torch.uint8),
+        "inter_s": (pairs * groups, torch.float32),
+        "partial": (split, torch.float32),
+        "contrib": (tokens * parts * hidden if parts > 1 else 0, torch.float32 if choice.fused else torch.bfloat16),
+        "ctrl": (4, torch.int32),
+        "flags": (tiles * groups, torch.int32),
+        "count1": (tiles * groups, torch.int32),
+        "count2": (tokens * (hidden // SLAB), torch.int32),
+        "tiles": (tiles * 4, torch.int32),
+        "num_tiles": (1, torch.int32),
+        "sorted_pair": (pairs, torch.int32),
+    }
+
+
+@functools.cache
+def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
+    # Counters wrap back to zero by themselves and flags carry the launch's number, so zeros are written only here.
+    # Launches of one shape share it: they must be ordered on one stream, as a model's layers are.
+    sizes = workspace_sizes(*shape, choice)
+    return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
+
+
+@functools.cache
+def _device(index: int) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise KernelError(f"moe_fp8 needs compute capability 9.0, {properties.name} has {properties.major}.x")
+    return properties.name, properties.multi_processor_count
+
+
+@torch.library.custom_op("kimi_k2::moe_fp8", mutates_args=(), device_types="cuda")
+def moe_fp8(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256 up to 8192.
+        gate_up_proj: e4m3 [E, 2I, H], gate rows first; I a multiple of 128.
+        gate_up_proj_scale_inv: float32 [E, 2I/128, H/128].
+        down_proj: e4m3 [E, H, I].
+        down_proj_scale_inv: float32 [E, H/128, I/128].
+        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
+        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
+        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
+
+    Returns:
+        bfloat16 [T, H]; zeros for a token without a valid local pair.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shape = check_arguments(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
+    )
+    tokens, top_k, experts, hidden, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    name, multiprocessors = _device(x.device.index)
+    if choice is None:
+        chosen = choose(tokens, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
+    else:
+        chosen = ExpertChoice(bool(choice[0]), *choice[1:])
+    chosen.check(tokens, top_k, hidden, inter)
+    tensors = dict(_workspace(x.device, shape, chosen))
+    tensors |= {"x": x, "topk_ids": topk_indices, "topk_weights": topk_weights, "out": out}
+    tensors |= {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
+    arguments = _Arguments(**{field: tensor.data_ptr() for field, tensor in tensors.items()})
+    if expert_map is not None:
+        arguments.expert_map = expert_map.data_ptr()
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
+    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
+    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
+    arguments.ids64 = topk_indices.dtype == torch.int64
+    arguments.grid, arguments.programmatic = multiprocessors, 1
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    status = load_library("moe_fp8_launch.cu").kimi_moe_fp8(ctypes.byref(arguments), stream)
+    if status:
+        raise KernelError(f"moe_fp8 could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    return out
+
+
+@moe_fp8.register_fake
+def _(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    check_arguments(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
+    )
+    return torch.empty_like(x)

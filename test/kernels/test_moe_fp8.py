@@ -1,0 +1,103 @@
+"""What a machine without a GPU can hold of the FP8 expert kernel: shapes, refusals, the fake operation, the ABI."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import moe_build
+from kimi_k2.kernels.moe_fp8 import _INTEGERS, _POINTERS, check_arguments, moe_fp8, workspace_sizes
+from kimi_k2.kernels.moe_tuning import ExpertChoice
+
+T, K, E, H, INTER = 4, 2, 3, 512, 256
+
+
+def arguments(**changes):
+    made = {
+        "x": torch.zeros(T, H, dtype=torch.bfloat16),
+        "gate_up_proj": torch.zeros(E, 2 * INTER, H).to(torch.float8_e4m3fn),
+        "gate_up_proj_scale_inv": torch.zeros(E, 2 * INTER // 128, H // 128),
+        "down_proj": torch.zeros(E, H, INTER).to(torch.float8_e4m3fn),
+        "down_proj_scale_inv": torch.zeros(E, H // 128, INTER // 128),
+        "topk_indices": torch.zeros(T, K, dtype=torch.int64),
+        "topk_weights": torch.zeros(T, K),
+        "expert_map": None,
+    }
+    return made | changes
+
+
+def test_good_arguments_give_the_shape():
+    assert check_arguments(**arguments()) == (T, K, E, H, INTER)
+    assert check_arguments(**arguments(expert_map=torch.zeros(9, dtype=torch.int32))) == (T, K, E, H, INTER)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", torch.zeros(T, H)),
+        ("gate_up_proj", torch.zeros(E, 2 * INTER, H, dtype=torch.bfloat16)),
+        ("gate_up_proj_scale_inv", torch.zeros(E, 2 * INTER // 128, H // 128 + 1)),
+        ("down_proj_scale_inv", torch.zeros(E, H // 128, INTER // 128, dtype=torch.bfloat16)),
+        ("topk_indices", torch.zeros(T, K, dtype=torch.int16)),
+        ("topk_weights", torch.zeros(T, K, dtype=torch.float64)),
+        ("topk_weights", torch.zeros(K, T).t()),
+        ("expert_map", torch.zeros(9)),
+        ("x", torch.zeros(T, 384, dtype=torch.bfloat16)),
+    ],
+)
+def test_bad_arguments_are_named(name, value):
+    with pytest.raises(KernelError, match=name if name != "x" or value.dtype != torch.bfloat16 else "hidden 384"):
+        check_arguments(**arguments(**{name: value}))
+
+
+def test_fake_implementation_matches_the_contract():
+    with FakeTensorMode() as mode:
+        given = {k: mode.from_tensor(v) if v is not None else None for k, v in arguments().items()}
+        out = moe_fp8(**given)
+        assert (out.shape, out.dtype) == ((T, H), torch.bfloat16)
+        with pytest.raises(KernelError, match="topk_weights"):
+            moe_fp8(**(given | {"topk_weights": torch.zeros(T, K, dtype=torch.float16)}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_workspace_covers_the_worst_routing(fused):
+    rows = 16 if fused else 32
+    choice = ExpertChoice(fused, rows, 2, 1, 1)
+    sizes = workspace_sizes(40, 8, 384, 7168, 256, choice)
+    pairs = 320
+    # Worst cases: all pairs on distinct experts, and all on one expert.
+    tiles = max(pairs, -(-pairs // rows))
+    assert sizes["flags"][0] >= tiles * 2
+    assert sizes["partial"][0] >= tiles * 2 * 2 * rows * 256
+    assert sizes["contrib"][0] == pairs * 7168
+
+
+def test_ctypes_structure_follows_the_cuda_one():
+    """The two declarations are one interface: the same fields in the same order."""
+    text = (moe_build.SOURCES / "moe_fp8.cuh").read_text()
+    body = re.search(r"struct Fp8Args \{(.*?)\n\};", text, re.S).group(1)
+    body = re.sub(r"//[^\n]*", "", body)
+    pointers = re.findall(r"\*\s*(\w+);", body)
+    integers = [v for line in re.findall(r"^\s*int ([\w, ]+);", body, re.M) for v in re.split(r",\s*", line)]
+    assert pointers == _POINTERS
+    assert [v.replace("pdl", "programmatic") for v in integers] == _INTEGERS
+
+
+def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe_build, "SOURCES", tmp_path)
+    (tmp_path / "moe_a.cu").write_text("one")
+    before = moe_build.source_hash("moe_")
+    (tmp_path / "moe_a.cu").write_text("two")
+    assert moe_build.source_hash("moe_") != before
+
+
+def test_missing_compiler_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIMI_K2_CACHE", str(tmp_path))
+    monkeypatch.setattr(moe_build, "find_nvcc", lambda: None)
+    moe_build.load_library.cache_clear()
+    with pytest.raises(KernelError, match="nvcc"):
+        moe_build.load_library("moe_fp8_launch.cu")

@@ -1,0 +1,92 @@
+"""Names, contents and selection of the expert kernels' launch choices."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import moe_tuning
+from kimi_k2.kernels.moe_tuning import DIRECTORY, NAME, ExpertChoice, choose, default_choice, load_choices
+
+SHAPES = [(384, 256, 8), (48, 2048, 1), (384, 128, 8), (8, 512, 2)]
+
+
+@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("*")), ids=lambda path: path.name)
+def test_shipped_files_keep_the_contract(path):
+    experts, inter, hidden = (int(v) for v in NAME.fullmatch(path.name).groups()[:3])
+    choices = load_choices(path)
+    assert choices, "an empty file would silence the warning about defaults"
+    top_k = 8 if experts == 384 else 1
+    for tokens, choice in choices.items():
+        choice.check(tokens, top_k, hidden, inter)
+
+
+@pytest.mark.parametrize(("experts", "inter", "top_k"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 64, 65, 512, 513, 4096, 16384])
+def test_defaults_are_always_launchable(experts, inter, top_k, tokens):
+    for hidden in (256, 7168):
+        default_choice(tokens, top_k, experts, inter, hidden).check(tokens, top_k, hidden, inter)
+
+
+def test_nearest_count_above_serves_and_defaults_warn_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
+    moe_tuning._table.cache_clear()
+    name = moe_tuning.file_name(8, 256, 512, "fp8_e4m3", "128x128", "NVIDIA H200")
+    assert name == "experts=8,inter=256,hidden=512,dtype=fp8_e4m3,block=128x128,device=NVIDIA_H200.json"
+    small, large = ExpertChoice(True, 16, 2, 1, 1), ExpertChoice(False, 64, 1, 1, 2)
+    moe_tuning.save_choices(tmp_path / name, {4: small, 256: large})
+    keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "NVIDIA H200"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(1, 2, 8, 256, 512, **keys) == small
+        assert choose(5, 2, 8, 256, 512, **keys) == large
+        assert choose(9999, 2, 8, 256, 512, **keys) == large
+    keys["device"] = "another"
+    with pytest.warns(UserWarning, match="scripts/tune.py"):
+        choose(1, 2, 8, 256, 512, **keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(1, 2, 8, 256, 512, **keys)
+    moe_tuning._table.cache_clear()
+
+
+def test_tuned_fused_entry_is_not_used_beyond_its_pairs(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
+    moe_tuning._table.cache_clear()
+    name = moe_tuning.file_name(8, 256, 512, "fp8_e4m3", "128x128", "x")
+    moe_tuning.save_choices(tmp_path / name, {64: ExpertChoice(True, 16, 1, 1, 1)})
+    choice = choose(1000, 8, 8, 256, 512, dtype="fp8_e4m3", block="128x128", device="x")
+    assert not choice.fused
+    moe_tuning._table.cache_clear()
+
+
+def test_broken_files_are_refused(tmp_path):
+    good = "experts=8,inter=256,hidden=512,dtype=fp8_e4m3,block=128x128,device=x.json"
+    (tmp_path / good).write_text(json.dumps({"1": {"fused": True}}))
+    with pytest.raises(KernelError, match="entry '1'"):
+        load_choices(tmp_path / good)
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(KernelError, match="file name"):
+        load_choices(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize(
+    ("choice", "field"),
+    [
+        (ExpertChoice(True, 32, 1, 1, 1), "max_tokens"),
+        (ExpertChoice(False, 32, 0, 1, 1), "splits1"),
+        (ExpertChoice(False, 32, 1, 3, 1), "splits2"),
+        (ExpertChoice(False, 32, 1, 1, 5), "item_slabs"),
+    ],
+)
+def test_check_names_the_field(choice, field):
+    with pytest.raises(KernelError, match=field):
+        choice.check(64, 8, 7168, 256)
+
+
+def test_fused_refuses_more_pairs_than_a_block_aligns():
+    with pytest.raises(KernelError, match="512"):
+        ExpertChoice(True, 16, 1, 1, 1).check(65, 8, 7168, 256)
