@@ -155,6 +155,15 @@ def test_cut_at_every_character(name: str, stream_arguments: bool) -> None:
     assert run(list(text), stream_arguments=stream_arguments)[0] == whole
 
 
+def test_long_texts_with_a_section_at_every_place() -> None:
+    text = section(call(), call("bad"), call("functions.g:1", "{}"))
+    short = parse_tool_calls(text)
+    for before in range(4096 - len(text) - 1, 4097):
+        message = parse_tool_calls("x" * before + text + "y" * 5000)
+        assert message.content == "x" * before + short.content + "y" * 5000
+        assert message.tool_calls == short.tool_calls
+
+
 PIECES = st.lists(
     st.sampled_from(
         [SECTION_BEGIN, SECTION_END, CALL_BEGIN, CALL_END, ARGUMENT_BEGIN, "functions.f:0", "functions.a.b:7", "{}",

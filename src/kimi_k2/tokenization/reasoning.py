@@ -41,6 +41,7 @@ class ReasoningStream:
     def __init__(self, *, prefilled: bool = False) -> None:
         self._prefilled = prefilled
         self._state = _START
+        self._leading: list[str] = []  # white space that may belong to an opening tag
         self._buffer = ""
 
     @property
@@ -80,9 +81,12 @@ class ReasoningStream:
     def _leave_start(self, *, final: bool) -> None:
         """Decide whether the text opens with <think>; white space before it belongs to the tag."""
         head = self._buffer.lstrip()
+        self._leading.append(self._buffer[: len(self._buffer) - len(head)])
+        self._buffer = head
         if head.startswith(THINK):
             self._buffer, self._state = head[len(THINK) :], _REASONING
         elif final or not THINK.startswith(head):
+            self._buffer = "".join(self._leading) + head
             self._state = _REASONING if self._prefilled else _CONTENT
 
 

@@ -17,6 +17,8 @@ from kimi_k2.tokenization.streaming import find_marker, safe_length
 # The name may contain dots and colons: it is all between the prefix and the last colon. It is never empty.
 CALL_ID = re.compile(r"\s*(?!functions\.:\d+\s*\Z)(?P<id>(?:functions\.)?(?P<name>[^\s<>]+):(?P<index>\d+))\s*")
 
+# Long texts are parsed in chunks: what is left over is copied at each marker.
+_CHUNK = 4096
 _TEXT, _SECTION, _HEADER, _ARGUMENTS, _BAD_CALL = range(5)
 _MARKERS = {
     _TEXT: (SECTION_BEGIN,),
@@ -96,36 +98,44 @@ class ToolCallStream:
     def __init__(self, *, stream_arguments: bool = True) -> None:
         self._stream_arguments = stream_arguments
         self._state = _TEXT
-        self._buffer = ""  # not yet decided
-        self._pending = ""  # the section so far, markers included, while none of its calls is complete
-        self._loose = ""  # text between the calls of that section
+        self._buffer = ""  # the end of the text, where a marker may be cut
+        self._head: list[str] = []  # before it: a header, or text between calls, to be judged whole
+        self._pending: list[str] = []  # the section so far, markers included, while none of its calls is complete
+        self._loose: list[str] = []  # text between the calls of that section
         self._section_valid = False
-        self._call = ""  # the current call's text, markers included
+        self._call: list[str] = []  # the current call's text, markers included
         self._started = 0
         self._held: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
         """Events that this text completes."""
-        self._buffer += text
-        return _merged(self._run())
+        return _merged(
+            event for start in range(0, len(text), _CHUNK) for event in self._run(text[start : start + _CHUNK])
+        )
 
     def flush(self) -> list[Event]:
         """Events at the end of the text: whatever was held back comes out."""
         return _merged(self._finish())
 
-    def _run(self) -> Iterator[Event]:
+    def _run(self, text: str) -> Iterator[Event]:
+        self._buffer += text
         while True:
             found = find_marker(self._buffer, _MARKERS[self._state])
             if found is None:
-                # A marker may be cut here. Section text and headers are only judged whole.
-                if self._state in (_TEXT, _ARGUMENTS, _BAD_CALL):
-                    ready = safe_length(self._buffer, _MARKERS[self._state])
-                    text, self._buffer = self._buffer[:ready], self._buffer[ready:]
+                ready = safe_length(self._buffer, _MARKERS[self._state])
+                text, self._buffer = self._buffer[:ready], self._buffer[ready:]
+                if self._state in (_SECTION, _HEADER):
+                    self._head.append(text)
+                else:
                     yield from self._plain(text)
                 return
             place, marker = found
-            text, self._buffer = self._buffer[:place], self._buffer[place + len(marker) :]
+            text, self._buffer = self._take_head() + self._buffer[:place], self._buffer[place + len(marker) :]
             yield from self._at_marker(text, marker)
+
+    def _take_head(self) -> str:
+        head, self._head = "".join(self._head), []
+        return head
 
     def _plain(self, text: str) -> Iterator[Event]:
         if not text:
@@ -133,7 +143,7 @@ class ToolCallStream:
         if self._state == _TEXT:
             yield Content(text)
             return
-        self._call += text
+        self._call.append(text)
         if self._state == _ARGUMENTS:
             yield from self._emit(ToolCallArguments(self._started - 1, text))
 
@@ -146,15 +156,15 @@ class ToolCallStream:
     def _at_marker(self, text: str, marker: str) -> Iterator[Event]:
         if self._state == _TEXT:
             yield from self._plain(text)
-            self._state, self._pending, self._loose, self._section_valid = _SECTION, marker, "", False
+            self._state, self._pending, self._loose, self._section_valid = _SECTION, [marker], [], False
         elif self._state == _SECTION:
             yield from self._between_calls(text)
             if marker == CALL_BEGIN:
-                self._state, self._call = _HEADER, marker
+                self._state, self._call = _HEADER, [marker]
             else:
                 yield from self._end_section(marker)
         elif self._state == _HEADER and marker == ARGUMENT_BEGIN:
-            self._call += text + marker
+            self._call += [text, marker]
             match = CALL_ID.fullmatch(text)
             if match:
                 self._state, self._started = _ARGUMENTS, self._started + 1
@@ -176,14 +186,14 @@ class ToolCallStream:
 
     def _plain_or_header(self, text: str) -> Iterator[Event]:
         if self._state == _HEADER:
-            self._call += text
+            self._call.append(text)
         else:
             yield from self._plain(text)
 
     def _between_calls(self, text: str) -> Iterator[Event]:
         if not self._section_valid:
-            self._pending += text
-            self._loose += text if text.strip() else ""
+            self._pending.append(text)
+            self._loose.append(text if text.strip() else "")
         elif text.strip():
             yield Content(text)
 
@@ -192,8 +202,8 @@ class ToolCallStream:
         self._held = []
         yield ToolCallEnd(self._started - 1)
         if self._loose:
-            yield Content(self._loose)
-        self._pending, self._loose, self._section_valid, self._call = "", "", True, ""
+            yield Content("".join(self._loose))
+        self._pending, self._loose, self._section_valid, self._call = [], [], True, []
         self._state = _SECTION
 
     def _abandon_call(self, closing: str) -> Iterator[Event]:
@@ -203,21 +213,20 @@ class ToolCallStream:
             else:
                 self._held, self._started = [], self._started - 1
         self._state = _SECTION
-        text, self._call = self._call + closing, ""
+        text, self._call = "".join(self._call) + closing, []
         yield from self._between_calls(text)
 
     def _end_section(self, marker: str) -> Iterator[Event]:
         if not self._section_valid:
-            yield Content(self._pending + marker)
-        self._state, self._pending, self._loose = _TEXT, "", ""
+            yield Content("".join([*self._pending, marker]))
+        self._state, self._pending, self._loose = _TEXT, [], []
 
     def _finish(self) -> Iterator[Event]:
-        yield from self._run()
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = self._take_head() + self._buffer, ""
         if self._state in (_TEXT, _SECTION):
             text = rest
         else:
-            self._call += rest
+            self._call.append(rest)
             text = ""
             yield from self._abandon_call("")
         if self._state == _TEXT:
