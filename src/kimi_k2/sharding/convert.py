@@ -1,0 +1,174 @@
+"""From one unit of stored tensors (a module, an expert) to whole tensors of the output, still uncut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import EXPERT
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError
+from kimi_k2.model.linear import dequantize_stored
+from kimi_k2.quantization.config import Fp8BlockQuantization
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block, expand_block_scale, quantize_fp8_block
+from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel
+from kimi_k2.quantization.neuron_e4m3 import halve_codes
+from kimi_k2.sharding.errors import ConversionError, compare, halving_error
+from kimi_k2.sharding.plan import Layout, expert_block
+
+Stored = dict[str, Tensor]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Part(NamedTuple):
+    """A whole tensor of the output, or one expert's of it."""
+
+    name: str
+    expert: int | None
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are converted together, and the expert they belong to."""
+
+    modules: tuple[str, ...]
+    expert: int | None = None
+
+
+def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
+    """Group modules: an expert's three projections; the two down projections of the attention for neuron. Experts
+    come last and in order, so that the parts of a stacked tensor are written front to back."""
+    experts: dict[int, list[str]] = {}
+    joined: list[str] = []
+    for module in modules:
+        if match := EXPERT.match(f"{module}.weight"):
+            experts.setdefault(int(match["expert"]), []).append(module)
+        elif layout.target == "neuron" and module.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
+            joined.append(module)
+        else:
+            yield Unit((module,))
+    if joined:
+        yield Unit(tuple(sorted(joined, reverse=True)))  # q_a_proj first
+    for expert in sorted(experts):
+        root = experts[expert][0].rpartition(".")[0]
+        yield Unit(tuple(f"{root}.{name}" for name in PROJECTIONS), expert)
+
+
+class Converter:
+    """Converts units; `error` gathers the routed experts' error if asked for.
+
+    Args:
+        report: measure the error of every expert.
+    """
+
+    def __init__(self, config: KimiK2Config, layout: Layout, *, report: bool = True) -> None:
+        self.config, self.layout, self.report = config, layout, report
+        self.block = expert_block(config, layout)
+        self.error = ConversionError()
+
+    def convert(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
+        """Output tensors of a unit from its modules' stored tensors by suffix.
+
+        Raises:
+            CheckpointError: a weight holds NaN.
+        """
+        try:
+            if unit.expert is not None:
+                return self._expert(unit, stored)
+            if self.layout.target == "cuda":
+                return self._cuda(unit.modules[0], stored[unit.modules[0]])
+            return self._neuron(unit, stored)
+        except ValueError as error:
+            raise CheckpointError(str(error), tensor=unit.modules[0]) from error
+
+    def _float(self, stored: Stored) -> Tensor:
+        return dequantize_stored(stored, self.config.quantization, self.layout.dtype)
+
+    def _neuron(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
+        module = unit.modules[0]
+        name = module.removeprefix("model.")
+        if len(unit.modules) == 2:
+            whole = torch.cat([self._float(stored[one]) for one in unit.modules])
+            return [Part(name.replace("q_a_proj", "qkv_a_proj") + ".weight", None, whole)]
+        if name.endswith(".mlp.gate"):
+            router = name.removesuffix("gate") + "router"
+            bias = stored[module]["e_score_correction_bias"].to(torch.float32)
+            return [
+                Part(f"{router}.linear_router.weight", None, stored[module]["weight"].to(self.layout.dtype)),
+                Part(f"{router}.e_score_correction_bias", None, bias),
+            ]
+        return [Part(f"{name}.weight", None, self._float(stored[module]))]
+
+    def _cuda(self, module: str, stored: Stored) -> list[Part]:
+        if self.layout.experts == "bf16" and len(stored) > 1 and "e_score_correction_bias" not in stored:
+            return [Part(f"{module}.weight", None, self._float(stored))]
+        kept = {suffix: tensor for suffix, tensor in stored.items() if suffix != "weight_shape"}
+        quantized = len(kept) > 1 and "e_score_correction_bias" not in kept
+        return [
+            Part(f"{module}.{suffix}", None, tensor.to(_kept_dtype(tensor, suffix, quantized, self.layout.dtype)))
+            for suffix, tensor in kept.items()
+        ]
+
+    def _expert(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
+        gate, up, down = (self._matrix(stored[module]) for module in unit.modules)
+        if self.layout.target == "neuron":
+            moe = unit.modules[0].removeprefix("model.").rpartition(".experts.")[0]
+            root, axis = f"{moe}.expert_mlps.mlp_op", 1
+        else:
+            root, axis = unit.modules[0].rpartition(".experts.")[0] + ".experts", 0
+        parts = []
+        for suffix in down:
+            pair = [gate[suffix], up[suffix]]
+            # The plain model's buffers are named without `.weight`.
+            ending = f".{suffix}" if self.layout.target == "neuron" else suffix.removeprefix("weight")
+            parts.append(Part(f"{root}.gate_up_proj{ending}", unit.expert, torch.cat(pair, axis)))
+            parts.append(Part(f"{root}.down_proj{ending}", unit.expert, down[suffix]))
+        return parts
+
+    def _matrix(self, stored: Stored) -> Stored:
+        """One expert's matrix in the output format, by suffix; input dimension first for neuron."""
+        layout, quantization = self.layout, self.config.quantization
+        if layout.experts == "stored":
+            return {suffix: tensor for suffix, tensor in stored.items() if suffix != "weight_shape"}
+        if layout.experts == "per_channel":
+            plain = dequantize_stored(stored, quantization, torch.float32)
+            codes, scale = quantize_fp8_channel(plain)
+            if self.report:
+                self.error.add(compare(plain, dequantize_fp8_channel(codes, scale)))
+            return {"weight": codes.mT, "scale": scale.mT}
+        if layout.experts == "blockwise":
+            codes, scale = self._blockwise(stored)
+            return {"weight": codes.mT, "scale": scale.mT}
+        weight = self._float(stored)
+        return {"weight": weight.mT if layout.target == "neuron" else weight}
+
+    def _blockwise(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        quantization = self.config.quantization
+        square = (self.block, self.block)
+        if "weight_scale_inv" in stored:
+            assert isinstance(quantization, Fp8BlockQuantization)
+            weight, scale = stored["weight"], stored["weight_scale_inv"].to(torch.float32)
+            block = quantization.weight_block_size
+            if self.report:
+                self.error.add(halving_error(weight, scale, block))
+            repeats = (block[0] // self.block, block[1] // self.block)
+            grid = torch.Size(size // self.block for size in weight.shape)
+            return halve_codes(weight), expand_block_scale(scale, grid, repeats) * 2.0
+        plain = dequantize_stored(stored, quantization, torch.float32)
+        weight, scale = quantize_fp8_block(plain, square)
+        halved, doubled = halve_codes(weight), scale * 2.0
+        if self.report:
+            self.error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
+        return halved, doubled
+
+
+def _kept_dtype(tensor: Tensor, suffix: str, quantized: bool, dtype: torch.dtype) -> torch.dtype:
+    """Stored dtypes stay for quantized weights, scales and the router's bias; other floats become `dtype`."""
+    if suffix == "weight_scale_inv" or suffix == "e_score_correction_bias":
+        return torch.float32
+    return tensor.dtype if quantized else dtype

@@ -1,0 +1,64 @@
+"""What a conversion would write, from the configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kimi_k2.checkpoint.names import expected_tensors
+from kimi_k2.checkpoint.reader import RELEASE_BYTES
+from kimi_k2.checkpoint.writer import encode_header
+from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.plan import Layout, make_plan
+
+_PROCESS_BYTES = 500 * 2**20  # Python and torch, measured
+_FLOAT_COPIES = 6  # float32 copies of the largest matrix that live at once, temporaries included
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Sizes in bytes.
+
+    Attributes:
+        input_bytes: tensor data read.
+        rank_bytes: one rank's file, header included (all ranks' are of one size).
+        ranks: number of files.
+        peak_memory: estimate of the peak resident memory.
+        tensors: tensors a rank.
+    """
+
+    input_bytes: int
+    rank_bytes: int
+    ranks: int
+    peak_memory: int
+    tensors: int
+
+    @property
+    def output_bytes(self) -> int:
+        """All files."""
+        return self.rank_bytes * self.ranks
+
+    def seconds(self, bytes_per_second: float) -> float:
+        """Extrapolated time at a rate of input bytes that a measurement gave."""
+        return self.input_bytes / bytes_per_second
+
+
+def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
+    """Exact sizes and an estimate of the memory; reads no weights.
+
+    Raises:
+        ConfigError: sizes do not divide among the ranks.
+    """
+    plan = make_plan(config, layout)
+    plan.check()
+    specs = [tensor.spec() for tensor in plan.tensors]
+    prefix, _ = encode_header(specs)
+    largest_module = max(spec.nbytes for spec in expected_tensors(config))
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    working = max(2 * largest_module, _FLOAT_COPIES * 4 * expert // 3 + 2 * expert)
+    return DryRun(
+        input_bytes=sum(spec.nbytes for spec in expected_tensors(config)),
+        rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),
+        ranks=layout.ranks,
+        peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
+        tensors=len(specs),
+    )

@@ -1,0 +1,106 @@
+"""manifest.json beside the ranks' files: what they were made from and a SHA-256 a tensor; and its check."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kimi_k2 import __version__
+from kimi_k2.checkpoint.reader import CheckpointReader, read_header
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, CorruptHeaderError, MissingShardError, TruncatedShardError
+from kimi_k2.sharding.plan import Layout
+
+MANIFEST = "manifest.json"
+WEIGHTS = "weights"
+_CHUNK = 2**22
+
+
+def rank_file_name(rank: int) -> str:
+    """NxDI's name of a rank's file."""
+    return f"tp{rank}_sharded_checkpoint.safetensors"
+
+
+def describe(reader: CheckpointReader, config: KimiK2Config, layout: Layout) -> dict[str, Any]:
+    """Source, options and tool version; equal for two runs that must give the same bytes."""
+    shards = {name: (reader.directory / name).stat().st_size for name in reader.index.shards}
+    headers = hashlib.sha256()
+    for name in reader.index.shards:
+        headers.update(json.dumps(read_header(reader.directory / name)).encode())
+    return {
+        "tool": {"name": "kimi-k2", "version": __version__},
+        "source": {
+            "config_sha256": hashlib.sha256(config.model_dump_json().encode()).hexdigest(),
+            "headers_sha256": headers.hexdigest(),
+            "shards": shards,
+        },
+        "options": {
+            "target": layout.target,
+            "experts": layout.experts,
+            "moe_tp": layout.moe_tp,
+            "moe_ep": layout.moe_ep,
+            "dtype": str(layout.dtype).removeprefix("torch."),
+            "spmd_rank": layout.has_spmd_rank,
+        },
+    }
+
+
+def load_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a finished conversion.
+
+    Raises:
+        MissingShardError, CorruptHeaderError: there is none, or it is no manifest.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _ = content["checksums"], content["files"]
+    except FileNotFoundError:
+        raise MissingShardError("no such file: the conversion is not finished", file=path) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptHeaderError(f"not a manifest: {error}", file=path) from None
+    return dict(content)
+
+
+def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[str]:
+    """Read everything again; yields the name of each file that is as the manifest says.
+
+    Raises:
+        MissingShardError, TruncatedShardError, CheckpointError: a file or a tensor is not; the first is named.
+    """
+    directory = Path(directory)
+    manifest = load_manifest(directory)
+    for name, size in manifest["files"].items():
+        path = directory / WEIGHTS / name
+        if not path.is_file():
+            raise MissingShardError("no such file", file=path)
+        if path.stat().st_size != size:
+            raise TruncatedShardError(f"expected {size} bytes, got {path.stat().st_size}", file=path)
+        try:
+            header = read_header(path)
+        except ValueError as error:
+            raise CorruptHeaderError(f"the header cannot be parsed: {error}", file=path) from None
+        expected = manifest["checksums"][name]
+        if header.keys() != expected.keys():
+            other = sorted(header.keys() ^ expected.keys())[0]
+            raise CheckpointError("in the manifest or in the file, but not in both", file=path, tensor=other)
+        with path.open("rb") as file:
+            base = 8 + int.from_bytes(file.read(8), "little")
+            for tensor, entry in header.items():
+                start, end = entry["data_offsets"]
+                digest = hashlib.sha256()
+                file.seek(base + start)
+                while start < end:
+                    chunk = file.read(min(_CHUNK, end - start))
+                    if not chunk:
+                        raise TruncatedShardError("ends before this tensor does", file=path, tensor=tensor)
+                    digest.update(chunk)
+                    start += len(chunk)
+                    if on_bytes:
+                        on_bytes(len(chunk))
+                if digest.hexdigest() != expected[tensor]:
+                    raise CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=tensor)
+        yield name

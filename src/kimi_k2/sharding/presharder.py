@@ -1,0 +1,255 @@
+"""Convert a checkpoint to one file a rank: streamed, in bounded memory, resumable at layers.
+
+Every rank's file is preallocated. A layer's parts are converted one expert at a time, cut by the plan and written to
+their places. When a layer is whole on the disk its checksums are appended to a journal; a rerun starts with the layers
+that the journal lacks and overwrites what was half written, so the result has the same bytes as an unbroken run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import LAYER
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.writer import tensor_bytes, write_json
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, ConfigError, MissingTensorError
+from kimi_k2.sharding.convert import Converter, Part, Stored, Unit, units
+from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, rank_file_name
+from kimi_k2.sharding.plan import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan, make_plan
+from kimi_k2.sharding.rank_file import RankFile
+
+JOURNAL = "journal.jsonl"
+_THREADS = 2
+
+
+class Presharder:
+    """One conversion.
+
+    Args:
+        source: checkpoint directory.
+        output: directory to write; with an unfinished conversion of the same source and options it is resumed.
+        layout: ranks and formats.
+        report: measure the conversion error of the routed experts.
+        on_bytes: called with the bytes of input as they are done.
+        on_layer: called with a layer's number and its error (None for a layer without converted experts).
+
+    Raises:
+        ConfigError: sizes do not divide, or `output` holds something else.
+        CheckpointError: the source is damaged, or the disk is full (from `run`, too).
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        output: str | Path,
+        layout: Layout,
+        *,
+        report: bool = True,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_layer: Callable[[int, ConversionError | None], None] = lambda *_: None,
+    ) -> None:
+        self.output = Path(output)
+        self.config = KimiK2Config.from_pretrained(source)
+        self.reader = CheckpointReader.for_config(source, self.config)
+        self.plan: ShardingPlan = make_plan(self.config, layout)
+        self.plan.check()
+        self.layout, self.report = layout, report
+        self.on_bytes, self.on_layer = on_bytes, on_layer
+        self.made_from = {**describe(self.reader, self.config, layout), "report": report}
+        self.errors: dict[int, dict[str, float]] = {}
+        self.checksums: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
+        self._ranks: list[RankFile] = []
+        self._modules: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name in self.reader.names():
+            match = LAYER.match(name)
+            self._modules[int(match[1]) if match else GLOBAL_LAYER][name.rpartition(".")[0]].append(name)
+
+    def run(self) -> dict[str, Any]:
+        """Convert what is not yet converted; returns the manifest."""
+        if (self.output / MANIFEST).exists():
+            manifest = dict(json.loads((self.output / MANIFEST).read_text(encoding="utf-8")))
+            if manifest.get("made_from") != self.made_from:
+                raise ConfigError("holds a conversion of another source or other options", file=self.output)
+            return manifest
+        weights = self.output / WEIGHTS
+        journal = self.output / JOURNAL
+        weights.mkdir(parents=True, exist_ok=True)
+        done = self._read_journal(journal)
+        resume = done is not None
+        try:
+            for rank in range(self.layout.ranks):
+                specs = [tensor.spec() for tensor in self.plan.tensors]
+                self._ranks.append(RankFile(weights / rank_file_name(rank), specs, resume=resume))
+            if done is None:
+                done = set()
+                self._append(journal, {"made_from": self.made_from}, new=True)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for layer in self._modules:
+                    nbytes = sum(self.reader.tensors[n].nbytes for g in self._modules[layer].values() for n in g)
+                    if layer in done:
+                        self.on_bytes(nbytes)
+                        continue
+                    self._layer(layer, pool, journal)
+            for file in self._ranks:
+                file.finish()
+        finally:
+            for file in self._ranks:
+                file.close()
+        return self._write_manifest(journal)
+
+    # -- resuming ------------------------------------------------------------------------------------
+
+    def _read_journal(self, path: Path) -> set[int] | None:
+        """Layers finished by an earlier run, None if there was none; their checksums and errors are taken over."""
+        if not path.exists():
+            if any((self.output / WEIGHTS).glob("*.safetensors")):
+                raise ConfigError("holds files of something else; give an empty directory", file=self.output)
+            return None
+        lines = path.read_bytes().split(b"\n")
+        complete = lines[:-1]  # a line cut off by a kill has no newline
+        if not complete:
+            return None
+        entries = [json.loads(line) for line in complete]
+        if entries[0]["made_from"] != self.made_from:
+            raise ConfigError("an unfinished conversion of another source or other options lies here", file=path)
+        if lines[-1]:
+            os.truncate(path, sum(len(line) + 1 for line in complete))
+        for entry in entries[1:]:
+            for own, saved in zip(self.checksums, entry["checksums"], strict=True):
+                own.update(saved)
+            if entry["error"] is not None:
+                self.errors[entry["layer"]] = entry["error"]
+        return {entry["layer"] for entry in entries[1:]}
+
+    def _append(self, path: Path, entry: dict[str, Any], *, new: bool = False) -> None:
+        with path.open("wb" if new else "ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _write_manifest(self, journal: Path) -> dict[str, Any]:
+        total = ConversionError()
+        for layer in sorted(self.errors):
+            sums = {name: value for name, value in self.errors[layer].items() if name != "relative_l2"}
+            total.add(ConversionError(**sums))  # type: ignore[arg-type]
+        layers = {str(layer): self.errors[layer] for layer in sorted(self.errors)}
+        manifest = {
+            "made_from": self.made_from,
+            "files": {rank_file_name(rank): file.nbytes for rank, file in enumerate(self._ranks)},
+            "errors": {"layers": layers, "total": total.as_dict()},
+            "checksum": "sha256",
+            "checksums": {rank_file_name(rank): dict(sorted(sums.items())) for rank, sums in enumerate(self.checksums)},
+        }
+        write_json(self.output / MANIFEST, manifest)
+        journal.unlink()
+        return manifest
+
+    # -- one layer -----------------------------------------------------------------------------------
+
+    def _layer(self, layer: int, pool: ThreadPoolExecutor, journal: Path) -> None:
+        groups = self._modules[layer]
+        planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
+        sink = _LayerSink(planned, self._ranks)
+        converter = Converter(self.config, self.layout, report=self.report)
+        for part in self._rank_numbers(layer):
+            sink.write(part, pool)
+        for unit in units(groups, self.layout):
+            stored = self._read(unit, groups)
+            nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
+            for part in converter.convert(unit, stored):
+                sink.write(part, pool)
+            self.on_bytes(nbytes)
+        checksums = sink.finish()
+        list(pool.map(RankFile.sync, self._ranks))
+        for own, new in zip(self.checksums, checksums, strict=True):
+            own.update(new)
+        error = converter.error if converter.error.values else None
+        if error:
+            self.errors[layer] = error.as_dict()
+        self._append(journal, {"layer": layer, "error": error and error.as_dict(), "checksums": checksums})
+        self.on_layer(layer, error)
+
+    def _read(self, unit: Unit, groups: dict[str, list[str]]) -> dict[str, Stored]:
+        return {
+            module: {name.rpartition(".")[2]: self.reader.get(name) for name in groups[module]}
+            for module in unit.modules
+        }
+
+    def _rank_numbers(self, layer: int) -> Iterator[Part]:
+        """NxD's rank tensors, which no checkpoint holds."""
+        ranks, layout = torch.arange(self.layout.ranks, dtype=torch.int32), self.layout
+        for tensor in self.plan.layer(layer):
+            if tensor.name.endswith(".rank"):
+                yield Part(tensor.name, None, ranks)
+            elif tensor.name.endswith(".local_expert_indices"):
+                local = tensor.shape[1]
+                first = ranks.div(layout.moe_tp, rounding_mode="floor") * local
+                yield Part(tensor.name, None, first[:, None] + torch.arange(local, dtype=torch.int32))
+
+
+class _LayerSink:
+    """Cuts parts by the plan, writes them to the ranks' files and keeps checksums of whole tensors."""
+
+    def __init__(self, planned: dict[str, PlannedTensor], ranks: list[RankFile]) -> None:
+        self.planned, self.ranks = planned, ranks
+        self._digests: list[dict[str, Any]] = [defaultdict(hashlib.sha256) for _ in ranks]
+        self._written: list[dict[str, int]] = [defaultdict(int) for _ in ranks]
+
+    def write(self, part: Part, pool: ThreadPoolExecutor) -> None:
+        """Write a whole tensor, or one expert's part of it, to every rank that holds some of it."""
+        tensor = self.planned[part.name]
+        expected = tensor.shape if part.expert is None else tensor.shape[1:]
+        if tuple(part.tensor.shape) != expected or part.tensor.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"planned {tensor.dtype} {list(expected)}, made {part.tensor.dtype} {list(part.tensor.shape)}",
+                tensor=part.name,
+            )
+        holders = [
+            rank for rank in range(len(self.ranks)) if part.expert is None or part.expert in tensor.experts_of(rank)
+        ]
+        shared = tensor_bytes(part.tensor) if tensor.dim is None else None
+        # Hashing and writing release the interpreter's lock; a rank is touched by one thread at a time.
+        list(pool.map(lambda rank: self._write_rank(rank, tensor, part, shared), holders))
+
+    def _write_rank(self, rank: int, tensor: PlannedTensor, part: Part, shared: memoryview | None) -> None:
+        data = shared if shared is not None else tensor_bytes(_cut(tensor, part, rank))
+        offset = 0
+        if part.expert is not None:
+            offset = (part.expert - tensor.experts_of(rank).start) * len(data)
+        if offset != self._written[rank][tensor.name]:
+            raise CheckpointError("parts do not follow each other", tensor=tensor.name)
+        self.ranks[rank].write(tensor.name, data, offset)
+        self._digests[rank][tensor.name].update(data)
+        self._written[rank][tensor.name] += len(data)
+
+    def finish(self) -> list[dict[str, str]]:
+        """Checksums by rank and name.
+
+        Raises:
+            MissingTensorError: a planned tensor was not fully written.
+        """
+        for written in self._written:
+            for name, tensor in self.planned.items():
+                if written[name] != tensor.spec().nbytes:
+                    raise MissingTensorError("planned, but not (fully) made", tensor=name)
+        return [{name: digest.hexdigest() for name, digest in rank.items()} for rank in self._digests]
+
+
+def _cut(tensor: PlannedTensor, part: Part, rank: int) -> Tensor:
+    """A rank's slice of a part, contiguous."""
+    assert tensor.dim is not None
+    dim = tensor.dim if part.expert is None else tensor.dim - 1
+    pieces = [part.tensor.narrow(dim, cut.start, cut.stop - cut.start) for cut in tensor.cuts(rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
