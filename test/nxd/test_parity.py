@@ -45,3 +45,19 @@ def test_bias_before_the_sigmoid_is_far_off(checkpoints: dict[str, Path], tmp_pa
     difference = float((logits - expected_logits(plain_model(checkpoints["bf16"]), case)).abs().max())
     print(f"\nbias before the sigmoid: max |difference| {difference:.2f}")
     assert difference > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["TP1", "EP2"])
+def test_continuous_batching_with_sequences_in_any_order(
+    checkpoints: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    tp, ep = LAYOUTS[layout]
+    directory = checkpoints["bf16"]
+    case = sequences(4, 512)
+    options = neuron_config(
+        tp, ep, 4, is_continuous_batching=True, ctx_batch_size=1, tkg_batch_size=4, max_batch_size=4
+    )
+    job = {"checkpoint": directory, "neuron_config": options, "cases": [{**case, "arrival": [2, 0, 3, 1]}]}
+    (logits,) = launch(job, tmp_path)
+    expected = expected_logits(plain_model(directory), case)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)

@@ -22,8 +22,11 @@ class LatentKVCacheManager(KVCacheManager):
         for option in ("flash_decoding_enabled", "kv_cache_tiling", "k_cache_transposed"):
             if getattr(neuron, option):
                 raise ConfigError("expected False: not supported by the compressed cache", field=option)
-        if layer_to_cache_size_mapping or neuron.batch_size != neuron.kv_cache_batch_size:
-            raise ConfigError("expected the cache's batch size to be batch_size", field="kv_cache_batch_size")
+        if layer_to_cache_size_mapping or neuron.apply_seq_ids_mask:
+            raise ConfigError("expected False: not supported by the compressed cache", field="apply_seq_ids_mask")
+        if not neuron.is_prefill_stage and neuron.batch_size < neuron.kv_cache_batch_size:
+            # Upstream then writes both slots with an index of the K slot's width.
+            raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
         self.padded_layer_ids = []
         batch = neuron.kv_cache_batch_size + neuron.kv_cache_padding_size
         self.k_shape = (batch, 1, neuron.max_length, config.hf.qk_rope_head_dim)
