@@ -52,9 +52,10 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     plan.check()
     specs = [tensor.spec() for tensor in plan.tensors]
     prefix, _ = encode_header(specs)
-    largest_module = max(spec.nbytes for spec in expected_tensors(config))
+    streamed = ("model.embed_tokens.weight", "lm_head.weight")
+    largest_module = max(spec.nbytes for spec in expected_tensors(config) if spec.name not in streamed)
     expert = 3 * config.hidden_size * config.moe_intermediate_size
-    working = max(2 * largest_module, _FLOAT_COPIES * 4 * expert // 3 + 2 * expert)
+    working = max((1 + layout.dtype.itemsize) * largest_module, _FLOAT_COPIES * 4 * expert // 3 + 2 * expert)
     return DryRun(
         input_bytes=sum(spec.nbytes for spec in expected_tensors(config)),
         rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),

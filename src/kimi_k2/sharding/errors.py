@@ -62,7 +62,7 @@ def compare(original: Tensor, converted: Tensor) -> ConversionError:
 
 
 def halving_error(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> ConversionError:
-    """Error of `halve_codes` for a block-FP8 weight [N, K] with scales [N / rows, K / columns], without dequantizing."""
+    """Error of `halve_codes` for a block-FP8 weight [N, K] with scales [N / rows, K / columns]."""
     grid = block_grid(weight.shape, block)
     padding = (0, grid[1] * block[1] - weight.shape[1], 0, grid[0] * block[0] - weight.shape[0])
     inexact = inexact_codes(weight).view(torch.uint8)

@@ -4,8 +4,8 @@ Targets:
     neuron: names and layouts of NeuronKimiK2ForCausalLM's state dict, cut as NxD's `shard_checkpoint` cuts it. Routed
         experts are [E, input, output]; gate and up lie side by side and are cut with stride 2.
     cuda: the checkpoint's own names and [output, input] layouts, routed experts stacked [E, output, input].
-Attention, dense MLP, shared experts, embedding and head are split over all ranks; routed experts over `moe_ep` groups of
-`moe_tp` ranks: rank r holds the experts of group r // moe_tp and slice r % moe_tp of each.
+Attention, dense MLP, shared experts, embedding and head are split over all ranks; routed experts over `moe_ep` groups
+of `moe_tp` ranks: rank r holds the experts of group r // moe_tp and slice r % moe_tp of each.
 """
 
 from __future__ import annotations

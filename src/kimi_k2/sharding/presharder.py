@@ -32,6 +32,8 @@ from kimi_k2.sharding.rank_file import RankFile
 
 JOURNAL = "journal.jsonl"
 _THREADS = 2
+_VOCABULARY = ("model.embed_tokens", "lm_head")
+_ROWS_BYTES = 2**25
 
 
 class Presharder:
@@ -166,6 +168,9 @@ class Presharder:
         for part in self._rank_numbers(layer):
             sink.write(part, pool)
         for unit in units(groups, self.layout):
+            if unit.modules[0] in _VOCABULARY:
+                self._stream_rows(unit.modules[0], planned, sink, pool)
+                continue
             stored = self._read(unit, groups)
             nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
             for part in converter.convert(unit, stored):
@@ -186,6 +191,23 @@ class Presharder:
             module: {name.rpartition(".")[2]: self.reader.get(name) for name in groups[module]}
             for module in unit.modules
         }
+
+    def _stream_rows(
+        self, module: str, planned: dict[str, PlannedTensor], sink: _LayerSink, pool: ThreadPoolExecutor
+    ) -> None:
+        """Embedding and head, a few rows at a time: whole they are the largest tensors of all."""
+        source = f"{module}.weight"
+        name = source if self.layout.target == "cuda" else source.removeprefix("model.")
+        tensor = planned[name]
+        rows = tensor.shape[0]
+        share = rows // tensor.parts if tensor.dim == 0 else rows
+        step = max(1, _ROWS_BYTES // (tensor.shape[1] * tensor.dtype.itemsize))
+        for first in range(0, rows, share):
+            holder = first // share if tensor.dim == 0 else None
+            for start in range(first, first + share, step):
+                chunk = self.reader.get_slice(source, slice(start, min(start + step, first + share)))
+                sink.write_rows(tensor, chunk.to(tensor.dtype), holder, pool)
+                self.on_bytes(chunk.nbytes)
 
     def _rank_numbers(self, layer: int) -> Iterator[Part]:
         """NxD's rank tensors, which no checkpoint holds."""
@@ -223,6 +245,22 @@ class _LayerSink:
         # Hashing and writing release the interpreter's lock; a rank is touched by one thread at a time.
         list(pool.map(lambda rank: self._write_rank(rank, tensor, part, shared), holders))
 
+    def write_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None, pool: ThreadPoolExecutor) -> None:
+        """Append rows of a matrix: to `holder`, or to every rank its columns of them."""
+        if holder is not None:
+            self._append(holder, tensor, tensor_bytes(rows))
+            return
+
+        def write(rank: int) -> None:
+            self._append(rank, tensor, tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1)))
+
+        list(pool.map(write, range(len(self.ranks))))
+
+    def _append(self, rank: int, tensor: PlannedTensor, data: memoryview) -> None:
+        self.ranks[rank].write(tensor.name, data, self._written[rank][tensor.name])
+        self._digests[rank][tensor.name].update(data)
+        self._written[rank][tensor.name] += len(data)
+
     def _write_rank(self, rank: int, tensor: PlannedTensor, part: Part, shared: memoryview | None) -> None:
         data = shared if shared is not None else tensor_bytes(_cut(tensor, part, rank))
         offset = 0
@@ -230,9 +268,7 @@ class _LayerSink:
             offset = (part.expert - tensor.experts_of(rank).start) * len(data)
         if offset != self._written[rank][tensor.name]:
             raise CheckpointError("parts do not follow each other", tensor=tensor.name)
-        self.ranks[rank].write(tensor.name, data, offset)
-        self._digests[rank][tensor.name].update(data)
-        self._written[rank][tensor.name] += len(data)
+        self._append(rank, tensor, data)
 
     def finish(self) -> list[dict[str, str]]:
         """Checksums by rank and name.

@@ -1,0 +1,161 @@
+"""Throughput and memory of conversion beside a plain copy and the straightforward method, in one run.
+
+    python scripts/benchmark_convert.py CHECKPOINT WORKDIR [--tp 64] [--ep 1]
+
+Rates are bytes of input a second. Each measurement is its own process; its peak memory is VmHWM. The straightforward
+method loads a whole shard, dequantizes and requantizes expert after expert, stacks them and saves every rank's cut; it
+is run on the second shard only (one MoE layer).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from kimi_k2.checkpoint.index import CheckpointIndex
+from kimi_k2.config import KimiK2Config
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block
+from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
+from kimi_k2.sharding.plan import ExpertOutput, Layout
+from kimi_k2.sharding.presharder import Presharder
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def straightforward(source: Path, work: Path, tp: int, ep: int) -> None:
+    """The usual conversion of one shard to per-channel FP8, with everything in memory."""
+    config = KimiK2Config.from_pretrained(source)
+    state = load_file(source / CheckpointIndex.open(source).shards[1])
+    layer = next(name.split(".")[2] for name in state if ".experts." in name)
+    count = config.n_routed_experts
+    root = f"model.layers.{layer}.mlp.experts"
+
+    def quantized(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        plain = dequantize_fp8_block(state[f"{name}.weight"], state[f"{name}.weight_scale_inv"]).T
+        scale = plain.abs().amax(dim=0, keepdim=True).clamp(min=1e-12) / 240
+        return (plain / scale).to(torch.float8_e4m3fn), scale
+
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for expert in range(count):
+        gate, up, down = (quantized(f"{root}.{expert}.{name}") for name in ("gate_proj", "up_proj", "down_proj"))
+        for place, suffix in enumerate(("weight", "scale")):
+            pair = torch.cat([gate[place].float(), up[place].float()], dim=1).to(gate[place].dtype)
+            stacked.setdefault(f"gate_up_proj.{suffix}", []).append(pair)
+            stacked.setdefault(f"down_proj.{suffix}", []).append(down[place])
+    whole = {name: torch.stack(parts) for name, parts in stacked.items()}
+    for rank in range(tp * ep):
+        held = slice(rank // tp * count // ep, (rank // tp + 1) * count // ep)
+        own = {}
+        for name, tensor in whole.items():
+            bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+            mine = bits[held]
+            if name.startswith("gate_up"):
+                halves = [half.chunk(tp, dim=2)[rank % tp] for half in mine.chunk(2, dim=2)]
+                mine = torch.cat(halves, dim=2)
+            elif name.endswith("weight"):
+                mine = mine.chunk(tp, dim=1)[rank % tp]
+            own[name] = mine.contiguous().view(tensor.dtype)
+        save_file(own, work / rank_file_name(rank))
+
+
+def copy(source: Path, work: Path) -> None:
+    """`cat` every shard into a file, flushed to the disk as conversion flushes."""
+    for shard in CheckpointIndex.open(source).shards:
+        with (work / shard).open("wb") as out:
+            subprocess.run(["cat", str(source / shard)], stdout=out, check=True)
+        subprocess.run(["sync", str(work / shard)], check=True)
+
+
+def load_ratio(work: Path) -> dict[str, float]:
+    """Seconds of `load_file` with every byte touched, and of a raw read, of rank 0; both from the page cache."""
+    path = work / WEIGHTS / rank_file_name(0)
+
+    def raw() -> None:
+        with path.open("rb", buffering=0) as file:
+            buffer = bytearray(path.stat().st_size)
+            file.readinto(buffer)
+
+    def load() -> None:
+        for tensor in load_file(path).values():
+            tensor.view(torch.uint8).clone() if tensor.dim() else tensor.clone()
+
+    result = {}
+    for name, job in (("read", raw), ("load", load)):
+        job()
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            job()
+            times.append(time.perf_counter() - start)
+        result[name] = min(times)
+    return result
+
+
+def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, float]:
+    """One measurement, in this process."""
+    torch.set_num_threads(1)
+    shards = CheckpointIndex.open(source).shards
+    sizes = [(source / shard).stat().st_size for shard in shards]
+    start = time.perf_counter()
+    extra: dict[str, float] = {}
+    if job == "copy":
+        copy(source, work)
+    elif job == "straightforward":
+        sizes = sizes[1:2]
+        straightforward(source, work, tp, ep)
+    else:
+        experts: ExpertOutput = "per_channel" if job.startswith("per_channel") else "blockwise"
+        Presharder(source, work, Layout(tp, ep, experts=experts), report=job.endswith("report")).run()
+    seconds = time.perf_counter() - start
+    peak = peak_bytes()
+    if job not in ("copy", "straightforward"):
+        extra = load_ratio(work)
+    return {"seconds": seconds, "rate": sum(sizes) / seconds / 1e6, "peak_gb": peak / 1e9, **extra}
+
+
+JOBS = ("copy", "blockwise", "per_channel", "straightforward", "per_channel_report", "blockwise_report")
+
+
+def main(
+    checkpoint: Path,
+    workdir: Path,
+    tp: int = 64,
+    ep: int = 1,
+    jobs: Annotated[str, typer.Option(help="Comma-separated part of the jobs.")] = ",".join(JOBS),
+    single: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure, print a line a job and the ratios; the work directory is emptied after each."""
+    if single:
+        print(json.dumps(run_job(single, checkpoint, workdir, tp, ep)))
+        return
+    results = {}
+    for job in jobs.split(","):
+        work = workdir / job
+        work.mkdir(parents=True)
+        command = [sys.executable, __file__, str(checkpoint), str(work), "--tp", str(tp), "--ep", str(ep)]
+        out = subprocess.run([*command, "--single", job], check=True, capture_output=True, text=True).stdout
+        shutil.rmtree(work)
+        results[job] = json.loads(out.splitlines()[-1])
+        print(f"{job:20}", *(f"{name} {value:.3f}" for name, value in results[job].items()), flush=True)
+    rate = {job: result["rate"] for job, result in results.items()}
+    if {"copy", "blockwise"} <= rate.keys():
+        print(f"blockwise / copy {rate['blockwise'] / rate['copy']:.2f}")
+    if {"per_channel", "straightforward"} <= rate.keys():
+        print(f"per_channel / straightforward {rate['per_channel'] / rate['straightforward']:.2f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

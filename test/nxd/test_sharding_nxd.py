@@ -1,0 +1,98 @@
+"""Our pre-sharded files against NxD's own `ModelBuilder.shard_checkpoint` of NeuronKimiK2ForCausalLM's state dict.
+
+Each case runs in its own process: NxD's mocked ranks need NXD_CPU_MODE unset, the other tests of this folder set it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
+from kimi_k2.sharding.plan import Layout, expert_block
+from kimi_k2.sharding.presharder import Presharder
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import environment
+environment.prepare(cpu=False)
+import torch
+from harness import neuron_config
+torch.set_num_threads(1)
+job = json.loads(sys.argv[2])
+config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
+options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
+neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
+hf = config.load_kimi_config(job["source"])
+app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
+app.get_builder().shard_checkpoint(serialize_path=job["out"])
+"""
+
+SIZES = {
+    "tiny": {"num_hidden_layers": 2, "moe_intermediate_size": 256},
+    "medium": {
+        "num_hidden_layers": 3,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": 32,
+    },
+}
+
+
+def neuron_options(experts: str, block: int) -> dict[str, object]:
+    """NxD's settings for a format."""
+    if experts == "bf16":
+        return {}
+    if experts == "per_channel":
+        kind: dict[str, object] = {"quantization_type": "expert_wise_per_channel_symmetric"}
+    else:
+        kind = {
+            "quantization_type": "blockwise_symmetric",
+            "quantization_block_axis": [1, 2],
+            "quantization_block_size": [block, block],
+        }
+    return {"quantized": True, "quantization_dtype": "f8e4m3", **kind}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sources")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    for name, size in SIZES.items():
+        write_synthetic_checkpoint(root / name, tiny_config(**heads, **size))
+    return {name: root / name for name in SIZES}
+
+
+@pytest.mark.parametrize("experts", ["per_channel", "blockwise", "bf16"])
+@pytest.mark.parametrize(("tp", "ep"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_every_tensor_of_every_rank(
+    sources: dict[str, Path], tmp_path: Path, size: str, tp: int, ep: int, experts: str
+) -> None:
+    layout = Layout(tp, ep, experts=experts)
+    presharder = Presharder(sources[size], tmp_path / "ours", layout)
+    presharder.run()
+    options = neuron_options(experts, expert_block(presharder.config, layout))
+    job = {"tp": tp, "ep": ep, "options": options, "source": str(sources[size]), "out": str(tmp_path / "theirs")}
+    env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(job)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(tp * ep):
+        name = f"tp{rank}_sharded_checkpoint.safetensors"
+        ours, theirs = load_file(tmp_path / "ours" / "weights" / name), load_file(tmp_path / "theirs" / name)
+        assert ours.keys() == theirs.keys()
+        for key, expected in theirs.items():
+            found = ours[key]
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (rank, key)
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (rank, key)

@@ -1,0 +1,54 @@
+"""Trainium2's e4m3: every code, against ml_dtypes-free float64 arithmetic, and against clamping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
+from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel
+from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_codes, inexact_codes, reserved_codes
+
+CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def test_halving_every_code() -> None:
+    value, halved = CODES.double(), halve_codes(CODES)
+    assert reserved_codes(CODES) == 14
+    assert reserved_codes(halved) == 0
+    exact = halved.double() * 2 == value
+    assert torch.equal(exact, ~inexact_codes(CODES))
+    assert bool((value[~exact].abs() < 2**-5).all())
+    assert float((halved.double() * 2 - value).abs().max()) == 2.0**-9
+
+
+def test_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        halve_codes(torch.tensor([0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_halving_is_never_worse_than_clamping(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, scale = quantize_fp8_block(torch.randn(256, 384, generator=generator))
+    plain = dequantize_fp8_block(weight, scale).double()
+    clamped = weight.float().clamp(-NEURON_E4M3_MAX, NEURON_E4M3_MAX).to(torch.float8_e4m3fn)
+    by_clamping = (dequantize_fp8_block(clamped, scale).double() - plain).norm()
+    by_halving = (dequantize_fp8_block(halve_codes(weight), scale * 2).double() - plain).norm()
+    assert reserved_codes(weight) > 0
+    assert by_halving < 1e-3 * by_clamping
+
+
+def test_per_channel_is_the_nearest_code_of_a_float64_search() -> None:
+    weight = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0))
+    weight[1, 2] = 0
+    codes, scale = quantize_fp8_channel(weight)
+    assert reserved_codes(codes) == 0
+    assert bool((scale[1, 2] == 1).all())
+    grid = CODES.double()
+    grid = grid[grid.abs() <= NEURON_E4M3_MAX].unique()
+    target = weight.double() / scale.double()
+    nearest = (target.unsqueeze(-1) - grid).abs().amin(-1)
+    # float32 division may tip a tie; it cannot do worse than its own rounding.
+    assert bool(((codes.double() - target).abs() <= nearest + 1e-4).all())
+    assert float((dequantize_fp8_channel(codes, scale) - weight).norm() / weight.norm()) < 0.03

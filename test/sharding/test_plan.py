@@ -1,0 +1,74 @@
+"""The plan covers everything once, and its cuts are those of a plain torch.chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kimi_k2.checkpoint.synthetic import tiny_config
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.sharding.dry_run import dry_run
+from kimi_k2.sharding.plan import Layout, ShardingPlan, make_plan
+
+REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+LAYOUTS = [
+    Layout(64, 1),
+    Layout(32, 2, experts="blockwise"),
+    Layout(32, 2),
+    Layout(4, 2, experts="bf16"),
+    Layout(8, 1, "cuda", "stored"),
+    Layout(1, 8, "cuda", "stored"),
+    Layout(1, 1, "cuda", "bf16"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_real_model_is_covered_and_sized(layout: Layout) -> None:
+    plan = make_plan(REAL, layout)
+    plan.check()
+    sizes = dry_run(REAL, layout)
+    assert sizes.input_bytes == 1_029_173_249_888
+    whole = sum(torch.Size(t.shape).numel() for t in plan.tensors if t.dim is not None)
+    assert whole > 1.02e12
+    assert sizes.output_bytes >= whole
+
+
+def test_cuts_are_torch_chunks() -> None:
+    plan = make_plan(tiny_config(num_attention_heads=8, num_key_value_heads=8), Layout(4, 2))
+    tensor = next(t for t in plan.tensors if t.stride == 2 and t.name.endswith("scale"))
+    whole = torch.arange(torch.Size(tensor.shape).numel()).view(tensor.shape)
+    gate, up = whole.chunk(2, dim=2)
+    for rank in range(8):
+        own = torch.cat([whole[region] for region in tensor.regions(rank)], dim=2)
+        half = torch.cat([part.chunk(4, dim=2)[rank % 4] for part in (gate, up)], dim=2).chunk(2, dim=0)[rank // 4]
+        assert torch.equal(own, half)
+        assert tuple(own.shape) == tensor.local_shape
+
+
+def test_a_hole_is_found() -> None:
+    plan = make_plan(tiny_config(), Layout(2))
+    tensor = next(t for t in plan.tensors if t.dim == 0 and t.parts == 2)
+    broken = ShardingPlan(plan.config, Layout(1), (tensor,))
+    with pytest.raises(CheckpointError, match="of"):
+        broken.check()
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [(Layout(3), "num_attention_heads"), (Layout(128), "num_attention_heads"), (Layout(1, 64), None)],
+)
+def test_indivisible_sizes_are_refused(layout: Layout, field: str | None) -> None:
+    if field is None:
+        make_plan(REAL, layout)
+        return
+    with pytest.raises(ConfigError) as caught:
+        make_plan(REAL, layout)
+    assert caught.value.field == field
+
+
+def test_a_cut_scale_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cut a scale block"):
+        make_plan(REAL, replace(LAYOUTS[4], moe_tp=32))

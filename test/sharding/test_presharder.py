@@ -1,0 +1,206 @@
+"""Conversion of tiny checkpoints: values against the plain model's, kills, damage, manifest."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.sharding import rank_file
+from kimi_k2.sharding.manifest import MANIFEST, verify
+from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.presharder import JOURNAL, Presharder
+
+KILLS = int(os.environ.get("KIMI_K2_KILLS", "4"))
+WORKER = """
+import sys
+import torch
+from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.presharder import Presharder
+torch.set_num_threads(1)
+print("ready", flush=True)
+Presharder(sys.argv[1], sys.argv[2], Layout(2, 2)).run()
+"""
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def assemble(output: Path, source_layout: Layout, plan_of: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' files, placed by the plan's regions."""
+    from kimi_k2.config import KimiK2Config
+
+    plan = make_plan(KimiK2Config.from_pretrained(plan_of), source_layout)
+    ranks = [
+        load_file(output / "weights" / f"tp{rank}_sharded_checkpoint.safetensors")
+        for rank in range(source_layout.ranks)
+    ]
+    whole = {}
+    for tensor in plan.tensors:
+        target = torch.empty(tensor.shape, dtype=torch.float64)
+        for rank, held in enumerate(ranks):
+            start = 0
+            for region in tensor.regions(rank):
+                if tensor.dim is None:
+                    target[region] = held[tensor.name].double()
+                    continue
+                width = region[tensor.dim].stop - region[tensor.dim].start
+                target[region] = held[tensor.name].narrow(tensor.dim, start, width).double()
+                start += width
+        whole[tensor.name] = target
+    return whole
+
+
+@pytest.mark.parametrize("source", ["fp8", "bf16", "thinking", "k2.5"])
+@pytest.mark.parametrize("experts", ["bf16", "blockwise", "per_channel"])
+def test_neuron_values(checkpoints: dict[str, Path], tmp_path: Path, source: str, experts: str) -> None:
+    layout = Layout(2, 2, experts=experts)
+    manifest = Presharder(checkpoints[source], tmp_path, layout).run()
+    whole = assemble(tmp_path, layout, checkpoints[source])
+    state = KimiK2ForCausalLM.from_pretrained(checkpoints[source]).state_dict()
+    # bf16 rounding, block e4m3 from floats (exact from FP8), per-channel e4m3
+    tolerance = {"bf16": 2e-3, "blockwise": 1e-5 if source == "fp8" else 0.03, "per_channel": 0.036}[experts]
+    for name in ("gate_up_proj", "down_proj"):
+        found = whole[f"layers.1.mlp.expert_mlps.mlp_op.{name}.weight"]
+        if experts != "bf16":
+            scale = whole[f"layers.1.mlp.expert_mlps.mlp_op.{name}.scale"]
+            for dim in (1, 2):
+                scale = scale.repeat_interleave(found.shape[dim] // scale.shape[dim], dim)
+            found = found * scale
+        expected = state[f"model.layers.1.mlp.experts.{name}"].double().mT
+        assert float((found - expected).norm() / expected.norm()) < tolerance
+    for name, tensor in whole.items():
+        stored = state.get(f"model.{name}", state.get(name))
+        if stored is not None:
+            assert torch.equal(tensor, stored.to(torch.bfloat16).double()), name
+    assert list(verify(tmp_path)) == list(manifest["files"])
+    if experts != "bf16":
+        assert 0 < manifest["errors"]["total"]["relative_l2"] < tolerance
+
+
+@pytest.mark.parametrize("source", ["fp8", "thinking", "k2.5", "bf16"])
+def test_cuda_keeps_the_stored_bytes(checkpoints: dict[str, Path], tmp_path: Path, source: str) -> None:
+    """The plain model holding quantized weights names its buffers as this output does."""
+    layout = Layout(1, 2, "cuda", "stored")
+    if source == "fp8":
+        config = tiny_config(hidden_size=512, intermediate_size=512, moe_intermediate_size=256, num_attention_heads=16,
+                             num_key_value_heads=16, v_head_dim=32, num_hidden_layers=2)  # fmt: skip
+        write_synthetic_checkpoint(tmp_path / "source", config)
+        directory = tmp_path / "source"
+    else:
+        directory = checkpoints[source]
+    Presharder(directory, tmp_path / "out", layout).run()
+    whole = assemble(tmp_path / "out", layout, directory)
+    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, keep_quantized=True)
+    state = model.state_dict()
+    compared = 0
+    for name, tensor in whole.items():
+        if name in state:
+            assert torch.equal(tensor, state[name].double()), name
+            compared += 1
+    assert compared > 20
+
+
+def test_kill_and_resume(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    config = tiny_config(num_hidden_layers=12)
+    write_synthetic_checkpoint(source, config)
+    Presharder(source, tmp_path / "whole", Layout(2, 2)).run()
+    expected = contents(tmp_path / "whole")
+    chooser = random.Random(0)
+    interrupted = 0
+    for attempt in range(KILLS):
+        output = tmp_path / f"killed{attempt}"
+        command = [sys.executable, "-c", WORKER, str(source), str(output)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(chooser.uniform(0.0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        interrupted += not (output / MANIFEST).exists()
+        Presharder(source, output, Layout(2, 2)).run()
+        assert contents(output) == expected
+        for name in expected:
+            (output / name).unlink()
+    print(f"\n{interrupted} of {KILLS} kills came before the end")
+    assert interrupted
+
+
+def test_full_disk_keeps_finished_layers(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    real = os.fdatasync
+
+    def full(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 6:
+            raise OSError(28, "No space left on device")
+        real(fd)
+
+    monkeypatch.setattr(rank_file.os, "fdatasync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*run the same command again"):
+        Presharder(checkpoints["fp8"], tmp_path / "a", Layout(2)).run()
+    assert len((tmp_path / "a" / JOURNAL).read_text().splitlines()) > 1
+    monkeypatch.undo()
+    Presharder(checkpoints["fp8"], tmp_path / "a", Layout(2)).run()
+    Presharder(checkpoints["fp8"], tmp_path / "b", Layout(2)).run()
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_other_options_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+    with pytest.raises(ConfigError, match="other options"):
+        Presharder(checkpoints["fp8"], tmp_path, Layout(2, experts="bf16")).run()
+
+
+def test_verify_finds_a_flipped_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+    path = tmp_path / "weights" / "tp1_sharded_checkpoint.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum") as caught:
+        list(verify(tmp_path))
+    assert caught.value.tensor in load_file(path)
+
+
+def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    import typer
+
+    from kimi_k2.convert_cli import register
+
+    app = typer.Typer()
+    register(app)
+    run = CliRunner().invoke
+    options = ["--tp", "2", "--ep", "2"]
+    assert run(app, ["convert", str(checkpoints["fp8"]), str(tmp_path), *options]).exit_code == 0
+    assert run(app, ["verify", str(tmp_path)]).exit_code == 0
+    dry = run(app, ["convert", "kimi-k2-instruct-0905", "--dry-run"]).output
+    assert "1,029,173,249,888" in dry
+    assert "extrapolated" in dry
+    assert run(app, ["plan", str(checkpoints["fp8"]), *options, "--json"]).exit_code == 0
+    assert run(app, ["convert", str(checkpoints["fp8"]), str(tmp_path), "--tp", "3"]).exit_code == 1
+
+
+def test_int4_source_needs_no_fp8(tmp_path: Path) -> None:
+    config = with_format(tiny_config(), "int4")
+    write_synthetic_checkpoint(tmp_path / "source", config)
+    manifest = Presharder(tmp_path / "source", tmp_path / "out", Layout(2)).run()
+    assert manifest["errors"]["total"]["relative_l2"] < 0.05
