@@ -105,6 +105,7 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
 
   for (int kb = 0; kb < nk; ++kb, ++seq) {
     const int st = seq % STAGES;
+    mbar_wait(&s.weights_full[st], (seq / STAGES) & 1);
     mbar_wait(&s.full[st], (seq / STAGES) & 1);
     const uint64_t da = desc_sw128(smem_u32(s.w[st]) + wg * 8192), db = desc_sw128(smem_u32(s.b[st]));
     const float w0 = __shfl_sync(0xffffffffu, kb < 32 ? ws[0][0] : ws[0][1], kb & 31);
@@ -331,7 +332,8 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
     prefetch_tensormap(&map13);
     prefetch_tensormap(&map2);
     for (int i = 0; i < STAGES; ++i) {
-      mbar_init(&s.full[i], FUSED ? 2 : 4);
+      mbar_init(&s.weights_full[i], 1);
+      mbar_init(&s.full[i], FUSED ? 1 : 3);
       mbar_init(&s.empty[i], 8);
     }
     for (int i = 0; i < kRing; ++i) {
@@ -377,14 +379,21 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
           const CUtensorMap* map = it.stage == 0 ? &map13 : &map2;
           const int row0 = it.stage == 0 ? expert * 2 * a.inter + it.group * 128 : expert * a.hidden + it.group * 256;
           const int gap = it.stage == 0 ? a.inter : 128, nk = it.kb1 - it.kb0;
+          // The ring is deeper than what the fused mode keeps in flight: flags, atomics and token loads would wait
+          // behind a full ring of requests.
+          constexpr int kInFlight = FUSED ? 2 : STAGES;
           for (int i = 0; i < it.slabs * nk; ++i, ++seq) {
             const int row = row0 + i / nk * 256, kb = it.kb0 + i % nk;
             const int st = seq % STAGES;
             if (seq >= STAGES) mbar_wait(&s.empty[st], ((seq / STAGES) - 1) & 1);
-            mbar_arrive_expect_tx(&s.full[st], 2 * kTileBytes);
+            if (seq >= kInFlight) {
+              const int before = seq - kInFlight;
+              mbar_wait(&s.weights_full[before % STAGES], (before / STAGES) & 1);
+            }
+            mbar_arrive_expect_tx(&s.weights_full[st], 2 * kTileBytes);
             const uint32_t dst = smem_u32(s.w[st]);
-            tma_load_2d(dst, map, &s.full[st], kb * 128, row, FUSED ? kEvictFirst : kEvictNormal);
-            tma_load_2d(dst + kTileBytes, map, &s.full[st], kb * 128, row + gap, FUSED ? kEvictFirst : kEvictNormal);
+            tma_load_2d(dst, map, &s.weights_full[st], kb * 128, row, FUSED ? kEvictFirst : kEvictNormal);
+            tma_load_2d(dst + kTileBytes, map, &s.weights_full[st], kb * 128, row + gap, FUSED ? kEvictFirst : kEvictNormal);
           }
           item = next;
         }

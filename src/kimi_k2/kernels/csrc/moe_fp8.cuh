@@ -128,7 +128,7 @@ struct Fp8Smem {
   alignas(16) float meta_w[NMAX];
   int meta_pair[NMAX];
   int row[2][NMAX];  // prepared mode: source row of each token of the item
-  uint64_t full[STAGES], empty[STAGES];
+  uint64_t weights_full[STAGES], full[STAGES], empty[STAGES];  // full: the tokens' operand
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
   int epi_tile[kRing], epi_slab[kRing];

@@ -24,7 +24,7 @@ static int encode(CUtensorMap* map, const void* base, uint64_t cols, uint64_t ro
   const cuuint64_t dims[2] = {cols, rows}, strides[1] = {cols};
   const cuuint32_t box[2] = {128, 128}, step[2] = {1, 1};
   return fn(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), dims, strides, box, step,
-            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
              ? 1001
              : 0;
