@@ -33,9 +33,7 @@ def build(job: dict[str, Any]) -> Any:
 
 
 @torch.inference_mode()
-def run(
-    app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: list[int] | None = None
-) -> torch.Tensor:
+def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: list[int] | None = None) -> torch.Tensor:
     """Logits [steps, B, vocab] of the last prompt token and of each forced token.
 
     With `arrival` the sequences are prefilled one by one in that order, each into its own cache line (continuous
@@ -55,7 +53,10 @@ def run(
         for row in arrival:
             line = slice(row, row + 1)
             out = app(
-                input_ids=ids[line], attention_mask=mask[line], position_ids=positions[line], seq_ids=torch.tensor([row])
+                input_ids=ids[line],
+                attention_mask=mask[line],
+                position_ids=positions[line],
+                seq_ids=torch.tensor([row]),
             )
             rows[row] = out.logits[0, -1]
         logits = [torch.stack([rows[row] for row in sorted(rows)])]

@@ -91,7 +91,7 @@ def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout:
 
 @torch.inference_mode()
 def expected_logits(model: Any, case: dict[str, list[list[int]]]) -> torch.Tensor:
-    """The same steps' logits [steps, B, vocab] from one uncached pass a sequence of the plain or transformers' model."""
+    """The same steps' logits [steps, B, vocab] from one uncached pass a sequence (plain or transformers' model)."""
     columns = []
     for prompt, forced in zip(case["prompts"], case["forced"], strict=True):
         out = model(torch.tensor([prompt + forced]))

@@ -12,14 +12,14 @@ import sys
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.pop("NXD_CPU_MODE", None)
 
-import environment  # noqa: E402
+import environment
 
 environment.prepare(cpu=False)
 
 from kimi_k2.analysis.hlo import count  # noqa: E402
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import without_nki, build_application, summary  # noqa: E402
+from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.neuron.footprint import footprint  # noqa: E402
 from kimi_k2.neuron.preset import NeuronPreset  # noqa: E402
 

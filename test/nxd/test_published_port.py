@@ -1,6 +1,6 @@
 """Our difference from the plain model beside the published port's, on the same inputs.
 
-    KIMI_K2_PORT=<folder with the port's modeling_kimi_k2.py> pytest -s test/nxd/test_published_port.py
+KIMI_K2_PORT=<folder with the port's modeling_kimi_k2.py> pytest -s test/nxd/test_published_port.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counts in HLO text: bytes read from parameters, floating-point operations, collectives.
 
-A graph is taken as it stands before the compiler: every parameter is read once in full unless all its uses are gathers or
-dynamic slices, of which only the result's bytes are read; dots count 2 * M * N * K; elementwise work is not counted.
+A graph is taken as it stands before the compiler: every parameter is read once in full unless all its uses are gathers
+or dynamic slices, of which only the result's bytes are read; dots count 2 * M * N * K; elementwise work is not counted.
 """
 
 from __future__ import annotations

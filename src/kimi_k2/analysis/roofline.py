@@ -23,15 +23,16 @@ class Machine:
     source: str
 
 
-# AWS's page of Trn2 instances: 16 chips, 46.4 TB/s of HBM and 10.4 dense BF16 PFLOP/s (20.8 FP8) an instance; NeuronLink
-# 1 TB/s a chip. At LNC=2 the instance has 64 logical cores. The latency of a collective is our assumption.
+# AWS Neuron documentation, pages "Trn2 Architecture" and "Trainium2 Architecture": 16 chips, 46.4 TB/s of HBM and 10.7
+# BF16 PFLOP/s an instance; NeuronLink 1.28 TB/s a chip. At LNC=2 an instance has 64 logical cores. The latency of a
+# collective is our assumption.
 TRN2_LNC2 = Machine(
     name="trn2.48xlarge, LNC=2, one of 64 logical cores",
     bytes_per_second=46.4e12 / 64,
-    flops_per_second=10.4e15 / 64,
-    link_bytes_per_second=1e12 / 4,
+    flops_per_second=10.7e15 / 64,
+    link_bytes_per_second=1.28e12 / 4,
     collective_latency=15e-6,
-    source="AWS Trn2 instance page (peak rates); collective latency assumed",
+    source="AWS Neuron documentation, Trn2 architecture (peak rates); collective latency assumed",
 )
 
 

@@ -93,8 +93,7 @@ def build_application(preset: NeuronPreset, config: KimiK2Config, model: str, **
     }
     options = {**preset.neuron_config, **formats[preset.experts]().neuron_options(), **overrides}
     options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
-    neuron = config_module.KimiK2NeuronConfig(**options)
-    neuron.extra_compiler_args = list(preset.compiler_args)
+    neuron = config_module.KimiK2NeuronConfig(compiler_args=preset.compiler_args, **options)
     source = model if Path(model).exists() else config
     inference = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(source))
     return contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(model, inference)

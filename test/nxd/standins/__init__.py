@@ -19,7 +19,7 @@ BINARY_ONLY = ("torch_neuronx", "neuronxcc", "nki", "nkilib", "libneuronxla", "n
 
 
 class Inert:
-    """Whatever a module that only needs to be imported asks for: an attribute, a base class, a decorator, a constant."""
+    """Whatever a module that only needs to be imported asks for: attribute, base class, decorator, constant."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name.rpartition(".")[2]

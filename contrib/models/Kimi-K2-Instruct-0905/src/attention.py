@@ -1,8 +1,8 @@
 """Multi-head latent attention with absorbed weights on NxD's parallel layers.
 
 The same mathematics as `kimi_k2.model.attention` (absorbed form) in NxDI's two stages: prefill attends within the
-prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks, and so are the columns of
-the two down projections; every rank has the whole latent.
+prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks, and so
+are the columns of the two down projections; every rank has the whole latent.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,15 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
+        compiler_args: arguments of neuronx-cc; the model has a plain set if there are none.
 
     Raises:
         ConfigError: an option would drop tokens or normalise the router's weights a second time.
     """
 
-    def __init__(self, *, router_bias_before_sigmoid: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, router_bias_before_sigmoid: bool = False, compiler_args: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         if kwargs.get("capacity_factor") is not None:
             raise ConfigError("expected None: a capacity factor drops tokens at prefill", field="capacity_factor")
         # The router returns weights that are normalised and scaled already.
@@ -51,6 +54,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             kwargs.setdefault("quantized_checkpoints_path", "")
         super().__init__(**kwargs)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
+        self.compiler_args = list(compiler_args)
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:

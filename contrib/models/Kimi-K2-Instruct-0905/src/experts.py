@@ -6,7 +6,6 @@ import torch
 from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from torch import Tensor
 
-
 # At 128 tokens a block this makes 59 MB of activations; more blocks at once make a smaller graph.
 BLOCKS_AT_ONCE = 32
 

@@ -13,7 +13,7 @@ class LatentKVCacheManager(KVCacheManager):
     """The K slot holds the turned rotary key (64 values a token), the V slot the normed latent (512).
 
     NxDI keeps two tensors a layer. Filling both with the whole entry, as is usual for MLA, doubles the cache: 140,544
-    instead of 70,272 bytes a token in BF16 for Kimi-K2. Splitting the entry between them costs nothing. Every rank holds
+    instead of 70,272 bytes a token in BF16. Splitting the entry between them costs nothing. Every rank holds
     the whole cache: the latent is shared by all heads.
     """
 

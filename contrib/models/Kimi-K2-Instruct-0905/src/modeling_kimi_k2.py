@@ -212,20 +212,12 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
 
     def get_compiler_args(self) -> str:
-        """neuronx-cc arguments; presets in configs/ say what each is for."""
+        """neuronx-cc arguments: the preset's, which says what each is for, or a plain set."""
         neuron = self.neuron_config
-        options = [
-            "--model-type transformer",
-            "-O1",
-            "--auto-cast=none",
-            "--enable-saturate-infinity",
-            "--enable-mixed-precision-accumulation",
-            f"--lnc={neuron.logical_nc_config}",
-            "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma'",
-        ]
-        hlo2tensorizer = "--verify-hlo=true"
+        if neuron.compiler_args:
+            return " ".join(neuron.compiler_args)
+        options = ["--model-type=transformer", "-O1", "--auto-cast=none", f"--lnc={neuron.logical_nc_config}"]
         if neuron.quantized:
             # The compiler refuses e4m3fn otherwise (NCC_EVRF051); the weights avoid the codes that differ.
-            hlo2tensorizer += " --experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-        options.append(f"--internal-hlo2tensorizer-options='{hlo2tensorizer}'")
+            options.append("--internal-hlo2tensorizer-options='--experimental-unsafe-fp8e4m3fn-as-fp8e4m3'")
         return " ".join(options)

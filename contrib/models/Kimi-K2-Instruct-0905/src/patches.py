@@ -37,8 +37,8 @@ def require_source(owner: Any, *fragments: str) -> None:
 class CpuExpertGroups:
     """Expert-parallel process groups for gloo.
 
-    Mends: modules/moe/moe_process_group.py:24-52 makes a group of mesh[0] only. On XLA one group carries its whole mesh;
-    with gloo the ranks outside mesh[0] get no group (`GroupMember.NON_GROUP_MEMBER` has no size). And
+    Mends: modules/moe/moe_process_group.py:24-52 makes a group of mesh[0] only. On XLA one group carries its whole
+    mesh; with gloo the ranks outside mesh[0] get no group (`GroupMember.NON_GROUP_MEMBER` has no size). And
     parallel_layers/parallel_state.py:991 reads `group._mesh`, which gloo's groups lack.
     Checked with: SDK 2.28, 2.29. Only applied in CPU mode; on Neuron upstream is right.
     """
@@ -110,8 +110,8 @@ class CpuExpertGroups:
 class CpuFp8ExpertGather:
     """Selection of FP8 experts in CPU mode.
 
-    Mends: quantization/quantization_layers.py:1147 (QuantizedExpertFusedColumnParallel.forward). PyTorch cannot index FP8
-    on a CPU; lines 1136-1139 go round that through int8, but line 1147 indexes the FP8 weight once more.
+    Mends: quantization/quantization_layers.py:1147 (QuantizedExpertFusedColumnParallel.forward). PyTorch cannot index
+    FP8 on a CPU; lines 1136-1139 go round that through int8, but line 1147 indexes the FP8 weight once more.
     Checked with: SDK 2.28, 2.29. Only applied in CPU mode.
     """
 
@@ -144,12 +144,31 @@ class CpuFp8ExpertGather:
         Upstream.forward = forward
 
 
+class CapturedTensorsOffset:
+    """CPU mode of SDK 2.28.
+
+    Mends: models/model_base.py:3831 of NxDI 2.28 (_copy_past_key_values) calls `_get_captured_tensors_offset`, which that
+    release does not define. Without tensor capture the offset is 0. 2.29 defines it, and is left alone.
+    """
+
+    @staticmethod
+    def apply() -> None:
+        """Define the method where it is called and missing."""
+        from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM as Upstream
+
+        if hasattr(Upstream, "_get_captured_tensors_offset"):
+            return
+        require_source(Upstream._copy_past_key_values, "self._get_captured_tensors_offset()")
+        Upstream._get_captured_tensors_offset = lambda self: 0
+
+
 def apply_cpu_mode(neuron_config: Any) -> None:
     """The patches that this configuration needs in CPU mode.
 
     Raises:
         PatchError: upstream's code is not what a patch was written for.
     """
+    CapturedTensorsOffset.apply()
     if neuron_config.moe_ep_degree > 1:
         CpuExpertGroups.apply()
     if neuron_config.quantized:

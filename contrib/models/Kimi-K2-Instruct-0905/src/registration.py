@@ -1,7 +1,7 @@
 """Makes vLLM's Neuron plugin and NxDI's demo find NeuronKimiK2ForCausalLM.
 
-Both look a model up in NxDI's `MODEL_TYPES` under the lower-cased first half of `architectures[0]`: K2's config.json says
-`DeepseekV3ForCausalLM`, K2.5's `KimiK25ForConditionalGeneration`.
+Both look a model up in NxDI's `MODEL_TYPES` under the lower-cased first half of `architectures[0]`: K2's config.json
+says `DeepseekV3ForCausalLM`, K2.5's `KimiK25ForConditionalGeneration`.
 """
 
 from __future__ import annotations

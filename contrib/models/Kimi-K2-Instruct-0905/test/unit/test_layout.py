@@ -29,7 +29,7 @@ def test_presets_fit_and_use_all_cores(config: KimiK2Config, name: str) -> None:
 
 
 def test_routed_experts_are_counted_from_the_published_sizes(config: KimiK2Config) -> None:
-    """1014.7 billion parameters of routed experts, one byte each, on 64 cores; scales add less than a tenth of a per cent."""
+    """1014.7 billion parameters of routed experts, one byte each, on 64 cores; scales add little."""
     plan = footprint(config, NeuronPreset.load("trn2-tp32-ep2"))
     assert plan.routed_experts == pytest.approx(1014.7e9 / 64, rel=2e-3)
 
