@@ -1,5 +1,6 @@
 // Host side of the blockwise FP8 experts: tensor maps and launches behind one C function.
 #include "moe_fp8.cu"
+#include "moe_fp8_prepare.cuh"
 
 namespace moe {
 
@@ -71,8 +72,6 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (a.nmax == 64) rc = launch_main<64, 5, false>(a, m13, m2, stream);
   if (a.nmax == 128) rc = launch_main<128, 4, false>(a, m13, m2, stream);
   if (rc) return rc;
-  if (a.top_k * a.splits2 == 1) {
-    return 0;
-  }
+  if (a.top_k * a.splits2 == 1) return 0;
   return launch(combine_kernel, dim3(a.tokens, (a.hidden + 1023) / 1024), 128, 0, stream, a.pdl, a);
 }
