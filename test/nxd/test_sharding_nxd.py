@@ -1,6 +1,6 @@
 """Our pre-sharded files against NxD's own `ModelBuilder.shard_checkpoint` of NeuronKimiK2ForCausalLM's state dict.
 
-Each case runs in its own process: NxD's mocked ranks need NXD_CPU_MODE unset, the other tests of this folder set it.
+NxD runs in a process of its own: its mocked ranks need NXD_CPU_MODE unset, the other tests of this folder set it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ import environment
 environment.prepare(cpu=False)
 import torch
 from harness import neuron_config
+from neuronx_distributed.modules.moe import moe_process_group
 torch.set_num_threads(1)
-job = json.loads(sys.argv[2])
 config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
-options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
-neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
-hf = config.load_kimi_config(job["source"])
-app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
-app.get_builder().shard_checkpoint(serialize_path=job["out"])
+for job in json.loads(sys.argv[2]):
+    options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
+    neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
+    hf = config.load_kimi_config(job["source"])
+    app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
+    app.get_builder().shard_checkpoint(serialize_path=job["out"])
+    moe_process_group.destroy_moe_model_parallel()
 """
 
 SIZES = {
@@ -64,33 +66,46 @@ def neuron_options(experts: str, block: int) -> dict[str, object]:
     return {"quantized": True, "quantization_dtype": "f8e4m3", **kind}
 
 
+CASES = [
+    (size, tp, ep, experts)
+    for size in SIZES
+    for tp, ep in ((4, 2), (8, 1))
+    for experts in ("per_channel", "blockwise", "bf16")
+]
+
+
+def label(case: tuple[str, int, int, str]) -> str:
+    """Name of a case and of its folder."""
+    return "-".join(str(part) for part in case)
+
+
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("sources")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sources, and NxD's files for all cases from one process: importing NxD takes longer than the sharding."""
+    root = tmp_path_factory.mktemp("sharding")
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    jobs = []
     for name, size in SIZES.items():
         write_synthetic_checkpoint(root / name, tiny_config(**heads, **size))
-    return {name: root / name for name in SIZES}
-
-
-@pytest.mark.parametrize("experts", ["per_channel", "blockwise", "bf16"])
-@pytest.mark.parametrize(("tp", "ep"), [(4, 2), (8, 1)])
-@pytest.mark.parametrize("size", list(SIZES))
-def test_every_tensor_of_every_rank(
-    sources: dict[str, Path], tmp_path: Path, size: str, tp: int, ep: int, experts: str
-) -> None:
-    layout = Layout(tp, ep, experts=experts)
-    presharder = Presharder(sources[size], tmp_path / "ours", layout)
-    presharder.run()
-    options = neuron_options(experts, expert_block(presharder.config, layout))
-    job = {"tp": tp, "ep": ep, "options": options, "source": str(sources[size]), "out": str(tmp_path / "theirs")}
+    for case in CASES:
+        size, tp, ep, experts = case
+        block = expert_block(tiny_config(**heads, **SIZES[size]), Layout(tp, ep))
+        options, out = neuron_options(experts, block), str(root / f"theirs-{label(case)}")
+        jobs.append({"tp": tp, "ep": ep, "options": options, "source": str(root / size), "out": out})
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(job)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(jobs)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
+    size, tp, ep, experts = case
+    Presharder(root / size, tmp_path, Layout(tp, ep, experts=experts)).run()
     for rank in range(tp * ep):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
-        ours, theirs = load_file(tmp_path / "ours" / "weights" / name), load_file(tmp_path / "theirs" / name)
+        ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)
         assert ours.keys() == theirs.keys()
         for key, expected in theirs.items():
             found = ours[key]
