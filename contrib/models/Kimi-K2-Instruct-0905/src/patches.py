@@ -147,8 +147,8 @@ class CpuFp8ExpertGather:
 class CapturedTensorsOffset:
     """CPU mode of SDK 2.28.
 
-    Mends: models/model_base.py:3831 of NxDI 2.28 (_copy_past_key_values) calls `_get_captured_tensors_offset`, which that
-    release does not define. Without tensor capture the offset is 0. 2.29 defines it, and is left alone.
+    Mends: models/model_base.py:3831 of NxDI 2.28 (_copy_past_key_values) calls `_get_captured_tensors_offset`, which
+    that release does not define. Without tensor capture the offset is 0. 2.29 defines it, and is left alone.
     """
 
     @staticmethod
