@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import typer
 
-from kimi_k2.kernels.bench.moe import HIDDEN, SHAPES, candidates, random_experts, read_bandwidth, time_experts
+from kimi_k2.kernels.bench.harness import read_bandwidth
+from kimi_k2.kernels.bench.moe import HIDDEN, SHAPES, candidates, random_experts, time_experts
 from kimi_k2.kernels.moe_tuning import DIRECTORY, file_name, save_choices
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096, 16384]

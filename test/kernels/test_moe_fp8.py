@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import moe_build
+from kimi_k2.kernels import build
 from kimi_k2.kernels.moe_fp8 import _INTEGERS, _POINTERS, check_arguments, moe_fp8, workspace_sizes
 from kimi_k2.kernels.moe_tuning import ExpertChoice
 
@@ -78,7 +78,7 @@ def test_workspace_covers_the_worst_routing(fused):
 
 def test_ctypes_structure_follows_the_cuda_one():
     """The two declarations are one interface: the same fields in the same order."""
-    text = (moe_build.SOURCES / "moe_fp8.cuh").read_text()
+    text = (build.SOURCES / "moe_fp8.cuh").read_text()
     body = re.search(r"struct Fp8Args \{(.*?)\n\};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*", "", body)
     pointers = re.findall(r"\*\s*(\w+);", body)
@@ -88,16 +88,16 @@ def test_ctypes_structure_follows_the_cuda_one():
 
 
 def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(moe_build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
     (tmp_path / "moe_a.cu").write_text("one")
-    before = moe_build.source_hash("moe_")
+    before = build.source_hash("moe_")
     (tmp_path / "moe_a.cu").write_text("two")
-    assert moe_build.source_hash("moe_") != before
+    assert build.source_hash("moe_") != before
 
 
 def test_missing_compiler_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("KIMI_K2_CACHE", str(tmp_path))
-    monkeypatch.setattr(moe_build, "find_nvcc", lambda: None)
-    moe_build.load_library.cache_clear()
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    build.load_library.cache_clear()
     with pytest.raises(KernelError, match="nvcc"):
-        moe_build.load_library("moe_fp8_launch.cu")
+        build.load_library("moe_fp8_launch.cu", "moe_")

@@ -117,7 +117,8 @@ def test_decode_equals_transformers_far_into_the_context() -> None:
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(1, 6, config.hidden_size, dtype=torch.float64)
     far = torch.tensor([[0, 1, 2, 3, 4, 5]]) + 200_000
-    expected = theirs(x, DeepseekV3RotaryEmbedding(hf_config)(x, far), torch.full((1, 1, 6, 6), float("-inf")).triu(1))[0]
+    causal = torch.full((1, 1, 6, 6), float("-inf")).triu(1)
+    expected = theirs(x, DeepseekV3RotaryEmbedding(hf_config)(x, far), causal)[0]
     # Without a cache our mask counts from position 0; the rotation alone says how far into the context we are.
     out = ours(x, far - 200_000, RotaryEmbedding(config)(far, torch.float64), None, 6)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

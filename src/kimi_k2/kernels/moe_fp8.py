@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.moe_build import load_library
+from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 
 BLOCK = 128
@@ -209,7 +209,7 @@ def moe_fp8(
     arguments.ids64 = topk_indices.dtype == torch.int64
     arguments.grid, arguments.programmatic = multiprocessors, 1
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    status = load_library("moe_fp8_launch.cu").kimi_moe_fp8(ctypes.byref(arguments), stream)
+    status = load_library("moe_fp8_launch.cu", "moe_").kimi_moe_fp8(ctypes.byref(arguments), stream)
     if status:
         raise KernelError(f"moe_fp8 could not be launched: CUDA error {status} (1000 and above: our launcher's)")
     return out

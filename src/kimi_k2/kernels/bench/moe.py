@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.bench.harness import graph_median
 from kimi_k2.kernels.moe_fp8 import moe_fp8
 from kimi_k2.kernels.moe_tuning import ExpertChoice
 
@@ -63,37 +65,9 @@ def time_experts(
     for _ in range(calls):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         sets.append((x, *random_routing(tokens, top_k, experts)))
-    moe_fp8(sets[0][0], *weights, *sets[0][1:], choice=pinned)  # builds and allocates before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x, indices, scores in sets:
-            moe_fp8(x, *weights, indices, scores, choice=pinned)
-    times = []
-    for replay in range(28):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 3:
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
+    microseconds = graph_median([partial(moe_fp8, x, *weights, *routing, choice=pinned) for x, *routing in sets])
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
-    return Timing(statistics.median(times), distinct * 3 * inter * hidden)
-
-
-def read_bandwidth(size: int = 2**32) -> float:
-    """GB/s of the best of eight sums over a buffer far larger than the L2."""
-    buffer = torch.empty(size // 4, device="cuda")
-    best = 0.0
-    for _ in range(8):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        buffer.sum()
-        end.record()
-        end.synchronize()
-        best = max(best, size / begin.elapsed_time(end) / 1e6)
-    return best
+    return Timing(microseconds, distinct * 3 * inter * hidden)
 
 
 def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:

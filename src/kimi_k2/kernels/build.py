@@ -1,4 +1,4 @@
-"""Compile the CUDA C++ expert kernels once, on first use, into a cached shared library with a C interface.
+"""Compile CUDA C++ kernels once, on first use, into a cached shared library with a C interface.
 
 The library is named after a hash of its sources and of the compiler's flags, so a changed source is never served by an
 old build. No PyTorch header is included: the build takes seconds and does not depend on PyTorch's version.
@@ -45,8 +45,12 @@ def source_hash(prefix: str) -> str:
 
 
 @functools.cache
-def load_library(source: str, prefix: str = "moe_") -> ctypes.CDLL:
+def load_library(source: str, prefix: str) -> ctypes.CDLL:
     """The shared library of `csrc/<source>`, compiled if the cache lacks it.
+
+    Args:
+        source: file name in csrc/.
+        prefix: how the names of the files that it is made of begin; a change to any of them makes a new library.
 
     Raises:
         KernelError: there is no CUDA compiler, or it fails; its last lines are in the message.

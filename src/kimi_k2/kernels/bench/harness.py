@@ -1,0 +1,53 @@
+"""Timing on the GPU: median of CUDA-graph replays over inputs too large together for the L2, and the measured ceilings.
+
+Callers rotate: each call of a graph gets its own inputs, and together they should be several times the 60 MB L2, so
+that what a kernel reads comes from memory as it does in a model, where other layers run in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def graph_median(calls: Sequence[Callable[[], Any]], replays: int = 25, warm_up: int = 3) -> float:
+    """Median microseconds of one call when `calls` run back to back in one captured CUDA graph.
+
+    The first call runs once before the capture, so that a build or a scratch allocation is not captured.
+    """
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return statistics.median(event_times(graph.replay, replays, warm_up)) / len(calls)
+
+
+def event_times(action: Callable[[], Any], repeats: int, warm_up: int = 3) -> list[float]:
+    """Microseconds of each of `repeats` runs of `action` between two events, after `warm_up` runs that do not count."""
+    times = []
+    for run in range(warm_up + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        if run >= warm_up:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return times
+
+
+def read_bandwidth(size: int = 2**32) -> float:
+    """GB/s of the best of eight sums over a buffer of `size` bytes, far larger than the L2."""
+    buffer = torch.empty(size // 4, device="cuda")
+    return size / min(event_times(buffer.sum, 8, 0)) / 1e3
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """TFLOP/s of the median of ten square BF16 products of random matrices."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / statistics.median(event_times(lambda: a @ b, 10)) / 1e6
