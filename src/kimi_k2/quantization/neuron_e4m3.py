@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kimi_k2.quantization.fp8_block import expand_block_scale
+
 NEURON_E4M3_MAX = 240.0
 _EXPONENT = 0x78
 _NAN = 0x7F
@@ -47,6 +49,25 @@ def halve_codes(weight: Tensor) -> Tensor:
     # bytes.translate is several times faster than a round trip through float32.
     halved = bytearray(codes.numpy().tobytes().translate(_HALVED))
     return torch.frombuffer(halved, dtype=torch.uint8).view(weight.shape).view(torch.float8_e4m3fn)
+
+
+def halve_blocks(
+    weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int], block: int
+) -> tuple[Tensor, Tensor]:
+    """A block-FP8 weight for Trainium2: halved codes, doubled scales, each scale repeated for blocks of `block`.
+
+    Args:
+        weight: float8_e4m3fn [N, K], N and K multiples of `block`.
+        weight_scale_inv: float32, one scale a block of `block_size`.
+        block_size: the checkpoint's block; `block` divides both sides.
+        block: side of a square block of the result, so that a rank's slice begins and ends on a block's border.
+
+    Returns:
+        (float8_e4m3fn [N, K], float32 [N / block, K / block]).
+    """
+    grid = torch.Size(size // block for size in weight.shape)
+    repeats = (block_size[0] // block, block_size[1] // block)
+    return halve_codes(weight), expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
 
 
 def inexact_codes(weight: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Fp8BlockQuantization
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block, expand_block_scale, quantize_fp8_block
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
 from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel
-from kimi_k2.quantization.neuron_e4m3 import halve_codes
+from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
 from kimi_k2.sharding.errors import ConversionError, compare, halving_error
 from kimi_k2.sharding.plan import Layout, expert_block
 
@@ -152,13 +152,10 @@ class Converter:
         square = (self.block, self.block)
         if "weight_scale_inv" in stored:
             assert isinstance(quantization, Fp8BlockQuantization)
-            weight, scale = stored["weight"], stored["weight_scale_inv"].to(torch.float32)
-            block = quantization.weight_block_size
+            weight, scale = stored["weight"], stored["weight_scale_inv"]
             if self.report:
-                self.error.add(halving_error(weight, scale, block))
-            repeats = (block[0] // self.block, block[1] // self.block)
-            grid = torch.Size(size // self.block for size in weight.shape)
-            return halve_codes(weight), expand_block_scale(scale, grid, repeats) * 2.0
+                self.error.add(halving_error(weight, scale.to(torch.float32), quantization.weight_block_size))
+            return halve_blocks(weight, scale, quantization.weight_block_size, self.block)
         plain = dequantize_stored(stored, quantization, torch.float32)
         weight, scale = quantize_fp8_block(plain, square)
         halved, doubled = halve_codes(weight), scale * 2.0

@@ -16,8 +16,9 @@ from torch import Tensor
 from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Quantization
 from kimi_k2.quantization.fp8_block import quantize_fp8_block
+from kimi_k2.quantization.fp8_channel import quantize_fp8_channel
+from kimi_k2.quantization.neuron_e4m3 import halve_blocks
 
-NEURON_E4M3_MAX = 240.0
 CHECKPOINT_BLOCK = 128
 
 # Only the routed experts are quantized; a name matches as a part of the module's path (NxD's convert()).
@@ -77,16 +78,14 @@ class BlockwiseFp8Experts:
     def convert(
         self, stored: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype
     ) -> dict[str, Tensor]:
+        square = (self.block_size, self.block_size)
         if "weight_scale_inv" in stored:
-            weight, scale = stored["weight"], stored["weight_scale_inv"]
-            repeats = CHECKPOINT_BLOCK // self.block_size
-            rows, columns = (size // self.block_size for size in weight.shape)
-            scale = scale.repeat_interleave(repeats, 0)[:rows].repeat_interleave(repeats, 1)[:, :columns]
+            weight, scale, block = stored["weight"], stored["weight_scale_inv"], (CHECKPOINT_BLOCK, CHECKPOINT_BLOCK)
         else:
             plain = dequantize_stored(stored, quantization, torch.float32)
-            weight, scale = quantize_fp8_block(plain, (self.block_size, self.block_size))
-        halved = (weight.to(torch.float32) * 0.5).to(torch.float8_e4m3fn)
-        return {"weight": halved.mT, "scale": scale.to(torch.float32).mT * 2.0}
+            (weight, scale), block = quantize_fp8_block(plain, square), square
+        weight, scale = halve_blocks(weight, scale, block, self.block_size)
+        return {"weight": weight.mT, "scale": scale.mT}
 
     def neuron_options(self) -> dict[str, Any]:
         return {
@@ -105,10 +104,7 @@ class ChannelFp8Experts:
     def convert(
         self, stored: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        plain = dequantize_stored(stored, quantization, torch.float32)
-        amax = plain.abs().amax(dim=1, keepdim=True)
-        scale = torch.where(amax > 0, amax / NEURON_E4M3_MAX, torch.ones_like(amax))
-        weight = (plain / scale).clamp_(-NEURON_E4M3_MAX, NEURON_E4M3_MAX).to(torch.float8_e4m3fn)
+        weight, scale = quantize_fp8_channel(dequantize_stored(stored, quantization, torch.float32))
         return {"weight": weight.mT, "scale": scale.mT}
 
     def neuron_options(self) -> dict[str, Any]:
