@@ -36,6 +36,17 @@ def test_prefill_and_16_decode_steps(checkpoints: dict[str, Path], tmp_path: Pat
     torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["thinking", "k2.5"])
+def test_int4_checkpoints(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """K2-Thinking's and K2.5's formats (INT4 groups, `language_model.` names, their YaRN settings and epsilon)."""
+    case = sequences(4, 512)
+    job = {"checkpoint": checkpoints[name], "neuron_config": neuron_config(1, 2, 4), "cases": [case]}
+    (logits,) = launch(job, tmp_path)
+    plain = expected_logits(plain_model(checkpoints[name]), case)
+    print(f"\n{name} EP2 batch 4: max |difference| to the plain model {float((logits - plain).abs().max()):.1e}")
+    torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
+
+
 def test_bias_before_the_sigmoid_is_far_off(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The published port's arrangement, behind a switch: shows that parity above is not blind to the bias."""
     case = sequences(4, 512)

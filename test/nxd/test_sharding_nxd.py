@@ -22,11 +22,13 @@ from kimi_k2.sharding.presharder import Presharder
 WORKER = """
 import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1])
 import environment
 environment.prepare(cpu=False)
 import torch
 from harness import neuron_config
+from safetensors.torch import save_file
 from neuronx_distributed.modules.moe import moe_process_group
 torch.set_num_threads(1)
 config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
@@ -36,6 +38,14 @@ for job in json.loads(sys.argv[2]):
     hf = config.load_kimi_config(job["source"])
     app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
     app.get_builder().shard_checkpoint(serialize_path=job["out"])
+    app.neuron_config.save_sharded_checkpoint = True
+    app.shard_weights(job["out"])
+    loaded = []
+    device = SimpleNamespace(initialize=lambda weights, start: loaded.extend(weights))
+    app.traced_model = SimpleNamespace(nxd_model=device)
+    app.load_weights(job["out"])
+    for rank, weights in enumerate(loaded):
+        save_file(weights, Path(job["out"]) / f"loaded{rank}.safetensors")
     moe_process_group.destroy_moe_model_parallel()
 """
 
@@ -100,14 +110,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
+def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, int, int, str]) -> None:
+    """`shard_weights` writes in a stream, NxDI's own `load_weights` reads: what reaches the device is what NxD cut."""
+    out = root / f"theirs-{label(case)}"
+    ranks = case[1] * case[2]
+    assert len(list(out.glob("loaded*.safetensors"))) == ranks
+    for rank in range(ranks):
+        loaded = load_file(out / f"loaded{rank}.safetensors")
+        theirs = load_file(out / f"tp{rank}_sharded_checkpoint.safetensors")
+        assert_same_bytes(loaded, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
 def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
     size, tp, ep, experts = case
     Presharder(root / size, tmp_path, Layout(tp, ep, experts=experts)).run()
     for rank in range(tp * ep):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
         ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)
-        assert ours.keys() == theirs.keys()
-        for key, expected in theirs.items():
-            found = ours[key]
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (rank, key)
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (rank, key)
+        assert_same_bytes(ours, theirs)
+
+
+def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert ours.keys() == theirs.keys()
+    for key, expected in theirs.items():
+        found = ours[key]
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), key
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), key

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
-from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.sharding import rank_file
-from kimi_k2.sharding.manifest import MANIFEST, verify
+from kimi_k2.sharding.manifest import MANIFEST, check_made_for, verify
 from kimi_k2.sharding.plan import Layout, make_plan
 from kimi_k2.sharding.presharder import JOURNAL, Presharder
 
@@ -41,8 +42,6 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def assemble(output: Path, source_layout: Layout, plan_of: Path) -> dict[str, torch.Tensor]:
     """Whole tensors from all ranks' files, placed by the plan's regions."""
-    from kimi_k2.config import KimiK2Config
-
     plan = make_plan(KimiK2Config.from_pretrained(plan_of), source_layout)
     ranks = [
         load_file(output / "weights" / f"tp{rank}_sharded_checkpoint.safetensors")
@@ -168,6 +167,21 @@ def test_other_options_are_refused(checkpoints: dict[str, Path], tmp_path: Path)
     Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
     with pytest.raises(ConfigError, match="other options"):
         Presharder(checkpoints["fp8"], tmp_path, Layout(2, experts="bf16")).run()
+
+
+def test_files_for_another_model_or_layout_are_refused_without_the_checkpoint(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    with pytest.raises(MissingShardError, match="not finished"):
+        check_made_for(tmp_path, config, Layout(2))
+    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+    check_made_for(tmp_path, config, Layout(2))
+    for other in (Layout(1, 2), Layout(2, experts="blockwise"), Layout(2, spmd_rank=True)):
+        with pytest.raises(ConfigError, match=MANIFEST):
+            check_made_for(tmp_path, config, other)
+    with pytest.raises(ConfigError, match="another configuration"):
+        check_made_for(tmp_path, KimiK2Config.from_pretrained(checkpoints["thinking"]), Layout(2))
 
 
 def test_verify_finds_a_flipped_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.footprint import BANK_BYTES, Footprint
 from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
+from kimi_k2.sharding.manifest import WEIGHTS
 
-MANIFEST = "manifest.json"
+MANIFEST = "compile.json"  # manifest.json is the converted weights'
 CHECKED_RELEASES = {"neuronx-distributed": ("0.17", "0.18"), "neuronx-distributed-inference": ("0.8", "0.9")}
 STAGES = ("context_encoding_model", "token_generation_model")
 
@@ -126,7 +128,10 @@ def without_nki(preset: NeuronPreset) -> dict[str, Any]:
 
 
 def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
-    """Compile to NEFFs with NxDI; neuronx-cc's cache resumes graphs that were finished before."""
+    """Compile to NEFFs with NxDI, then pre-shard the weights if they are not there yet; both resume.
+
+    neuronx-cc's cache keeps graphs that were finished before.
+    """
     config = load_model_config(model)
     manifest = Manifest(out, preset, config)
     if manifest.complete:
@@ -138,7 +143,8 @@ def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
     say("compiling (NxDI reports each graph) ...")
     app.compile(str(out))
     for path in sorted(out.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
+        # The weights are a terabyte and have checksums of their own.
+        if path.is_file() and path.parent.name != WEIGHTS and path.name not in (MANIFEST, WEIGHTS_MANIFEST):
             manifest.add(str(path.relative_to(out)), {})
     manifest.finish(seconds=round(time.monotonic() - start))
     say(f"compiled in {time.monotonic() - start:.0f} s; {out / MANIFEST} lists the artifacts")
@@ -161,7 +167,7 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
 
 
 class Manifest:
-    """manifest.json beside the artifacts: what they were made from, and their sizes and digests."""
+    """compile.json beside the artifacts: what they were made from, and their sizes and digests."""
 
     def __init__(self, out: Path, preset: NeuronPreset, config: KimiK2Config) -> None:
         self.out, self.path = out, out / MANIFEST

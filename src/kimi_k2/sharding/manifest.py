@@ -11,7 +11,7 @@ from typing import Any
 from kimi_k2 import __version__
 from kimi_k2.checkpoint.reader import CheckpointReader, read_header
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, CorruptHeaderError, MissingShardError, TruncatedShardError
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError, TruncatedShardError
 from kimi_k2.sharding.plan import Layout
 
 MANIFEST = "manifest.json"
@@ -33,19 +33,45 @@ def describe(reader: CheckpointReader, config: KimiK2Config, layout: Layout) -> 
     return {
         "tool": {"name": "kimi-k2", "version": __version__},
         "source": {
-            "config_sha256": hashlib.sha256(config.model_dump_json().encode()).hexdigest(),
+            "config_sha256": _config_digest(config),
             "headers_sha256": headers.hexdigest(),
             "shards": shards,
         },
-        "options": {
-            "target": layout.target,
-            "experts": layout.experts,
-            "moe_tp": layout.moe_tp,
-            "moe_ep": layout.moe_ep,
-            "dtype": str(layout.dtype).removeprefix("torch."),
-            "spmd_rank": layout.has_spmd_rank,
-        },
+        "options": _options(layout),
     }
+
+
+def _config_digest(config: KimiK2Config) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+def _options(layout: Layout) -> dict[str, Any]:
+    return {
+        "target": layout.target,
+        "experts": layout.experts,
+        "moe_tp": layout.moe_tp,
+        "moe_ep": layout.moe_ep,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "spmd_rank": layout.has_spmd_rank,
+    }
+
+
+def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) -> None:
+    """Refuse a finished conversion of another model or for another layout; the checkpoint need not be there.
+
+    Raises:
+        MissingShardError, CorruptHeaderError: see `load_manifest`.
+        ConfigError: naming the first option that differs.
+    """
+    path = Path(directory) / MANIFEST
+    made_from = load_manifest(Path(directory))["made_from"]
+    for option, wanted in _options(layout).items():
+        if made_from["options"].get(option) != wanted:
+            raise ConfigError(
+                f"converted with {made_from['options'].get(option)}, expected {wanted}", field=option, file=path
+            )
+    if made_from["source"]["config_sha256"] != _config_digest(config):
+        raise ConfigError("converted from a checkpoint with another configuration", file=path)
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:

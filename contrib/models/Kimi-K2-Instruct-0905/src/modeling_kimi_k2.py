@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from neuronx_distributed.modules.moe.model import MoE
@@ -27,6 +28,7 @@ from .config import KimiK2InferenceConfig
 from .experts import KimiK2ExpertMLPs
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
+from .presharding import preshard
 from .quantized import expert_format, q_config
 from .router import KimiK2Router
 
@@ -210,6 +212,16 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
         return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
+
+    def shard_weights(
+        self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
+    ) -> None:
+        """Pre-shard beside the compiled model if the neuron config says `save_sharded_checkpoint`; see `preshard`."""
+        neuron = self.neuron_config
+        if pre_shard_weights_hook is not None:
+            pre_shard_weights_hook(self)
+        if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
+            preshard(self.model_path, compiled_model_path, neuron)
 
     def get_compiler_args(self) -> str:
         """neuronx-cc arguments: the preset's, which says what each is for, or a plain set."""
