@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
-CONTRIB = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905"
-PACKAGE = "kimi_k2_contrib"
-NEEDED = ("neuronx_distributed", "neuronx_distributed_inference", "torch_xla")
+from kimi_k2.neuron.contrib import load as contrib
+from kimi_k2.neuron.contrib import missing as absent_packages
+
+__all__ = ["contrib", "missing", "prepare"]
 
 
 def missing() -> str | None:
     """Why these tests cannot run here, or None."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    absent = absent_packages()
     return f"not importable here: {', '.join(absent)}" if absent else None
 
 
@@ -29,17 +28,3 @@ def prepare(cpu: bool = True) -> list[str]:
     import standins
 
     return standins.install()
-
-
-def contrib(module: str) -> ModuleType:
-    """`contrib/.../src/<module>.py`, imported as part of a package."""
-    if PACKAGE not in sys.modules:
-        source = CONTRIB / "src"
-        spec = importlib.util.spec_from_file_location(
-            PACKAGE, source / "__init__.py", submodule_search_locations=[str(source)]
-        )
-        assert spec and spec.loader
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[PACKAGE] = package
-        spec.loader.exec_module(package)
-    return importlib.import_module(f"{PACKAGE}.{module}")
