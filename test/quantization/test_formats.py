@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_block import block_grid, dequantize_fp8_block, quantize_fp8_block
+from kimi_k2.quantization.fp8_block import (
+    block_grid,
+    dequantize_fp8_block,
+    e4m3_to_float32,
+    expand_block_scale,
+    quantize_fp8_block,
+)
 from kimi_k2.quantization.int4_group import dequantize_int4_group, pack_int4, quantize_int4_group, unpack_int4
 
 rows_columns = st.tuples(st.integers(1, 300), st.integers(1, 300))
@@ -126,3 +132,20 @@ def test_int4_wrong_shapes() -> None:
             dequantize_int4_group(*arguments)
     with pytest.raises(ValueError, match="multiple of 32 columns"):
         quantize_int4_group(torch.randn(4, 40))
+
+
+def test_every_e4m3_code_is_converted_as_torch_does() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for some in (codes, codes[:127], codes.view(2, 8, 16)):
+        torch.testing.assert_close(e4m3_to_float32(some), some.to(torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (576, 256), (130, 5), (1024, 1000), (3, 9000)])
+def test_dequantization_in_chunks_is_one_product(shape: tuple[int, int]) -> None:
+    weight, scale = quantize_fp8_block(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    expected = weight.to(torch.float32) * expand_block_scale(scale, weight.shape, (128, 128))
+    assert torch.equal(dequantize_fp8_block(weight, scale), expected)
+    weight.view(torch.uint8)[0, 0] = 0x7F
+    found = dequantize_fp8_block(weight, scale)
+    assert bool(found[0, 0].isnan())
+    assert torch.equal(found[1:], expected[1:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
-from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block, expand_block_scale, quantize_fp8_block
+from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel, requantize_fp8_channel
 from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_codes, inexact_codes, reserved_codes
 
 CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -52,3 +52,16 @@ def test_per_channel_is_the_nearest_code_of_a_float64_search() -> None:
     # float32 division may tip a tie; it cannot do worse than its own rounding.
     assert bool(((codes.double() - target).abs() <= nearest + 1e-4).all())
     assert float((dequantize_fp8_channel(codes, scale) - weight).norm() / weight.norm()) < 0.03
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1024, 1536)])
+def test_requantizing_is_dequantizing_then_quantizing(shape: tuple[int, int]) -> None:
+    """Against the formula in one expression, which needs neither chunks nor scratch."""
+    weight, inverse = quantize_fp8_block(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    weight.view(torch.uint8)[3] = 0
+    codes, scale = requantize_fp8_channel(weight, inverse, (128, 128))
+    plain = weight.to(torch.float32) * expand_block_scale(inverse, weight.shape, (128, 128))
+    expected = torch.where(plain.abs().amax(1) > 0, plain.abs().amax(1) / NEURON_E4M3_MAX, 1.0)[:, None]
+    assert torch.equal(scale, expected)
+    assert torch.equal(codes.view(torch.uint8), (plain / expected).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert reserved_codes(codes) == 0

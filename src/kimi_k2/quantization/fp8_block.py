@@ -6,10 +6,17 @@ The last block of a row or column may be partial (kv_a_proj_with_mqa has 576 row
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
+_NAN = 0x7F
+_SCALED = 256.0
+# Values that are worked on at a time: float32, they stay in a core's cache; fewer, and threads wait for one another.
+CHUNK_VALUES = 2**19
 
 
 def block_grid(shape: tuple[int, ...] | torch.Size, block_size: tuple[int, int]) -> tuple[int, int]:
@@ -23,6 +30,33 @@ def expand_block_scale(scale: Tensor, shape: torch.Size, block_size: tuple[int, 
     block_rows, block_columns = block_size
     expanded = scale.repeat_interleave(block_rows, dim=-2)[..., : shape[-2], :]
     return expanded.repeat_interleave(block_columns, dim=-1)[..., : shape[-1]]
+
+
+def has_nan(weight: Tensor) -> bool:
+    """Whether an e4m3fn tensor holds a NaN code."""
+    # The largest magnitude is found ten times sooner than all codes that are equal to one.
+    return weight.numel() > 0 and int(weight.view(torch.uint8).bitwise_and(_NAN).amax()) == _NAN
+
+
+def e4m3_to_float32(weight: Tensor) -> Tensor:
+    """float32 values of an e4m3fn tensor of any shape; exact, NaN included."""
+    values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    _scaled_values(weight, torch.empty(weight.shape, dtype=torch.int16, device=weight.device), values).mul_(_SCALED)
+    if has_nan(weight):
+        values.masked_fill_(weight.view(torch.uint8).bitwise_and(_NAN) == _NAN, torch.nan)
+    return values
+
+
+def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:
+    """Fill `values` with the float32 values over 256, exact, with 480 for NaN; `wide` is int16 scratch.
+
+    torch converts code by code, which takes ten times as long on a CPU. Exponent and mantissa of an e4m3 code, moved to
+    the top of a float16's, read as the value times 2^-8, subnormals too, since both formats end the same way.
+    """
+    wide.copy_(weight.view(torch.int8))
+    # Bit 14 is a copy of the sign, from the extension to 16 bits.
+    wide.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return values.copy_(wide.view(torch.float16))
 
 
 def dequantize_fp8_block(
@@ -46,17 +80,77 @@ def dequantize_fp8_block(
         ValueError: the scale's shape is not the block grid of the weight.
     """
     rows, columns = weight.shape[-2:]
-    block_rows, block_columns = block_size
     grid = (*weight.shape[:-2], *block_grid(weight.shape, block_size))
     if tuple(weight_scale_inv.shape) != grid:
         raise ValueError(f"weight_scale_inv: expected shape {list(grid)}, got {list(weight_scale_inv.shape)}")
-    scale = weight_scale_inv.to(torch.float32)
-    if rows % block_rows == 0 and columns % block_columns == 0:
-        # Broadcasting over a block view spares the expanded scale, which is as large as the weight.
-        blocks = weight.to(torch.float32).unflatten(-1, (-1, block_columns)).unflatten(-3, (-1, block_rows))
-        blocks *= scale[..., :, None, :, None]
-        return blocks.flatten(-4, -3).flatten(-2, -1).to(dtype)
-    return (weight.to(torch.float32) * expand_block_scale(scale, weight.shape, block_size)).to(dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    flat, scales = weight.reshape(-1, rows, columns), weight_scale_inv.reshape(-1, *grid[-2:]).to(torch.float32)
+    for matrix, scale, target in zip(flat, scales, out.view(-1, rows, columns), strict=True):
+        for part, plain in dequantized_chunks(matrix, scale, block_size):
+            target[part] = plain
+    return out
+
+
+def dequantized_chunks(
+    weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a block-FP8 matrix [N, K], float32, as many at a time as a core's cache holds, with where they lie.
+
+    The rows are the caller's until the next are asked for, which overwrite them.
+    """
+    rows, columns = weight.shape
+    block_rows, block_columns = block_size
+    if has_nan(weight):
+        values = e4m3_to_float32(weight) * expand_block_scale(weight_scale_inv, weight.shape, block_size)
+        yield slice(0, rows), values
+        return
+    # A power of two, so that the product is rounded as that of value and scale is.
+    scales = (weight_scale_inv * _SCALED).repeat_interleave(block_columns, dim=1)[:, :columns]
+    step = max(1, CHUNK_VALUES // columns)
+    step = step // block_rows * block_rows if step > block_rows else step
+    wide, scratch = (work_rows(i, min(step, rows), weight, d) for i, d in enumerate((torch.int16, torch.float32)))
+    for start, end in _spans(rows, block_rows, step):
+        values = _scaled_values(weight[start:end], wide[: end - start], scratch[: end - start])
+        blocks = scales[start // block_rows : -(-end // block_rows)]
+        values.unflatten(0, (len(blocks), -1)).mul_(blocks.unsqueeze(1))
+        yield slice(start, end), values
+
+
+class _Buffers(threading.local):
+    """A thread's scratch memory: fresh pages for every matrix would take longer than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.by_use: dict[tuple[int, torch.device], Tensor] = {}
+
+
+_BUFFERS = _Buffers()
+
+
+def work_rows(use: int, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scratch [rows, columns of `like`] on its device, the thread's own; the next call with the same `use` gets it too.
+
+    What is larger than a chunk is not kept.
+    """
+    columns = like.shape[1]
+    if rows * columns > CHUNK_VALUES:
+        return torch.empty(rows, columns, dtype=dtype, device=like.device)
+    key = (use, like.device)
+    if key not in _BUFFERS.by_use:
+        _BUFFERS.by_use[key] = torch.empty(CHUNK_VALUES, dtype=dtype, device=like.device)
+    return _BUFFERS.by_use[key][: rows * columns].view(rows, columns)
+
+
+def _spans(rows: int, block: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cuts of `rows`: of `step` whole blocks' rows, or parts of one block if `step` is less than a block."""
+    whole = rows // block * block
+    if step >= block:
+        yield from ((first, min(first + step, whole)) for first in range(0, whole, step))
+        if whole < rows:
+            yield whole, rows
+        return
+    for start in range(0, rows, block):
+        end = min(start + block, rows)
+        yield from ((first, min(first + step, end)) for first in range(start, end, step))
 
 
 def quantize_fp8_block(weight: Tensor, block_size: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:

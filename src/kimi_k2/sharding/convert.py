@@ -15,12 +15,17 @@ from kimi_k2.errors import CheckpointError
 from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Fp8BlockQuantization
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
-from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_fp8_channel
+from kimi_k2.quantization.fp8_channel import (
+    dequantize_fp8_channel,
+    quantize_fp8_channel,
+    requantize_fp8_channel,
+)
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
 from kimi_k2.sharding.errors import ConversionError, compare, halving_error
 from kimi_k2.sharding.plan import Layout, expert_block
 
 Stored = dict[str, Tensor]
+_ROWS = 64
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,7 +65,7 @@ def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
 
 
 class Converter:
-    """Converts units; `error` gathers the routed experts' error if asked for.
+    """Converts units; safe to call from several threads.
 
     Args:
         report: measure the error of every expert.
@@ -69,22 +74,22 @@ class Converter:
     def __init__(self, config: KimiK2Config, layout: Layout, *, report: bool = True) -> None:
         self.config, self.layout, self.report = config, layout, report
         self.block = expert_block(config, layout)
-        self.error = ConversionError()
 
-    def convert(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
-        """Output tensors of a unit from its modules' stored tensors by suffix.
+    def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
+        """Output tensors of a unit from its modules' stored tensors by suffix, and the error of what was requantized.
 
         Raises:
             CheckpointError: a weight holds NaN.
         """
+        error = ConversionError()
         try:
             if unit.expert is not None:
-                return self._expert(unit, stored)
+                return self._expert(unit, stored, error), error
             if self.layout.target == "cuda":
-                return self._cuda(unit.modules[0], stored[unit.modules[0]])
-            return self._neuron(unit, stored)
-        except ValueError as error:
-            raise CheckpointError(str(error), tensor=unit.modules[0]) from error
+                return self._cuda(unit.modules[0], stored[unit.modules[0]]), error
+            return self._neuron(unit, stored), error
+        except ValueError as reason:
+            raise CheckpointError(str(reason), tensor=unit.modules[0]) from reason
 
     def _float(self, stored: Stored) -> Tensor:
         return dequantize_stored(stored, self.config.quantization, self.layout.dtype)
@@ -114,54 +119,79 @@ class Converter:
             for suffix, tensor in kept.items()
         ]
 
-    def _expert(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
-        gate, up, down = (self._matrix(stored[module]) for module in unit.modules)
-        if self.layout.target == "neuron":
+    def _expert(self, unit: Unit, stored: dict[str, Stored], error: ConversionError) -> list[Part]:
+        gate, up, down = (self._matrix(stored[module], error) for module in unit.modules)
+        neuron = self.layout.target == "neuron"
+        if neuron:
             moe = unit.modules[0].removeprefix("model.").rpartition(".experts.")[0]
-            root, axis = f"{moe}.expert_mlps.mlp_op", 1
+            root = f"{moe}.expert_mlps.mlp_op"
         else:
-            root, axis = unit.modules[0].rpartition(".experts.")[0] + ".experts", 0
+            root = unit.modules[0].rpartition(".experts.")[0] + ".experts"
         parts = []
         for suffix in down:
             pair = [gate[suffix], up[suffix]]
             # The plain model's buffers are named without `.weight`.
-            ending = f".{suffix}" if self.layout.target == "neuron" else suffix.removeprefix("weight")
-            parts.append(Part(f"{root}.gate_up_proj{ending}", unit.expert, torch.cat(pair, axis)))
-            parts.append(Part(f"{root}.down_proj{ending}", unit.expert, down[suffix]))
+            ending = f".{suffix}" if neuron else suffix.removeprefix("weight")
+            both = input_first(*pair) if neuron else torch.cat(pair)
+            single = input_first(down[suffix]) if neuron else down[suffix]
+            parts.append(Part(f"{root}.gate_up_proj{ending}", unit.expert, both))
+            parts.append(Part(f"{root}.down_proj{ending}", unit.expert, single))
         return parts
 
-    def _matrix(self, stored: Stored) -> Stored:
-        """One expert's matrix in the output format, by suffix; input dimension first for neuron."""
+    def _matrix(self, stored: Stored, error: ConversionError) -> Stored:
+        """One expert's matrix in the output format, by suffix, output dimension first."""
         layout, quantization = self.layout, self.config.quantization
         if layout.experts == "stored":
             return {suffix: tensor for suffix, tensor in stored.items() if suffix != "weight_shape"}
         if layout.experts == "per_channel":
-            plain = dequantize_stored(stored, quantization, torch.float32)
-            codes, scale = quantize_fp8_channel(plain)
-            if self.report:
-                self.error.add(compare(plain, dequantize_fp8_channel(codes, scale)))
-            return {"weight": codes.mT, "scale": scale.mT}
+            codes, scale = self._per_channel(stored, error)
+            return {"weight": codes, "scale": scale}
         if layout.experts == "blockwise":
-            codes, scale = self._blockwise(stored)
-            return {"weight": codes.mT, "scale": scale.mT}
-        weight = self._float(stored)
-        return {"weight": weight.mT if layout.target == "neuron" else weight}
+            codes, scale = self._blockwise(stored, error)
+            return {"weight": codes, "scale": scale}
+        return {"weight": dequantize_stored(stored, quantization, layout.dtype)}
 
-    def _blockwise(self, stored: Stored) -> tuple[Tensor, Tensor]:
+    def _per_channel(self, stored: Stored, error: ConversionError) -> tuple[Tensor, Tensor]:
+        def observe(plain: Tensor, codes: Tensor, scale: Tensor) -> None:
+            error.add(compare(plain, dequantize_fp8_channel(codes, scale)))
+
+        quantization, observer = self.config.quantization, observe if self.report else None
+        if "weight_scale_inv" in stored:
+            assert isinstance(quantization, Fp8BlockQuantization)
+            block = quantization.weight_block_size
+            return requantize_fp8_channel(stored["weight"], stored["weight_scale_inv"], block, observer)
+        return quantize_fp8_channel(dequantize_stored(stored, quantization, torch.float32), observer)
+
+    def _blockwise(self, stored: Stored, error: ConversionError) -> tuple[Tensor, Tensor]:
         quantization = self.config.quantization
         square = (self.block, self.block)
         if "weight_scale_inv" in stored:
             assert isinstance(quantization, Fp8BlockQuantization)
             weight, scale = stored["weight"], stored["weight_scale_inv"]
             if self.report:
-                self.error.add(halving_error(weight, scale.to(torch.float32), quantization.weight_block_size))
+                error.add(halving_error(weight, scale.to(torch.float32), quantization.weight_block_size))
             return halve_blocks(weight, scale, quantization.weight_block_size, self.block)
         plain = dequantize_stored(stored, quantization, torch.float32)
         weight, scale = quantize_fp8_block(plain, square)
         halved, doubled = halve_codes(weight), scale * 2.0
         if self.report:
-            self.error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
+            error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
         return halved, doubled
+
+
+def input_first(*matrices: Tensor) -> Tensor:
+    """[N, K] matrices of one K to one contiguous [K, sum of N], their columns side by side."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[matrices[0].dtype.itemsize]
+    out = torch.empty(matrices[0].shape[1], sum(len(m) for m in matrices), dtype=matrices[0].dtype)
+    target, column = out.view(bits).numpy(), 0
+    for matrix in matrices:
+        source = matrix.view(bits).numpy()
+        # A few rows at a time, so that each cache line is read and written once; torch walks the whole matrix.
+        for first in range(0, len(source), _ROWS):
+            rows = source[first : first + _ROWS]
+            target[:, column : column + len(rows)] = rows.T
+            column += len(rows)
+    return out
 
 
 def _kept_dtype(tensor: Tensor, suffix: str, quantized: bool, dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_block import block_grid
+from kimi_k2.quantization.fp8_block import block_grid, e4m3_to_float32
 from kimi_k2.quantization.neuron_e4m3 import inexact_codes
 
 _LAST_BIT = 2.0**-9  # what rounding half of an odd multiple of 2^-9 and doubling it again is off by
@@ -69,7 +69,7 @@ def halving_error(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Conv
     if any(padding):
         inexact = torch.nn.functional.pad(inexact, padding)
     counts = inexact.view(grid[0], block[0], grid[1], block[1]).sum(dim=(1, 3), dtype=torch.int32)
-    plain = weight.to(torch.float32).square_()
+    plain = e4m3_to_float32(weight).square_()
     if any(padding):
         plain = torch.nn.functional.pad(plain, padding)
     squares = plain.view(grid[0], block[0], grid[1], block[1]).sum(dim=(1, 3))

@@ -7,31 +7,31 @@ that the journal lacks and overwrites what was half written, so the result has t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kimi_k2.checkpoint.names import LAYER
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.writer import tensor_bytes, write_json
+from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError, MissingTensorError
+from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.convert import Converter, Part, Stored, Unit, units
 from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, rank_file_name
 from kimi_k2.sharding.plan import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan, make_plan
 from kimi_k2.sharding.rank_file import RankFile
 
 JOURNAL = "journal.jsonl"
-_THREADS = 2
+# Each holds an expert: 90 MB at the real sizes.
+_THREADS = min(os.cpu_count() or 1, 8)
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 _ROWS_BYTES = 2**25
 
@@ -90,6 +90,8 @@ class Presharder:
         weights.mkdir(parents=True, exist_ok=True)
         done = self._read_journal(journal)
         resume = done is not None
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
         try:
             for rank in range(self.layout.ranks):
                 specs = [tensor.spec() for tensor in self.plan.tensors]
@@ -97,16 +99,24 @@ class Presharder:
             if done is None:
                 done = set()
                 self._append(journal, {"made_from": self.made_from}, new=True)
-            with ThreadPoolExecutor(_THREADS) as pool:
+            with ThreadPoolExecutor(_THREADS) as pool, ThreadPoolExecutor(1) as flusher:
+                flushing: Future[None] | None = None
                 for layer in self._modules:
                     nbytes = sum(self.reader.tensors[n].nbytes for g in self._modules[layer].values() for n in g)
                     if layer in done:
                         self.on_bytes(nbytes)
                         continue
-                    self._layer(layer, pool, journal)
+                    checksums, error = self._layer(layer, pool)
+                    # A layer goes to the disk while the next one is converted; never more than one.
+                    if flushing is not None:
+                        flushing.result()
+                    flushing = flusher.submit(self._flush, layer, checksums, error, journal)
+                if flushing is not None:
+                    flushing.result()
             for file in self._ranks:
                 file.finish()
         finally:
+            torch.set_num_threads(threads)
             for file in self._ranks:
                 file.close()
         return self._write_manifest(journal)
@@ -160,31 +170,50 @@ class Presharder:
 
     # -- one layer -----------------------------------------------------------------------------------
 
-    def _layer(self, layer: int, pool: ThreadPoolExecutor, journal: Path) -> None:
+    def _layer(self, layer: int, pool: ThreadPoolExecutor) -> tuple[list[dict[str, str]], ConversionError]:
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
-        sink = _LayerSink(planned, self._ranks)
-        converter = Converter(self.config, self.layout, report=self.report)
+        sink = LayerSink(planned, self._ranks, _THREADS)
+        converter, error = Converter(self.config, self.layout, report=self.report), ConversionError()
         for part in self._rank_numbers(layer):
-            sink.write(part, pool)
-        for unit in units(groups, self.layout):
-            if unit.modules[0] in _VOCABULARY:
-                self._stream_rows(unit.modules[0], planned, sink, pool)
-                continue
-            stored = self._read(unit, groups)
-            nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
-            for part in converter.convert(unit, stored):
-                sink.write(part, pool)
+            sink.write([part], pool)
+        waiting: deque[tuple[int, Future[tuple[list[Part], ConversionError]]]] = deque()
+
+        def write_next() -> None:
+            nbytes, converted = waiting.popleft()
+            parts, part_error = converted.result()
+            sink.add(parts, pool)
+            error.add(part_error)
             self.on_bytes(nbytes)
-        checksums = sink.finish()
-        list(pool.map(RankFile.sync, self._ranks))
+
+        try:
+            for unit in units(groups, self.layout):
+                if unit.modules[0] in _VOCABULARY:
+                    self._stream_rows(unit.modules[0], planned, sink, pool)
+                    continue
+                stored = self._read(unit, groups)
+                nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
+                waiting.append((nbytes, pool.submit(converter.convert, unit, stored)))
+                if len(waiting) > _THREADS:
+                    write_next()
+            while waiting:
+                write_next()
+        finally:
+            for _, unfinished in waiting:
+                unfinished.cancel()
+        return sink.finish(pool), error
+
+    def _flush(self, layer: int, checksums: list[dict[str, str]], error: ConversionError, journal: Path) -> None:
+        """Make a layer durable, then say so in the journal."""
+        for file in self._ranks:
+            file.sync()
         for own, new in zip(self.checksums, checksums, strict=True):
             own.update(new)
-        error = converter.error if converter.error.values else None
-        if error:
-            self.errors[layer] = error.as_dict()
-        self._append(journal, {"layer": layer, "error": error and error.as_dict(), "checksums": checksums})
-        self.on_layer(layer, error)
+        measured = error if error.values else None
+        if measured:
+            self.errors[layer] = measured.as_dict()
+        self._append(journal, {"layer": layer, "error": measured and measured.as_dict(), "checksums": checksums})
+        self.on_layer(layer, measured)
 
     def _read(self, unit: Unit, groups: dict[str, list[str]]) -> dict[str, Stored]:
         return {
@@ -193,7 +222,7 @@ class Presharder:
         }
 
     def _stream_rows(
-        self, module: str, planned: dict[str, PlannedTensor], sink: _LayerSink, pool: ThreadPoolExecutor
+        self, module: str, planned: dict[str, PlannedTensor], sink: LayerSink, pool: ThreadPoolExecutor
     ) -> None:
         """Embedding and head, a few rows at a time: whole they are the largest tensors of all."""
         source = f"{module}.weight"
@@ -219,73 +248,3 @@ class Presharder:
                 local = tensor.shape[1]
                 first = ranks.div(layout.moe_tp, rounding_mode="floor") * local
                 yield Part(tensor.name, None, first[:, None] + torch.arange(local, dtype=torch.int32))
-
-
-class _LayerSink:
-    """Cuts parts by the plan, writes them to the ranks' files and keeps checksums of whole tensors."""
-
-    def __init__(self, planned: dict[str, PlannedTensor], ranks: list[RankFile]) -> None:
-        self.planned, self.ranks = planned, ranks
-        self._digests: list[dict[str, Any]] = [defaultdict(hashlib.sha256) for _ in ranks]
-        self._written: list[dict[str, int]] = [defaultdict(int) for _ in ranks]
-
-    def write(self, part: Part, pool: ThreadPoolExecutor) -> None:
-        """Write a whole tensor, or one expert's part of it, to every rank that holds some of it."""
-        tensor = self.planned[part.name]
-        expected = tensor.shape if part.expert is None else tensor.shape[1:]
-        if tuple(part.tensor.shape) != expected or part.tensor.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"planned {tensor.dtype} {list(expected)}, made {part.tensor.dtype} {list(part.tensor.shape)}",
-                tensor=part.name,
-            )
-        holders = [
-            rank for rank in range(len(self.ranks)) if part.expert is None or part.expert in tensor.experts_of(rank)
-        ]
-        shared = tensor_bytes(part.tensor) if tensor.dim is None else None
-        # Hashing and writing release the interpreter's lock; a rank is touched by one thread at a time.
-        list(pool.map(lambda rank: self._write_rank(rank, tensor, part, shared), holders))
-
-    def write_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None, pool: ThreadPoolExecutor) -> None:
-        """Append rows of a matrix: to `holder`, or to every rank its columns of them."""
-        if holder is not None:
-            self._append(holder, tensor, tensor_bytes(rows))
-            return
-
-        def write(rank: int) -> None:
-            self._append(rank, tensor, tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1)))
-
-        list(pool.map(write, range(len(self.ranks))))
-
-    def _append(self, rank: int, tensor: PlannedTensor, data: memoryview) -> None:
-        self.ranks[rank].write(tensor.name, data, self._written[rank][tensor.name])
-        self._digests[rank][tensor.name].update(data)
-        self._written[rank][tensor.name] += len(data)
-
-    def _write_rank(self, rank: int, tensor: PlannedTensor, part: Part, shared: memoryview | None) -> None:
-        data = shared if shared is not None else tensor_bytes(_cut(tensor, part, rank))
-        offset = 0
-        if part.expert is not None:
-            offset = (part.expert - tensor.experts_of(rank).start) * len(data)
-        if offset != self._written[rank][tensor.name]:
-            raise CheckpointError("parts do not follow each other", tensor=tensor.name)
-        self._append(rank, tensor, data)
-
-    def finish(self) -> list[dict[str, str]]:
-        """Checksums by rank and name.
-
-        Raises:
-            MissingTensorError: a planned tensor was not fully written.
-        """
-        for written in self._written:
-            for name, tensor in self.planned.items():
-                if written[name] != tensor.spec().nbytes:
-                    raise MissingTensorError("planned, but not (fully) made", tensor=name)
-        return [{name: digest.hexdigest() for name, digest in rank.items()} for rank in self._digests]
-
-
-def _cut(tensor: PlannedTensor, part: Part, rank: int) -> Tensor:
-    """A rank's slice of a part, contiguous."""
-    assert tensor.dim is not None
-    dim = tensor.dim if part.expert is None else tensor.dim - 1
-    pieces = [part.tensor.narrow(dim, cut.start, cut.stop - cut.start) for cut in tensor.cuts(rank)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

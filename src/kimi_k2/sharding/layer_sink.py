@@ -1,0 +1,134 @@
+"""One layer's parts on their way into the ranks' files: cut by the plan, written to their places, hashed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.writer import tensor_bytes
+from kimi_k2.errors import CheckpointError, MissingTensorError
+from kimi_k2.sharding.convert import Part
+from kimi_k2.sharding.plan import PlannedTensor
+from kimi_k2.sharding.rank_file import RankFile
+
+# Experts are written together until they have this size: small ones would cost a system call a rank each.
+_GROUP_BYTES = 2**25
+
+
+class LayerSink:
+    """Cuts parts by the plan, writes them to the ranks' files and keeps checksums of whole tensors.
+
+    Experts must come in order. A rank's file is touched by one thread at a time.
+
+    Args:
+        planned: the layer's tensors by name.
+        ranks: the files.
+        threads: among which the ranks are divided.
+    """
+
+    def __init__(self, planned: dict[str, PlannedTensor], ranks: list[RankFile], threads: int) -> None:
+        self.planned, self.ranks, self.threads = planned, ranks, threads
+        self._digests: list[dict[str, Any]] = [defaultdict(hashlib.sha256) for _ in ranks]
+        self._written: list[dict[str, int]] = [defaultdict(int) for _ in ranks]
+        self._experts: dict[str, list[Part]] = defaultdict(list)
+        self._waiting = 0
+
+    def add(self, parts: list[Part], pool: ThreadPoolExecutor) -> None:
+        """Take what one module or expert became; experts may be held back until there are enough to write."""
+        if parts[0].expert is None:
+            self.write(parts, pool)
+            return
+        for part in parts:
+            self._experts[part.name].append(part)
+            self._waiting += part.tensor.nbytes
+        local = self.planned[parts[0].name].experts_of(0)
+        if self._waiting >= _GROUP_BYTES or (parts[0].expert + 1) % len(local) == 0:
+            self._write_experts(pool)
+
+    def _write_experts(self, pool: ThreadPoolExecutor) -> None:
+        grouped = [
+            Part(name, parts[0].expert, torch.stack([part.tensor for part in parts]))
+            for name, parts in self._experts.items()
+        ]
+        self._experts.clear()
+        self._waiting = 0
+        self.write(grouped, pool)
+
+    def write(self, parts: list[Part], pool: ThreadPoolExecutor) -> None:
+        """Write whole tensors, or some experts of them from `part.expert` on, to every rank that holds some of them."""
+        for part in parts:
+            tensor = self.planned[part.name]
+            shape = tensor.shape if part.expert is None else (part.tensor.shape[0], *tensor.shape[1:])
+            if tuple(part.tensor.shape) != shape or part.tensor.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"planned {tensor.dtype} {list(shape)}, made {part.tensor.dtype} {list(part.tensor.shape)}",
+                    tensor=part.name,
+                )
+        shared = {part.name: tensor_bytes(part.tensor) for part in parts if self.planned[part.name].dim is None}
+
+        def write(ranks: range) -> None:
+            # Cutting, hashing and writing release the interpreter's lock.
+            for rank in ranks:
+                for part in parts:
+                    tensor = self.planned[part.name]
+                    if part.expert is None or part.expert in tensor.experts_of(rank):
+                        self._write_part(rank, tensor, part, shared.get(part.name))
+
+        self._over_ranks(write, pool)
+
+    def write_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None, pool: ThreadPoolExecutor) -> None:
+        """Append rows of a matrix: to `holder`, or to every rank its columns of them."""
+        if holder is not None:
+            self._append(holder, tensor, tensor_bytes(rows))
+            return
+
+        def write(ranks: range) -> None:
+            for rank in ranks:
+                self._append(rank, tensor, tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1)))
+
+        self._over_ranks(write, pool)
+
+    def _over_ranks(self, write: Callable[[range], None], pool: ThreadPoolExecutor) -> None:
+        count = len(self.ranks)
+        step = -(-count // min(count, self.threads))
+        list(pool.map(write, (range(first, min(first + step, count)) for first in range(0, count, step))))
+
+    def _append(self, rank: int, tensor: PlannedTensor, data: memoryview) -> None:
+        self.ranks[rank].write(tensor.name, data, self._written[rank][tensor.name])
+        self._digests[rank][tensor.name].update(data)
+        self._written[rank][tensor.name] += len(data)
+
+    def _write_part(self, rank: int, tensor: PlannedTensor, part: Part, shared: memoryview | None) -> None:
+        data = shared if shared is not None else tensor_bytes(_cut(tensor, part.tensor, rank))
+        if part.expert is not None:
+            offset = (part.expert - tensor.experts_of(rank).start) * len(data) // part.tensor.shape[0]
+            if offset != self._written[rank][tensor.name]:
+                raise CheckpointError("experts do not follow each other", tensor=tensor.name)
+        self._append(rank, tensor, data)
+
+    def finish(self, pool: ThreadPoolExecutor) -> list[dict[str, str]]:
+        """Write what is held back; checksums by rank and name.
+
+        Raises:
+            MissingTensorError: a planned tensor was not fully written.
+        """
+        if self._experts:
+            self._write_experts(pool)
+        for written in self._written:
+            for name, tensor in self.planned.items():
+                if written[name] != tensor.spec().nbytes:
+                    raise MissingTensorError("planned, but not (fully) made", tensor=name)
+        return [{name: digest.hexdigest() for name, digest in rank.items()} for rank in self._digests]
+
+
+def _cut(tensor: PlannedTensor, whole: Tensor, rank: int) -> Tensor:
+    """A rank's slice, contiguous."""
+    assert tensor.dim is not None
+    pieces = [whole.narrow(tensor.dim, cut.start, cut.stop - cut.start) for cut in tensor.cuts(rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, tensor.dim)
