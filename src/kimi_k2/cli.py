@@ -19,6 +19,7 @@ from kimi_k2.checkpoint.names import EXPERT, expected_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.synthetic import TINY, Format, tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.convert_cli import ExpertsOption, TargetOption, make_layout, print_sharding
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.generate import SamplingParams, load_eos_token_ids, stream
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -205,8 +206,21 @@ def _parse_override(text: str) -> tuple[str, int | float]:
 def inspect(
     checkpoint: CheckpointArgument,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shard.")] = False,
+    tp: Annotated[int | None, typer.Option(min=1, help="Show how `convert --tp` would cut it instead.")] = None,
+    ep: Annotated[int, typer.Option(min=1, help="With --tp: groups that the experts are divided among.")] = 1,
+    target: Annotated[TargetOption, typer.Option(help="With --tp: whose names and layouts.")] = TargetOption.neuron,
+    experts: Annotated[ExpertsOption | None, typer.Option(help="With --tp: the experts' format.")] = None,
+    layer: Annotated[int, typer.Option(help="With --tp: the layer; -1 for embedding, norm and head.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="With --tp: all layers, as JSON.")] = False,
 ) -> None:
-    """Check a checkpoint's headers against its config.json and show what it holds, without reading weights."""
+    """Check a checkpoint's headers against its config.json and show what it holds, without reading weights.
+
+    With --tp: which slice of which tensor goes to which rank; a published model's name will do for that.
+    """
+    if tp is not None:
+        layout = make_layout(tp, ep, target, experts, None)
+        print_sharding(KimiK2Config.load(checkpoint), layout, layer, as_json)
+        return
     config = KimiK2Config.from_pretrained(checkpoint)
     reader = CheckpointReader.for_config(checkpoint, config)
     console = Console()

@@ -204,6 +204,15 @@ class KimiK2Config(BaseModel):
         return cls.from_dict(raw, file=path)
 
     @classmethod
+    def load(cls, model: str | Path) -> KimiK2Config:
+        """A checkpoint directory's configuration, or a published one by name where there is no such directory.
+
+        Raises:
+            ConfigError: neither exists, or a field is wrong.
+        """
+        return cls.from_pretrained(model) if Path(model).exists() else cls.from_preset(str(model))
+
+    @classmethod
     def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> KimiK2Config:
         """Validate a parsed config.json, of transformers 4.x or 5.x, wrapped in `text_config` or not."""
         try:

@@ -1,4 +1,4 @@
-"""`kimi-k2 convert`, `plan` and `verify`: pre-sharded checkpoints on the command line."""
+"""`kimi-k2 convert`, `verify` and the sharding plan of `inspect`: pre-sharded checkpoints on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.progress import ByteProgress
 from kimi_k2.sharding.dry_run import dry_run
@@ -49,16 +49,12 @@ As = Annotated[
 Spmd = Annotated[bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")]
 
 
-def _layout(tp: int, ep: int, target: TargetOption, experts: ExpertsOption | None, spmd_rank: bool | None) -> Layout:
+def make_layout(
+    tp: int, ep: int, target: TargetOption, experts: ExpertsOption | None, spmd_rank: bool | None
+) -> Layout:
     chosen: ExpertOutput = experts.value if experts else ("stored" if target is TargetOption.cuda else "per_channel")
     where: Target = target.value
     return Layout(tp, ep, where, chosen, spmd_rank=spmd_rank)
-
-
-def _config(source: str) -> KimiK2Config:
-    if (PRESET_DIR / f"{source}.json").is_file():
-        return KimiK2Config.from_preset(source)
-    return KimiK2Config.from_pretrained(source)
 
 
 def _fail(error: KimiK2Error) -> typer.Exit:
@@ -80,13 +76,13 @@ def convert(
 ) -> None:
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
     try:
-        layout = _layout(tp, ep, target, experts, spmd_rank)
+        layout = make_layout(tp, ep, target, experts, spmd_rank)
         if only_sizes:
-            _print_dry_run(_config(source), layout, rate)
+            _print_dry_run(KimiK2Config.load(source), layout, rate)
             return
         if output is None:
             raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
-        total = dry_run(_config(source), layout).input_bytes
+        total = dry_run(KimiK2Config.load(source), layout).input_bytes
         with ByteProgress("converting", total) as bar:
             job = Presharder(source, output, layout, report=report, on_bytes=bar.advance, on_layer=_print_error)
             manifest = job.run()
@@ -124,22 +120,10 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
         console.print(f"{label:12} {value}", highlight=False)
 
 
-def print_plan(
-    source: Annotated[str, typer.Argument(help="Checkpoint directory or published name.")],
-    tp: Tp = 64,
-    ep: Ep = 1,
-    target: To = TargetOption.neuron,
-    experts: As = None,
-    spmd_rank: Spmd = None,
-    layer: Annotated[int, typer.Option(help="Decoder layer to show; -1 for embedding, norm and head.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="All layers, as JSON.")] = False,
-) -> None:
-    """Print which slice of which tensor goes to which rank, after checking that all elements are covered."""
-    try:
-        plan = make_plan(_config(source), _layout(tp, ep, target, experts, spmd_rank))
-        plan.check()
-    except KimiK2Error as error:
-        raise _fail(error) from None
+def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:
+    """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
+    plan = make_plan(config, layout)
+    plan.check()
     rows = [
         (t.name, str(t.dtype).removeprefix("torch."), list(t.shape), t.kind, list(t.local_shape)) for t in plan.tensors
     ]
@@ -168,5 +152,4 @@ def verify_command(output: Annotated[Path, typer.Argument(help="Directory that `
 def register(app: typer.Typer) -> None:
     """Add the commands to `kimi-k2`."""
     app.command("convert")(convert)
-    app.command("plan")(print_plan)
     app.command("verify")(verify_command)
