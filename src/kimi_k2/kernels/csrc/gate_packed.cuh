@@ -11,6 +11,8 @@
 
 namespace gate {
 
+constexpr int kPackedWarps = 16;
+
 // (4 * G)-th largest of the 8 * G values that the eight lanes of a token hold.
 template <int G>
 __device__ __forceinline__ float upper_half_minimum(float (&m)[G], int l) {
@@ -47,15 +49,15 @@ __device__ __forceinline__ float upper_half_minimum(float (&m)[G], int l) {
 template <int EXPERTS, int KP>
 struct PackedScratch {
   float row[2][4][EXPERTS];
-  float4 candidate[4][kCandidates + 1];  // score, logit, expert; one more keeps the four tokens in different banks
+  float2 candidate[4][kCandidates + 1];  // score, expert; one more keeps the four tokens in different banks
   float logit[4][kMaxTopK];
   int expert[4][kMaxTopK];
 };
 
-template <int EXPERTS, int KP, int WARPS>
+template <int EXPERTS, int KP>
 struct PackedSmem {
   float bias[EXPERTS];
-  PackedScratch<EXPERTS, KP> warp[WARPS];
+  PackedScratch<EXPERTS, KP> warp[kPackedWarps];
 };
 
 template <int EXPERTS, int KP>
@@ -110,28 +112,30 @@ __device__ __forceinline__ void gate_group(const GateArgs& a, const float* bias,
       while (mask[h]) {
         const int i = h * 2 * CHUNKS + __ffs(mask[h]) - 1, e = (i & ~3) * 8 + 4 * l + (i & 3);
         mask[h] &= mask[h] - 1;
-        s.candidate[slot][at++] = make_float4(choice_score(row[e], bias[e]), row[e], __int_as_float(e), 0.0f);
+        s.candidate[slot][at++] = make_float2(choice_score(row[e], bias[e]), __int_as_float(e));
       }
     }
   }
   __syncwarp();
 #pragma unroll 1
   for (int base = 0; base < longest; base += 16) {
-    const float4 p = s.candidate[slot][min(base + l, kCandidates)], q = s.candidate[slot][min(base + l + 8, kCandidates)];
+    const float2 p = s.candidate[slot][base + l], q = s.candidate[slot][base + l + 8];
+    const int expert_p = __float_as_int(p.y), expert_q = __float_as_int(q.y);
     int rank_p = 0, rank_q = 0;
 #pragma unroll 4
     for (int j = 0; j < longest; ++j) {
-      const float4 o = s.candidate[slot][j];
+      const float2 o = s.candidate[slot][j];
       const bool exists = j < total;
-      rank_p += exists && before(o.x, __float_as_int(o.z), p.x, __float_as_int(p.z));
-      rank_q += exists && before(o.x, __float_as_int(o.z), q.x, __float_as_int(q.z));
+      rank_p += exists && before(o.x, __float_as_int(o.y), p.x, expert_p);
+      rank_q += exists && before(o.x, __float_as_int(o.y), q.x, expert_q);
     }
     if (listed && base + l < total && rank_p < a.top_k)
-      s.logit[slot][rank_p] = p.y, s.expert[slot][rank_p] = __float_as_int(p.z);
+      s.logit[slot][rank_p] = row[expert_p], s.expert[slot][rank_p] = expert_p;
     if (listed && base + l + 8 < total && rank_q < a.top_k)
-      s.logit[slot][rank_q] = q.y, s.expert[slot][rank_q] = __float_as_int(q.z);
+      s.logit[slot][rank_q] = row[expert_q], s.expert[slot][rank_q] = expert_q;
   }
-  unsigned unlisted = __ballot_sync(kAll, !listed) & 0x01010101u;
+  const bool valid = token < valid_tokens;
+  unsigned unlisted = __ballot_sync(kAll, valid && !listed) & 0x01010101u;
   while (unlisted) {  // the whole warp for one token
     const int other = (__ffs(unlisted) - 1) / 8;
     unlisted &= unlisted - 1;
@@ -154,7 +158,6 @@ __device__ __forceinline__ void gate_group(const GateArgs& a, const float* bias,
     for (int d = 1; d < 8; d *= 2) part += __shfl_xor_sync(kAll, part, d);
     sum = h ? sum + part : part;
   }
-  const bool valid = token < valid_tokens;
 #pragma unroll
   for (int h = 0; h < KP / 8; ++h) {
     const int rank = l + 8 * h;
@@ -163,18 +166,18 @@ __device__ __forceinline__ void gate_group(const GateArgs& a, const float* bias,
   }
 }
 
-template <int EXPERTS, int KP, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32) gate_packed_kernel(GateArgs a) {
+template <int EXPERTS, int KP>
+__global__ void __launch_bounds__(kPackedWarps * 32) gate_packed_kernel(GateArgs a) {
   extern __shared__ __align__(16) unsigned char raw[];
-  auto& smem = *reinterpret_cast<PackedSmem<EXPERTS, KP, WARPS>*>(raw);
+  auto& smem = *reinterpret_cast<PackedSmem<EXPERTS, KP>*>(raw);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   auto& scratch = smem.warp[warp];
   cudaTriggerProgrammaticLaunchCompletion();
-  for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32) smem.bias[e] = a.bias[e];
+  for (int e = threadIdx.x; e < EXPERTS; e += kPackedWarps * 32) smem.bias[e] = a.bias[e];
   __syncthreads();
   cudaGridDependencySynchronize();
-  const int groups = (a.tokens + 3) / 4, step = gridDim.x * WARPS;
-  const int valid_tokens = a.num_valid == nullptr ? a.tokens : *a.num_valid;
+  const int groups = (a.tokens + 3) / 4, step = gridDim.x * kPackedWarps;
+  const int valid_tokens = a.num_valid == nullptr ? a.tokens : min(a.tokens, *a.num_valid);
   int group = warp * gridDim.x + blockIdx.x;  // neighbouring groups go to different multiprocessors
   if (group >= groups) return;
   copy_group(a, group, scratch, 0, lane);

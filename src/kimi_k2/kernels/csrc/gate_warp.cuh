@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_row(const float* row, int experts, int lane
 // Exact selection for rows that the threshold cannot thin out (many equal scores, NaN): k rounds of a warp maximum.
 // NaN comes after every number, and has the logit -inf, hence weight zero.
 template <int VALUES>
-__device__ void select_by_rounds(const float (&z)[VALUES], const float (&v)[VALUES], int experts, int top_k, int lane,
+__device__ __forceinline__ void select_by_rounds(const float (&z)[VALUES], const float (&v)[VALUES], int experts, int top_k, int lane,
                                  float* logit_by_rank, int* expert_by_rank) {
   unsigned taken = 0;
 #pragma unroll 1
@@ -57,10 +57,10 @@ __device__ void select_by_rounds(const float (&z)[VALUES], const float (&v)[VALU
   }
 }
 
-// Gate of one token by one warp; all lanes call. `valid` false: padding, index 0 and weight 0.
+// Gate of one token by one warp; all lanes call.
 template <int VALUES>
 __device__ __forceinline__ void gate_token(const GateArgs& a, const float (&z)[VALUES], const float (&bias)[VALUES],
-                                           int token, bool valid, WarpScratch& scratch, int lane) {
+                                           int token, WarpScratch& scratch, int lane) {
   float v[VALUES], m = -CUDART_INF_F;
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) v[i] = choice_score(z[i], bias[i]);
@@ -115,12 +115,16 @@ __device__ __forceinline__ void gate_token(const GateArgs& a, const float (&z)[V
   if (a.top_k > 8) sum += tree_sum8(s[2], s[3]);
   if (lane < a.top_k) {
     const float weight = routing_weight(a, scratch.score[lane], sum);
-    store_choice(a, token, lane, valid ? scratch.expert[lane] : 0, valid ? weight : 0.0f);
+    store_choice(a, token, lane, scratch.expert[lane], weight);
   }
 }
 
+__device__ __forceinline__ void store_padding(const GateArgs& a, int token, int lane) {
+  if (lane < a.top_k) store_choice(a, token, lane, 0, 0.0f);
+}
+
 template <int VALUES>
-__global__ void __launch_bounds__(256) gate_warp_kernel(GateArgs a) {
+__global__ void __launch_bounds__(256, 2) gate_warp_kernel(GateArgs a) {
   __shared__ WarpScratch scratch[8];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int token = blockIdx.x * (blockDim.x >> 5) + warp;
@@ -130,8 +134,10 @@ __global__ void __launch_bounds__(256) gate_warp_kernel(GateArgs a) {
   cudaGridDependencySynchronize();
   if (token >= a.tokens) return;
   load_row<VALUES>(a.logits + static_cast<int64_t>(token) * a.experts, a.experts, lane, z);
-  const bool valid = a.num_valid == nullptr || token < *a.num_valid;
-  gate_token<VALUES>(a, z, bias, token, valid, scratch[warp], lane);
+  if (a.num_valid != nullptr && token >= *a.num_valid)
+    store_padding(a, token, lane);
+  else
+    gate_token<VALUES>(a, z, bias, token, scratch[warp], lane);
 }
 
 }  // namespace gate

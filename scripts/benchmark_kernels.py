@@ -1,0 +1,61 @@
+"""Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import typer
+
+import kimi_k2.kernels.bench as bench
+from kimi_k2.kernels.bench.harness import matmul_rate, read_bandwidth
+from kimi_k2.kernels.bench.row import Row
+
+
+def operations() -> list[str]:
+    """Modules of kimi_k2.kernels.bench that offer `rows()`."""
+    names = [m.name for m in pkgutil.iter_modules(bench.__path__)]
+    return [n for n in names if hasattr(importlib.import_module(f"{bench.__name__}.{n}"), "rows")]
+
+
+def describe(row: Row, bandwidth: float, matrix_rate: float) -> str:
+    """One line of the table."""
+    verdict = ""
+    if row.target is not None:
+        verdict = f"  target {row.target:g}: {'met' if row.microseconds <= row.target else 'not met'}"
+    rate = f"{row.teraflops:7.1f}" if row.flops else " " * 7
+    return (
+        f"{row.operation:<24} {row.case:<28} {row.implementation:<20} {row.microseconds:9.2f} us"
+        f" {row.gigabytes_per_second:7.0f} GB/s {rate} TFLOP/s {row.share(bandwidth, matrix_rate):6.1%}{verdict}"
+    )
+
+
+def main(
+    only: list[str] = typer.Option([], help="modules of kimi_k2.kernels.bench to run; all by default"),
+    peers: bool = typer.Option(True, help="also time PyTorch and the peers that can be imported"),
+    out: Path | None = typer.Option(None, help="JSON file to write"),
+) -> None:
+    """Prints microseconds, GB/s, TFLOP/s, the larger share of the two measured ceilings, and the target if any."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device")
+    available = operations()
+    if unknown := sorted(set(only) - set(available)):
+        raise typer.BadParameter(f"{unknown} not among {available}")
+    bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
+    print(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, bfloat16 product {matrix_rate:.0f} TFLOP/s")
+    found = []
+    for name in only or available:
+        for row in importlib.import_module(f"{bench.__name__}.{name}").rows(with_peers=peers):
+            print(describe(row, bandwidth, matrix_rate), flush=True)
+            found.append(asdict(row))
+    if out is not None:
+        ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
+        out.write_text(json.dumps(ceilings | {"rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+// Host side of the gate and of the router: the choice of a kernel's instance, behind two C functions.
+#include "gate_packed.cuh"
+#include "gate_router.cuh"
+
+namespace gate {
+
+template <class Args>
+static int launch(void (*kernel)(Args), int grid, int block, size_t smem, cudaStream_t stream, bool programmatic,
+                  const Args& args) {
+  if (smem > 48 * 1024)
+    if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return rc;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = programmatic ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+template <int EXPERTS, int KP>
+static int launch_packed(const GateArgs& a, cudaStream_t stream) {
+  constexpr size_t smem = sizeof(PackedSmem<EXPERTS, KP>);
+  static_assert(smem <= 232448, "shared memory of one block");
+  const int groups = (a.tokens + 3) / 4, grid = groups < a.multiprocessors ? groups : a.multiprocessors;
+  return launch(gate_packed_kernel<EXPERTS, KP>, grid, kPackedWarps * 32, smem, stream, a.programmatic, a);
+}
+
+template <int VALUES>
+static int launch_warp(const GateArgs& a, cudaStream_t stream) {
+  return launch(gate_warp_kernel<VALUES>, (a.tokens + a.warps - 1) / a.warps, a.warps * 32, 0, stream, a.programmatic, a);
+}
+
+template <int EXPERTS>
+static int launch_packed(const GateArgs& a, cudaStream_t stream) {
+  return a.top_k > 8 ? launch_packed<EXPERTS, 16>(a, stream) : launch_packed<EXPERTS, 8>(a, stream);
+}
+
+template <int MT, int NT>
+static int launch_router(const RouterArgs& a, cudaStream_t stream) {
+  return launch(router_kernel<MT, NT>, a.gate.experts / (16 * MT) * kSplits, kRouterWarps * 32,
+                sizeof(RouterSmem<MT, NT>), stream, a.gate.programmatic, a);
+}
+
+}  // namespace gate
+
+// Both return 0, a cudaError_t, or 1000 for sizes without an instance.
+extern "C" int kimi_gate(const gate::GateArgs* args, void* stream_ptr) {
+  using namespace gate;
+  const GateArgs& a = *args;
+  cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
+  if (a.packed) return a.experts == 384 ? launch_packed<384>(a, stream) : a.experts == 256 ? launch_packed<256>(a, stream) : 1000;
+  if (a.experts <= 128) return launch_warp<4>(a, stream);
+  if (a.experts <= 256) return launch_warp<8>(a, stream);
+  if (a.experts <= 384) return launch_warp<12>(a, stream);
+  return a.experts <= 512 ? launch_warp<16>(a, stream) : 1000;
+}
+
+extern "C" int kimi_router(const gate::RouterArgs* args, void* stream_ptr) {
+  using namespace gate;
+  const RouterArgs& a = *args;
+  cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
+  if (a.gate.tokens <= 8) return launch_router<1, 1>(a, stream);
+  if (a.gate.tokens <= 16) return launch_router<1, 2>(a, stream);
+  if (a.gate.tokens <= 32) return launch_router<2, 4>(a, stream);
+  return a.gate.tokens <= 64 ? launch_router<2, 8>(a, stream) : 1000;
+}

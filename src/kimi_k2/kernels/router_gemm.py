@@ -1,0 +1,168 @@
+"""Router logits, and router logits with the gate behind them in one launch, for few tokens on Hopper.
+
+`torch.ops.kimi_k2.router_gemm` replaces `kimi_k2.model.router.Router.logits` for bfloat16 tokens and weights (sums in
+float32, over a fixed order for up to 64 tokens; cuBLAS with float32 output above). `torch.ops.kimi_k2.router_decode` is
+`router_gemm` followed by `fused_gate`, up to 64 tokens. csrc/gate_router.cuh says how the launch works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.fused_gate import GateArguments, check_gate, gate_arguments, hopper_multiprocessors
+
+MAX_TOKENS = 64
+MAX_FUSED_EXPERTS = 384
+POINTERS = ["x", "weight", "logits", "arrivals"]
+INTEGERS = ["hidden", "fused"]
+
+
+class _RouterArguments(ctypes.Structure):
+    """`gate::RouterArgs` of csrc/gate_router.cuh, field for field."""
+
+    _fields_ = [
+        ("gate", GateArguments),
+        *[(name, ctypes.c_void_p) for name in POINTERS],
+        *[(name, ctypes.c_int) for name in INTEGERS],
+    ]
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether `router_gemm` takes x [T, H] and weight [E, H]: bfloat16 on a Hopper GPU."""
+    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.is_contiguous() and t.dim() == 2 for t in (x, weight)):
+        return False
+    if x.shape[1] != weight.shape[1] or x.shape[1] % 256 or weight.shape[0] % 32:
+        return False
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def supports_decode(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
+    """Whether `router_decode` takes these arguments."""
+    fits = x.shape[0] <= MAX_TOKENS and weight.shape[0] <= MAX_FUSED_EXPERTS and 0 < top_k <= 16
+    return fits and n_group == 1 and supports(x, weight)
+
+
+def check_product(x: Tensor, weight: Tensor) -> None:
+    """KernelError unless x [T, H] and weight [E, H] are bfloat16 of sizes that the kernel takes."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise KernelError(f"{name} is {found}, expected contiguous torch.bfloat16 of 2 dimensions")
+    if x.shape[1] != weight.shape[1] or x.device != weight.device:
+        raise KernelError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree in columns and device")
+    if x.shape[1] % 256 or weight.shape[0] % 32:
+        raise KernelError(f"hidden {x.shape[1]} must be a multiple of 256, experts {weight.shape[0]} of 32")
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    # Wraps to zero by itself. Launches share it: they must be ordered on one stream, as a model's layers are.
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None) -> None:
+    plain = GateArguments(tokens=x.shape[0], experts=weight.shape[0], programmatic=1)
+    hopper_multiprocessors(x.device.index)
+    arguments = _RouterArguments(
+        gate=plain if gate is None else gate,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        logits=logits.data_ptr(),
+        arrivals=_arrivals(x.device).data_ptr(),
+        hidden=x.shape[1],
+        fused=gate is not None,
+    )
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    status = load_library("gate_launch.cu", "gate_").kimi_router(ctypes.byref(arguments), stream)
+    if status:
+        raise KernelError(f"the router could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+
+
+@torch.library.custom_op("kimi_k2::router_gemm", mutates_args=(), device_types="cuda")
+def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T in float32.
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256.
+        weight: bfloat16 [E, H], E a multiple of 32.
+
+    Returns:
+        float32 [T, E]; the same bits in every run.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    check_product(x, weight)
+    if x.shape[0] > MAX_TOKENS:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        _launch(x, weight, logits, None)
+    return logits
+
+
+@router_gemm.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    check_product(x, weight)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+def _check_decode(
+    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, num_valid: Tensor | None, index_dtype: torch.dtype
+) -> None:
+    check_product(x, weight)
+    if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
+        raise KernelError(
+            f"{x.shape[0]} tokens and {weight.shape[0]} experts: expected at most {MAX_TOKENS} and {MAX_FUSED_EXPERTS}"
+        )
+    check_gate(bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
+
+
+@torch.library.custom_op("kimi_k2::router_decode", mutates_args=(), device_types="cuda")
+def router_decode(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    num_valid: Tensor | None = None,
+    index_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """`router_gemm` and `fused_gate` in one launch, for at most 64 tokens and 384 experts.
+
+    Args and returns: as those two; raises KernelError as they do.
+    """
+    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype)
+    tokens, experts = x.shape[0], weight.shape[0]
+    indices = torch.empty(tokens, top_k, dtype=index_dtype, device=x.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
+    if tokens:
+        gate = gate_arguments(
+            e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
+        )
+        logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+        _launch(x, weight, logits, gate)
+    return indices, weights
+
+
+@router_decode.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    num_valid: Tensor | None = None,
+    index_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype)
+    shape = (x.shape[0], top_k)
+    return x.new_empty(shape, dtype=index_dtype), x.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,142 @@
+"""The fused gate against the plain operation in float64. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.kernels.fused_gate import PACKED_TOKENS, fused_gate
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+# Twice the spacing of float32 just below 1, and the special-function unit's error.
+ROUNDING = 5e-7
+
+
+def reference(logits, bias, top_k, scale=1.0, normalize=True):
+    """The formula in float64; a stable sort gives ties to the lowest index."""
+    scores = logits.double().sigmoid()
+    choice = scores + bias.double()
+    indices = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, indices)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return indices, weights * scale, choice
+
+
+def assert_gate(logits, bias, top_k, strategy, scale=2.827, normalize=True):
+    indices, weights = fused_gate(logits, bias, top_k, normalize, scale, strategy=strategy)
+    wanted, wanted_weights, choice = reference(logits, bias, top_k, scale, normalize)
+    # At each rank the score is that of float64; so sets differ only where scores tie within rounding.
+    assert (choice.gather(1, indices) - choice.gather(1, wanted)).abs().max() < ROUNDING
+    assert (indices.sort(-1).values.diff(dim=-1) > 0).all(), "an expert twice"
+    same = (indices == wanted).all(-1)
+    assert same.double().mean() > 0.99
+    torch.testing.assert_close(weights[same].double(), wanted_weights[same], rtol=3e-6, atol=0)
+    return indices, weights
+
+
+SHAPES = [(1, 384), (3, 384), (64, 384), (513, 384), (4097, 384), (1, 256), (65, 256), (4099, 256)]
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("top_k", [1, 6, 8, 9, 16])
+@pytest.mark.parametrize(("tokens", "experts"), SHAPES)
+def test_matches_float64(tokens, experts, top_k, strategy):
+    torch.manual_seed(tokens + experts + top_k)
+    logits, bias = torch.randn(tokens, experts, device="cuda") * 1.5 - 2, torch.randn(experts, device="cuda") * 0.1
+    assert_gate(logits, bias, top_k, strategy)
+    assert_gate(logits, bias, top_k, strategy, normalize=False)
+
+
+@pytest.mark.parametrize("experts", [4, 8, 60, 64, 128, 160, 300, 512])
+def test_other_numbers_of_experts(experts):
+    torch.manual_seed(experts)
+    logits, bias = torch.randn(200, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
+    assert_gate(logits, bias, min(8, experts), "auto")
+
+
+@pytest.mark.parametrize("experts", list(PACKED_TOKENS))
+@pytest.mark.parametrize("top_k", [8, 16])
+def test_strategies_give_the_same_bits_and_either_index_dtype(experts, top_k):
+    logits, bias = torch.randn(3001, experts, device="cuda"), torch.randn(experts, device="cuda")
+    one = fused_gate(logits, bias, top_k, strategy="warp")
+    four = fused_gate(logits, bias, top_k, strategy="packed", index_dtype=torch.int32)
+    assert torch.equal(one[0], four[0].long())
+    assert torch.equal(one[1], four[1])
+    for warps in (1, 3, 8):
+        again = fused_gate(logits, bias, top_k, strategy="warp", warps=warps)
+        assert torch.equal(one[0], again[0])
+        assert torch.equal(one[1], again[1])
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("levels", [1, 2, 3, 5, 17])
+def test_ties_go_to_the_lowest_index(levels, strategy):
+    """Few distinct values: every row has ties at the border, and many more candidates than the lists hold."""
+    torch.manual_seed(levels)
+    logits = torch.randint(0, levels, (501, 384), device="cuda").float()
+    bias = torch.zeros(384, device="cuda")
+    indices, weights = fused_gate(logits, bias, 8, strategy=strategy)
+    wanted, wanted_weights, _ = reference(logits, bias, 8)
+    assert torch.equal(indices, wanted)
+    torch.testing.assert_close(weights.double(), wanted_weights, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+def test_extreme_logits(strategy):
+    for scale, shift in ((30.0, 0.0), (5.0, -40.0), (1.0, 20.0)):
+        logits = torch.randn(257, 384, device="cuda") * scale + shift
+        indices, weights = fused_gate(logits, torch.zeros(384, device="cuda"), 8, strategy=strategy)
+        scores = logits.double().sigmoid()
+        chosen = scores.gather(1, indices)
+        assert (scores.topk(8).values - chosen).abs().max() < ROUNDING
+        wanted = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+def test_nan_comes_last_and_infinity_is_a_limit(strategy):
+    logits = torch.randn(7, 384, device="cuda")
+    bias = torch.randn(384, device="cuda") * 0.1
+    logits[0, 5] = float("nan")
+    logits[1] = float("nan")
+    logits[2] = float("nan")
+    logits[2, [300, 20, 7]] = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+    logits[3, 9] = float("inf")
+    logits[4, :] = -float("inf")
+    indices, weights = fused_gate(logits, bias.zero_(), 8, strategy=strategy)
+    assert not weights.isnan().any()
+    assert torch.equal(indices[0], logits[0].nan_to_num(-1e9).topk(8).indices)
+    assert torch.equal(indices[1], torch.arange(8, device="cuda")) and not weights[1].any()
+    assert indices[2].tolist() == [7, 20, 300, 0, 1, 2, 3, 4] and not weights[2, 3:].any()
+    assert indices[3, 0] == 9
+    assert torch.equal(indices[4], torch.arange(8, device="cuda")) and not weights[4].any()
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+def test_padding_has_index_and_weight_zero(strategy):
+    logits, bias = torch.randn(1003, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
+    logits[900] = float("nan")
+    for valid in (0, 1, 501, 1003, 5000):
+        count = torch.tensor([valid], dtype=torch.int32, device="cuda")
+        indices, weights = fused_gate(logits, bias, 8, num_valid=count, strategy=strategy)
+        whole = fused_gate(logits, bias, 8, strategy=strategy)
+        assert torch.equal(indices[:valid], whole[0][:valid]) and torch.equal(weights[:valid], whole[1][:valid])
+        assert not indices[valid:].any() and not weights[valid:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 5000])
+def test_graph_replay_follows_its_inputs(tokens):
+    logits, bias = torch.randn(tokens, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
+    fused_gate(logits, bias, 8)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = logits * 2
+        out = fused_gate(doubled, bias, 8)
+    for _ in range(5):
+        logits.copy_(torch.randn_like(logits))
+        graph.replay()
+        now = fused_gate(logits * 2, bias, 8)
+        assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])

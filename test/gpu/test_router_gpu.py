@@ -1,0 +1,66 @@
+"""The router product, alone and with the gate, against float64. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.kernels.fused_gate import fused_gate
+from kimi_k2.kernels.router_gemm import router_decode, router_gemm
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+
+def inputs(tokens, hidden=7168, experts=384):
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    weight = (torch.randn(experts, hidden, device="cuda") * 0.02).bfloat16()
+    return x, weight, torch.randn(experts, device="cuda") * 0.05
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 200])
+@pytest.mark.parametrize(("hidden", "experts"), [(7168, 384), (7168, 256), (512, 64), (8192, 32)])
+def test_product_matches_float64(tokens, hidden, experts):
+    torch.manual_seed(tokens)
+    x, weight, _ = inputs(tokens, hidden, experts)
+    exact = x.double() @ weight.double().T
+    got = router_gemm(x, weight)
+    assert got.dtype == torch.float32
+    assert (got.double() - exact).norm() / exact.norm() < (
+        2e-6 if tokens <= 64 else 1e-5
+    )  # cuBLAS sums in its own order
+    if tokens <= 64:
+        assert all(torch.equal(got, router_gemm(x, weight)) for _ in range(3)), "not deterministic"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 30, 64])
+@pytest.mark.parametrize("experts", [384, 256, 32])
+def test_one_launch_equals_two(tokens, experts):
+    torch.manual_seed(tokens)
+    x, weight, bias = inputs(tokens, 7168, experts)
+    wanted = fused_gate(router_gemm(x, weight), bias, 8, True, 2.827)
+    for _ in range(5):
+        got = router_decode(x, weight, bias, 8, True, 2.827)
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    count = torch.tensor([tokens // 2], dtype=torch.int32, device="cuda")
+    padded = router_decode(x, weight, bias, 8, True, 2.827, num_valid=count)
+    assert not padded[0][tokens // 2 :].any() and not padded[1][tokens // 2 :].any()
+    assert torch.equal(padded[1][: tokens // 2], wanted[1][: tokens // 2])
+
+
+def test_graph_of_dependent_launches_follows_its_inputs():
+    """Launches that overlap by programmatic dependence must still see each other's results."""
+    x, weight, bias = inputs(16)
+    router_decode(x, weight, bias, 8)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [fused_gate(router_gemm(x * (i + 1), weight), bias, 8) for i in range(8)]
+        outs += [router_decode(x * (i + 1), weight, bias, 8) for i in range(8)]
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        for i in range(8):
+            now = fused_gate(router_gemm(x * (i + 1), weight), bias, 8)
+            for out in (outs[i], outs[i + 8]):
+                assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])
