@@ -12,7 +12,6 @@ import typer
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron import compile as job
-from kimi_k2.neuron.footprint import footprint
 from kimi_k2.neuron.preset import NeuronPreset
 
 STAND_INS = Path(__file__).parents[1] / "test" / "nxd"
@@ -28,10 +27,9 @@ def main(
     """Print the memory plan, then compile for a preset."""
     try:
         chosen = NeuronPreset.load(preset)
-        plan = footprint(job.load_model_config(model), chosen)
+        plan = job.check_fit(job.load_model_config(model), chosen)
         typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
         typer.echo("\n".join(job.plan_lines(plan)))
-        job.check_fit(plan, chosen)
         if dry_run:
             return
         if hlo_only:

@@ -20,8 +20,10 @@ from kimi_k2.analysis.hlo import count  # noqa: E402
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
-from kimi_k2.neuron.footprint import footprint  # noqa: E402
 from kimi_k2.neuron.preset import NeuronPreset  # noqa: E402
+from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
+from kimi_k2.plan.target import neuron_target  # noqa: E402
+from kimi_k2.sharding.plan import make_plan  # noqa: E402
 
 
 def main() -> None:
@@ -36,7 +38,13 @@ def main() -> None:
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)
     kinds = {f"{one.kind} {one.ranks}": times for one, times in counts.collectives.items()}
-    facts = {**summary(counts), "footprint": footprint(config, preset).total, "kinds": kinds}
+    target = neuron_target(preset).with_lengths(None, None, graph.bucket if stage.startswith("context") else None)
+    sharding = make_plan(config, target.layout)
+    decode = stage.startswith("token")
+    planned = (
+        decode_counts(config, target, sharding, graph.bucket) if decode else prefill_counts(config, target, sharding)
+    )
+    facts = {**summary(counts), "kinds": kinds, "planned": summary(planned)}
     print("COUNTS " + json.dumps(facts))
 
 

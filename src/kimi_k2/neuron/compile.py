@@ -17,8 +17,10 @@ from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.neuron import contrib
-from kimi_k2.neuron.footprint import BANK_BYTES, Footprint
 from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.plan.advice import advice
+from kimi_k2.plan.memory import MemoryPlan, memory_plan
+from kimi_k2.plan.target import GIB, neuron_target
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS
 
@@ -38,26 +40,29 @@ def load_model_config(model: str) -> KimiK2Config:
     return KimiK2Config.from_pretrained(model) if Path(model).exists() else KimiK2Config.from_preset(model)
 
 
-def plan_lines(plan: Footprint) -> list[str]:
-    """The memory plan as a table."""
-    rows = [f"  {name.replace('_', ' '):<22}{size / 1e9:8.2f} GB" for name, size in vars(plan).items()]
-    verdict = "fits" if plan.fits else "does not fit"
-    return [*rows, f"  {'total':<22}{plan.total / 1e9:8.2f} GB of {BANK_BYTES / 1e9:.0f} GB a core: {verdict}"]
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """The memory plan as a table; `kimi-k2 plan` prints more."""
+    rows = [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in plan.parts.items()]
+    usable = plan.memory.usable / GIB
+    return [*rows, f"  {'resident':<24}{plan.resident / GIB:8.2f} GiB of {usable:.2f} usable: {plan.verdict}"]
 
 
-def check_fit(plan: Footprint, preset: NeuronPreset) -> None:
-    """Refuse what one core's memory cannot hold.
+def check_fit(config: KimiK2Config, preset: NeuronPreset) -> MemoryPlan:
+    """The memory plan of a preset, if one core can hold it.
 
     Raises:
-        CompileError: naming the largest part.
+        CompileError: naming the largest part and what would help.
     """
+    target = neuron_target(preset)
+    plan = memory_plan(config, target)
     if not plan.fits:
-        largest = max(vars(plan).items(), key=lambda item: item[1])
+        name, size = plan.largest
         raise CompileError(
-            f"{preset.name} needs {plan.total / 1e9:.1f} GB a core, {BANK_BYTES / 1e9:.0f} GB are there"
-            f" (largest part: {largest[0].replace('_', ' ')}, {largest[1] / 1e9:.1f} GB);"
-            " use fewer tokens of cache, FP8 experts or more cores"
+            f"{preset.name} needs {plan.resident / GIB:.1f} GiB a core, {plan.memory.usable / GIB:.1f} GiB are usable"
+            f" (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
+            f" {' or with '.join(advice(config, target, plan))}"
         )
+    return plan
 
 
 def check_sdk() -> None:

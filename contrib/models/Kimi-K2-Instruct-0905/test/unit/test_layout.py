@@ -9,7 +9,6 @@ import pytest
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
-from kimi_k2.neuron.footprint import footprint
 from kimi_k2.neuron.preset import NeuronPreset
 
 PRESETS = ("trn2-tp32-ep2", "trn2-tp64-ep1")
@@ -24,20 +23,20 @@ def config() -> KimiK2Config:
 def test_presets_fit_and_use_all_cores(config: KimiK2Config, name: str) -> None:
     preset = NeuronPreset.load(name)
     assert preset.moe_tp * preset.moe_ep == preset.ranks == 64
-    check_fit(footprint(config, preset), preset)
+    check_fit(config, preset)
     assert any("experimental-unsafe-fp8e4m3fn-as-fp8e4m3" in argument for argument in preset.compiler_args)
 
 
 def test_routed_experts_are_counted_from_the_published_sizes(config: KimiK2Config) -> None:
     """1014.7 billion parameters of routed experts, one byte each, on 64 cores; scales add little."""
-    plan = footprint(config, NeuronPreset.load("trn2-tp32-ep2"))
-    assert plan.routed_experts == pytest.approx(1014.7e9 / 64, rel=2e-3)
+    plan = check_fit(config, NeuronPreset.load("trn2-tp32-ep2"))
+    assert plan.parts["expert weights"] == pytest.approx(1014.7e9 / 64, rel=2e-3)
 
 
 def test_bf16_experts_do_not_fit(config: KimiK2Config) -> None:
     preset = NeuronPreset.load("trn2-tp32-ep2").model_copy(update={"experts": "bf16"})
-    with pytest.raises(CompileError, match=r"largest part: routed experts"):
-        check_fit(footprint(config, preset), preset)
+    with pytest.raises(CompileError, match=r"largest part: expert weights.*per_channel FP8"):
+        check_fit(config, preset)
 
 
 def test_a_machine_without_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,149 @@
+"""Bytes, floating-point operations and collectives of one decode step and one prefill, a rank.
+
+The results are `GraphCounts`, in which HLO is counted too, so that both go through one roofline and can be compared.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from kimi_k2.analysis.hlo import Collective, GraphCounts
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.memory import BF16, arrangement_terms, cache_bytes, category, local_bytes, weight_parts
+from kimi_k2.plan.target import Target
+from kimi_k2.sharding.plan import PlannedTensor, ShardingPlan
+
+SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
+
+
+def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, context: int | None = None) -> GraphCounts:
+    """One token for each sequence.
+
+    Args:
+        context: cache slots that the graph reads; the target's whole cache if None. (On Neuron, the bucket.)
+    """
+    slots = target.context if context is None else context
+    tokens = target.batch
+    counts = _weights(config, target, plan, tokens, _expert_share(config, target, tokens))
+    counts.read["cache"] = cache_bytes(config, target, slots)
+    counts.held["cache"] = cache_bytes(config, target)
+    counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
+    counts.flops += _attention_flops(config, target, tokens, slots + 1)
+    counts.collectives = _collectives(config, target, tokens, tokens)
+    return counts
+
+
+def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> GraphCounts:
+    """One prompt of `target.prompt` tokens for each sequence."""
+    tokens = target.batch * target.prompt
+    counts = _weights(
+        config, target, plan, tokens, min(tokens * config.num_experts_per_tok / _local(config, target), 1)
+    )
+    counts.held["cache"] = cache_bytes(config, target)
+    # NxDI's prefill graph takes the old cache in and rewrites it whole.
+    counts.read["cache"] = cache_bytes(config, target) if target.is_neuron else 0
+    counts.flops = _linear_flops(plan, tokens, logits=target.batch)
+    counts.flops += _expert_flops(config, target, tokens, decode=False)
+    # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
+    counts.flops += _attention_flops(config, target, tokens, target.prompt)
+    counts.collectives = _collectives(config, target, tokens, target.batch)
+    if target.is_neuron and target.block_size:
+        blocks = _blocks(config, target, tokens)
+        one = Collective("all-reduce", target.layout.moe_tp, blocks * target.block_size * 8)
+        counts.collectives[one] = _moe_layers(config)
+    return counts
+
+
+def _moe_layers(config: KimiK2Config) -> int:
+    return sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+
+
+def _local(config: KimiK2Config, target: Target) -> int:
+    return config.n_routed_experts // target.layout.moe_ep
+
+
+def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
+    """Share of a rank's experts that decode reads: static slots on Neuron, at most the chosen ones on a GPU."""
+    local = _local(config, target)
+    if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
+        return 1.0
+    return min(tokens * config.num_experts_per_tok / local, 1.0)
+
+
+def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: int, expert_share: float) -> GraphCounts:
+    counts = GraphCounts()
+    for tensor in plan.tensors:
+        size, share = local_bytes(tensor), 1.0
+        if category(tensor.name).startswith("expert"):
+            share = expert_share
+        elif "embed_tokens" in tensor.name:
+            share = min(tokens / tensor.local_shape[0], 1.0)
+        counts.held[tensor.name] = size
+        counts.read[tensor.name] = round(size * share)
+    for name, size in arrangement_terms(config, target, weight_parts(plan)).items():
+        counts.held[name] = counts.read[name] = size
+    return counts
+
+
+def _is_linear(tensor: PlannedTensor) -> bool:
+    if "scale" in tensor.name or "embed_tokens" in tensor.name or "spmd_rank" in tensor.name:
+        return False
+    return len(tensor.shape) == 2
+
+
+def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
+    """2 M N K of every matrix outside the routed experts; kv_b_proj costs the same absorbed as applied."""
+    total = 0
+    for tensor in plan.tensors:
+        if _is_linear(tensor):
+            packed = 8 if tensor.name.endswith("packed") else 1
+            total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in tensor.name else tokens)
+    return total
+
+
+def _blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
+    """Blocks of NxD's blockwise prefill: full ones, and one that may be part empty for every local expert."""
+    assert target.block_size
+    spare = _local(config, target) - 1
+    return max(-(-(tokens * config.num_experts_per_tok - spare) // target.block_size), 0) + spare
+
+
+def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: bool) -> int:
+    pairs, local = tokens * config.num_experts_per_tok, _local(config, target)
+    if not target.is_neuron:
+        rows = pairs // target.layout.moe_ep
+    elif _expert_share(config, target, tokens) < 1:
+        rows = pairs  # one slot each, whether the expert is on this rank or not
+    elif decode or not target.block_size or pairs < target.block_size:
+        rows = tokens * local
+    else:
+        rows = _blocks(config, target, tokens) * target.block_size
+    width = config.moe_intermediate_size // target.layout.moe_tp
+    return _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
+
+
+def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int) -> int:
+    """Scores over cache_dim values and sums over kv_lora_rank, in the absorbed form."""
+    heads = config.num_attention_heads // target.layout.ranks
+    each = 2 * (config.cache_dim + config.kv_lora_rank)
+    return config.num_hidden_layers * heads * tokens * keys * each
+
+
+def _collectives(config: KimiK2Config, target: Target, tokens: int, sampled: int) -> dict[Collective, int]:
+    """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling."""
+    ranks, layers = target.layout.ranks, config.num_hidden_layers
+    if ranks == 1:
+        return {}
+    hidden = tokens * config.hidden_size * BF16
+    found = {Collective("all-reduce", ranks, hidden): 2 * layers}
+    if not target.is_neuron:
+        found[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
+        found[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
+        return found
+    gathers = [hidden, *(sampled * ranks * size for size in SAMPLED_BYTES)]
+    for size in gathers:
+        found[Collective("all-gather", ranks, size)] = 1
+    if target.arrangement.down_projections_split:
+        down = tokens * (config.q_lora_rank + config.cache_dim) * BF16
+        found[Collective("all-gather", ranks, down)] = layers
+    return found

@@ -1,0 +1,182 @@
+"""Bytes that one rank holds, by what they are for. The sharding plan says which tensors; nothing is estimated twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.target import GIB, Memory, Target
+from kimi_k2.sharding.plan import PlannedTensor, ShardingPlan, make_plan
+
+BF16 = 2
+# AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
+MICROCODE_BYTES = 2 * 96 * 10**6
+# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
+REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
+
+WEIGHTS = (
+    "expert weights",
+    "expert scales",
+    "attention",
+    "shared experts",
+    "dense MLP",
+    "router",
+    "embedding and lm_head",
+    "norms and rank numbers",
+)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of another implementation, as its source states it; ours is known only after compiling.
+
+    Attributes:
+        nbytes: interpolated at the context.
+        extrapolated: the context lies outside the reported range.
+        source: who reported it.
+    """
+
+    nbytes: int
+    extrapolated: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One rank's memory.
+
+    Attributes:
+        parts: bytes by category, weights and cache and what the runtime takes for certain.
+        memory: what there is.
+        scratch: a reported figure to compare `room` with, or None; not part of `resident`.
+    """
+
+    parts: dict[str, int]
+    memory: Memory
+    scratch: Scratch | None = None
+
+    @property
+    def resident(self) -> int:
+        """Bytes held all the time."""
+        return sum(self.parts.values())
+
+    @property
+    def weights(self) -> int:
+        """Bytes of tensors from the checkpoint."""
+        return sum(size for name, size in self.parts.items() if name in WEIGHTS)
+
+    @property
+    def room(self) -> int:
+        """Bytes left for scratch and activations; negative if what is resident does not fit."""
+        return self.memory.usable - self.resident
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is resident fits."""
+        return self.room >= 0
+
+    @property
+    def verdict(self) -> str:
+        """One line that says what is known and what is not."""
+        if not self.fits:
+            return f"does not fit: {-self.room / GIB:.2f} GiB too much"
+        left = f"{self.room / GIB:.2f} GiB left for scratch and activations"
+        if self.scratch is None:
+            return f"fits: {left}"
+        needed = f"{self.scratch.nbytes / GIB:.1f} GiB"
+        kind = "extrapolated from" if self.scratch.extrapolated else "as reported for"
+        verb = "enough for" if self.scratch.nbytes <= self.room else "less than"
+        return f"fits before scratch: {left}, {verb} the {needed} {kind} the published K2.5 port (ours is not measured)"
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The largest category."""
+        return max(self.parts.items(), key=lambda item: item[1])
+
+
+def category(name: str) -> str:
+    """Where a tensor of a rank's file belongs; names of both targets."""
+    if "expert_mlps.mlp_op" in name or ".mlp.experts." in name:
+        return "expert scales" if "scale" in name else "expert weights"
+    if name.endswith(("rank_util.rank", "spmd_rank.rank", "local_expert_indices")) or "norm.weight" in name:
+        return "norms and rank numbers"
+    for part, where in (
+        ("self_attn", "attention"),
+        ("shared_experts", "shared experts"),
+        ("mlp.router.", "router"),
+        ("mlp.gate.", "router"),
+        (".mlp.", "dense MLP"),
+    ):
+        if part in name:
+            return where
+    return "embedding and lm_head"
+
+
+def local_bytes(tensor: PlannedTensor) -> int:
+    """Bytes of a tensor on one rank."""
+    return prod(tensor.local_shape) * tensor.dtype.itemsize
+
+
+def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None) -> int:
+    """The compressed cache, which every rank holds whole: cache_dim values a token a layer in BF16."""
+    slots = target.batch * (target.context if context is None else context)
+    return config.num_hidden_layers * slots * config.cache_dim * BF16 * target.arrangement.cache_copies
+
+
+def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:
+    """One rank's memory; tensors are counted exactly, activations are left to `room`.
+
+    Args:
+        plan: of `make_plan(config, target.layout)`, if it is at hand.
+
+    Raises:
+        ConfigError: a size does not divide among the ranks.
+    """
+    plan = plan or make_plan(config, target.layout)
+    parts = weight_parts(plan)
+    parts |= arrangement_terms(config, target, parts)
+    parts["KV cache"] = cache_bytes(config, target)
+    if target.is_neuron:
+        parts["runtime micro-code"] = MICROCODE_BYTES
+    used = {name: size for name, size in parts.items() if size}
+    return MemoryPlan(used, target.memory, reported_scratch(target.context) if target.is_neuron else None)
+
+
+def weight_parts(plan: ShardingPlan) -> dict[str, int]:
+    """Bytes of one rank's file by category."""
+    parts = dict.fromkeys(WEIGHTS, 0)
+    for tensor in plan.tensors:
+        parts[category(tensor.name)] += local_bytes(tensor)
+    return parts
+
+
+def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int]) -> dict[str, int]:
+    """What an arrangement holds beyond the sharding plan's `parts`, each a named term."""
+    terms = {}
+    arrangement, ranks = target.arrangement, target.layout.ranks
+    down = config.num_hidden_layers * (config.q_lora_rank + config.cache_dim) * config.hidden_size * BF16
+    if not arrangement.down_projections_split and target.is_neuron:
+        terms["down projections held by every rank"] = down - down // ranks
+    if not arrangement.dense_over_all_ranks and target.layout.moe_ep > 1:
+        split = sum(parts[name] for name in ("attention", "shared experts", "dense MLP", "embedding and lm_head"))
+        again = (split - down // ranks) * (target.layout.moe_ep - 1)
+        terms[f"dense weights over {target.layout.moe_tp} ranks, not {ranks}"] = again
+    if arrangement.router_bytes > BF16:
+        moe = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+        elements = moe * config.n_routed_experts * config.hidden_size
+        terms["router in float32"] = elements * (arrangement.router_bytes - BF16)
+    return terms
+
+
+def reported_scratch(context: int) -> Scratch:
+    """Piecewise linear through the reported points, and beyond the last along its last section."""
+    points = REPORTED_SCRATCH_GIB
+    upper = next((i for i, (length, _) in enumerate(points) if i and context <= length), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    size = max(y0 + (y1 - y0) * (context - x0) / (x1 - x0), 0.0)
+    return Scratch(
+        nbytes=int(size * GIB),
+        extrapolated=not points[0][0] <= context <= points[-1][0],
+        source="README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens",
+    )

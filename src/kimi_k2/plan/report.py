@@ -1,0 +1,212 @@
+"""A plan as data, as tables and as a chart. Figures are computed or modelled; what is reported names its source."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kimi_k2.analysis.hlo import GraphCounts
+from kimi_k2.analysis.roofline import roofline
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.advice import advice, longest_context
+from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
+from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.target import GIB, Target
+from kimi_k2.sharding.dry_run import dry_run
+from kimi_k2.sharding.plan import make_plan
+
+SCHEMA = "kimi-k2/plan/1"
+
+
+def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
+    """Everything about one deployment; sizes in bytes, times in seconds.
+
+    Raises:
+        ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
+    """
+    sharding = make_plan(config, target.layout)
+    memory = memory_plan(config, target, sharding)
+    host = dry_run(config, target.layout)
+    decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
+    return {
+        "schema": SCHEMA,
+        "target": {
+            "name": target.name,
+            "ranks": target.layout.ranks,
+            "moe_tp": target.layout.moe_tp,
+            "moe_ep": target.layout.moe_ep,
+            "experts": target.layout.experts,
+            "batch": target.batch,
+            "context": target.context,
+            "prompt": target.prompt,
+            "arrangement": target.arrangement.name,
+        },
+        "rank_memory": {
+            "parts": memory.parts,
+            "resident": memory.resident,
+            "total": memory.memory.total,
+            "usable": memory.memory.usable,
+            "source": memory.memory.source,
+            "fits": memory.fits,
+            "room": memory.room,
+            "verdict": memory.verdict,
+            "reported_scratch": asdict(memory.scratch) if memory.scratch else None,
+            "longest_context_before_scratch": longest_context(config, target, memory),
+        },
+        "host": {
+            "convert_reads": host.input_bytes,
+            "convert_writes": host.output_bytes,
+            "convert_disk": host.input_bytes + host.output_bytes,
+            "convert_peak_memory_estimate": host.peak_memory,
+            "load_reads": host.output_bytes,
+            # NxDI keeps all ranks' tensors until they are on the devices (application_base.py, load_weights); a process
+            # for each GPU keeps its own rank's.
+            "load_peak_memory_bound": host.output_bytes if target.is_neuron else host.rank_bytes * target.layout.ranks,
+        },
+        "decode": step(decode, target),
+        "prefill": step(prefill, target),
+        "modelled": {
+            "tpot": roofline(decode, target.machine).bound,
+            "ttft": roofline(prefill, target.machine).bound,
+            "machine": asdict(target.machine),
+        },
+        "advice": advice(config, target, memory),
+    }
+
+
+def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
+    """One graph's counts on one rank and their modelled time, part by part."""
+    reads: dict[str, int] = {}
+    for name, size in counts.read.items():
+        where = "KV cache" if name == "cache" else category(name) if "." in name else name
+        reads[where] = reads.get(where, 0) + size
+    modelled = roofline(counts, target.machine)
+    return {
+        "bytes_read": counts.bytes_read(),
+        "bytes_read_by_part": {name: size for name, size in reads.items() if size},
+        "flops": counts.flops,
+        "collectives": [
+            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
+            for one, times in counts.collectives.items()
+        ],
+        "collective_bytes": counts.collective_bytes,
+        "modelled_seconds": {
+            "memory": modelled.memory, "compute": modelled.compute, "communication": modelled.communication,
+            "bound": modelled.bound,
+        },
+    }  # fmt: skip
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The report as tables."""
+    target, memory = report["target"], report["rank_memory"]
+    title = f"{target['name']}: {target['ranks']} ranks, batch {target['batch']}, context {target['context']:,}"
+    table = Table("one rank holds", "GB", "GiB", "%", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, size in memory["parts"].items():
+        table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", f"{100 * size / memory['usable']:.1f}")
+    total = memory["resident"]
+    table.add_section()
+    percent = f"{100 * total / memory['usable']:.1f}"
+    table.add_row("resident", f"{total / 1e9:.3f}", f"{total / GIB:.3f}", percent, style="bold")
+    table.add_row("usable", f"{memory['usable'] / 1e9:.3f}", f"{memory['usable'] / GIB:.3f}", "100.0")
+    console.print(table)
+    console.print(memory["verdict"], style="green" if memory["fits"] else "bold red", highlight=False)
+    for line in report["advice"]:
+        console.print(f"  it would fit with {line}", highlight=False)
+    console.print(f"memory: {memory['source']}", style="dim", highlight=False)
+    _print_steps(report, console)
+    _print_host(report["host"], console)
+
+
+def _print_steps(report: dict[str, Any], console: Console) -> None:
+    prompt, batch = report["target"]["prompt"], report["target"]["batch"]
+    labels = ("a decode step", f"prefill of {batch} x {prompt:,} tokens")
+    table = Table("one rank, modelled", *labels, title="bytes, operations and time")
+    steps = (report["decode"], report["prefill"])
+    for name in steps[0]["bytes_read_by_part"]:
+        table.add_row(f"reads {name}", *(f"{one['bytes_read_by_part'].get(name, 0) / 1e9:.3f} GB" for one in steps))
+    table.add_section()
+    table.add_row("reads in all", *(f"{one['bytes_read'] / 1e9:.3f} GB" for one in steps))
+    table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
+    table.add_row(
+        "collectives",
+        *(f"{sum(c['times'] for c in s['collectives'])}, {s['collective_bytes'] / 1e6:,.1f} MB" for s in steps),
+    )
+    for part in ("memory", "compute", "communication"):
+        table.add_row(f"{part}, ms", *(f"{one['modelled_seconds'][part] * 1e3:.2f}" for one in steps))
+    table.add_row(
+        "bound, ms (TPOT / TTFT, modelled)",
+        *(f"{one['modelled_seconds']['bound'] * 1e3:.2f}" for one in steps),
+        style="bold",
+    )
+    console.print(table)
+    source = report["modelled"]["machine"]["source"]
+    console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
+
+
+def _print_host(host: dict[str, Any], console: Console) -> None:
+    table = Table("host", "", title="conversion and load", show_header=False)
+    for label, text in (
+        ("convert reads, writes", f"{host['convert_reads'] / 1e9:,.0f} GB, {host['convert_writes'] / 1e9:,.0f} GB"),
+        ("disk for both", f"{host['convert_disk'] / 1e9:,.0f} GB"),
+        ("memory of the conversion", f"{host['convert_peak_memory_estimate'] / 1e9:.1f} GB (estimate)"),
+        ("load reads", f"{host['load_reads'] / 1e9:,.0f} GB"),
+        ("memory of the load", f"up to {host['load_peak_memory_bound'] / 1e9:,.0f} GB (all ranks' tensors at once)"),
+    ):
+        table.add_row(label, text)
+    console.print(table)
+
+
+def print_published(console: Console) -> None:
+    """The planner's check against published memory figures."""
+    table = Table("published figure", "reported", "planned", "difference", title="published arrangement, GiB")
+    for row in published_memory():
+        table.add_row(row.what, f"{row.published:.2f}", f"{row.planned:.2f}", f"{100 * row.difference:+.1f} %")
+        for name, size in row.terms.items():
+            table.add_row(f"  {name}", "", f"{size:.3f}", "", style="dim")
+    console.print(table)
+
+
+def contexts(target: Target, limit: int) -> list[int]:
+    """Context lengths of the chart: powers of four up to what fits or is asked for, and the one asked for."""
+    top = min(max(4 * target.context, 16384), limit)
+    return sorted({target.context, *(512 * 4**i for i in range(10) if 512 * 4**i <= top)})
+
+
+def plot(config: KimiK2Config, target: Target, path: Path) -> None:
+    """Write a stacked bar chart (PNG): one rank's memory by category against context length."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lengths = contexts(target, config.max_position_embeddings)
+    sharding = make_plan(config, target.layout)
+    plans: list[MemoryPlan] = [memory_plan(config, replace(target, context=n), sharding) for n in lengths]
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    base = [0.0] * len(plans)
+    colours = plt.get_cmap("tab20").colors
+    labels = [f"{n:,}" + ("\n(asked for)" if n == target.context else "") for n in lengths]
+    for number, name in enumerate(plans[0].parts):
+        heights = [plan.parts[name] / GIB for plan in plans]
+        axes.bar(labels, heights, 0.6, bottom=base, label=name, color=colours[number % len(colours)])
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    inside = [(i, p.scratch) for i, p in enumerate(plans) if p.scratch and not p.scratch.extrapolated]
+    for position, scratch in inside:
+        axes.bar(
+            labels[position], scratch.nbytes / GIB, 0.6, bottom=base[position], fill=False, hatch="//",
+            label="scratch, reported for the published K2.5 port" if position == inside[0][0] else None,
+        )  # fmt: skip
+    axes.axhline(plans[0].memory.usable / GIB, color="black", linestyle="--", label="usable")
+    axes.set(xlabel="context (tokens a sequence)", ylabel="GiB a rank")
+    axes.set_title(f"{target.name}, batch {target.batch}: memory of one rank (computed)")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

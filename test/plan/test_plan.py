@@ -1,0 +1,150 @@
+"""The planner against what others published, against the presharder's files, and where it must refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.plan.advice import advice, longest_context
+from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.memory import memory_plan, reported_scratch
+from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
+from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.presharder import Presharder
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def config() -> KimiK2Config:
+    return KimiK2Config.from_preset("kimi-k2-instruct-0905")
+
+
+def target_of(config: KimiK2Config, layout: Layout) -> Target:
+    return replace(load_target("trn2-tp32-ep2", config), layout=layout, context=64, prompt=64)
+
+
+def test_published_memory_figures_within_5_percent() -> None:
+    rows = published_memory()
+    assert [row.published for row in rows] == [17.55, 20.9, 21.9, 23.4]
+    for row in rows:
+        assert abs(row.difference) < 0.05, row
+
+
+def test_scratch_is_the_reported_one_at_the_reported_lengths_and_marked_beyond() -> None:
+    for context, gib in ((128, 3.0), (512, 4.1), (1024, 5.5)):
+        assert reported_scratch(context).nbytes / GIB == pytest.approx(gib)
+        assert not reported_scratch(context).extrapolated
+    assert reported_scratch(4096).extrapolated
+    assert reported_scratch(4096).nbytes > reported_scratch(1024).nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("fp8", Layout(2, 2, experts="blockwise")),
+        ("fp8", Layout(2, 1, experts="per_channel")),
+        ("thinking", Layout(1, 2, experts="bf16")),
+        ("thinking", Layout(1, 1, "cuda", "stored")),
+    ],
+)
+def test_weights_are_the_bytes_that_the_presharder_writes(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, layout: Layout
+) -> None:
+    Presharder(checkpoints[name], tmp_path, layout).run()
+    plan = memory_plan(
+        KimiK2Config.from_pretrained(checkpoints[name]),
+        target_of(KimiK2Config.from_pretrained(checkpoints[name]), layout),
+    )
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == layout.ranks
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            assert plan.weights == sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
+
+
+def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) -> None:
+    """FACTS: 42.2 GB for one token with FP8 experts and BF16 rest; the cache and one embedding row come on top."""
+    target = replace(load_target("h200-tp1", config), layout=Layout(1, 1, "cuda", "bf16"), context=1)
+    plan = make_plan(config, target.layout)
+    counts = decode_counts(config, target, plan)
+    experts = counts.bytes_read(r"\.mlp\.experts\.") / 2  # in FP8
+    router = counts.bytes_read(r"\.mlp\.gate\.")
+    # Active: 32.86 billion parameters, an embedding of 163840 x 7168 excluded from what is read.
+    rest = counts.bytes_read() - 2 * experts
+    assert (experts + rest) / 1e9 == pytest.approx(42.2, rel=0.01)
+    assert router / 2 == pytest.approx(60 * 384 * 7168, rel=1e-3)
+
+
+def test_arrangement_of_the_published_port_costs_more(config: KimiK2Config) -> None:
+    ours = load_target("trn2-tp32-ep2", config)
+    theirs = replace(ours, arrangement=PUBLISHED_PORT)
+    plan = make_plan(config, ours.layout)
+    read_ours, read_theirs = (decode_counts(config, t, plan, 512).bytes_read() for t in (ours, theirs))
+    assert read_theirs > 10 * read_ours  # all 192 local experts instead of 8
+    extra = memory_plan(config, theirs).resident - memory_plan(config, ours).resident
+    assert extra > 2 * 2**30
+
+
+def test_what_does_not_fit_gets_advice_that_does(config: KimiK2Config) -> None:
+    bf16 = replace(load_target("trn2-tp64-ep1", config), layout=Layout(64, 1, experts="bf16"))
+    plan = memory_plan(config, bf16)
+    assert not plan.fits
+    found = advice(config, bf16, plan)
+    assert any("per_channel" in line for line in found)
+    assert any("blockwise" in line for line in found)
+    four = load_target("h200-tp4", config)
+    assert any(line.startswith("8 ranks") for line in advice(config, four, memory_plan(config, four)))
+    one_host = replace(four, layout=Layout(8, 1, "cuda", "bf16"))
+    assert any(
+        "stored" in line or "own format" in line for line in advice(config, one_host, memory_plan(config, one_host))
+    )
+
+
+def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:
+    target = load_target("trn2-tp32-ep2", config)
+    length = longest_context(config, target, memory_plan(config, target))
+    assert memory_plan(config, replace(target, context=length)).fits
+    assert not memory_plan(config, replace(target, context=length + 1)).fits
+    too_long = replace(target, context=length + 1)
+    assert any(f"{length:,}" in line for line in advice(config, too_long, memory_plan(config, too_long)))
+
+
+def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
+    chart = tmp_path / "plan.png"
+    result = runner.invoke(app, ["plan", "kimi-k2.5", "--preset", "h200-tp8", "--json", "--chart", str(chart)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["schema"] == "kimi-k2/plan/1"
+    assert report["rank_memory"]["fits"]
+    assert report["rank_memory"]["resident"] == sum(report["rank_memory"]["parts"].values())
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    tables = runner.invoke(app, ["plan", "kimi-k2-instruct-0905", "--published"], env={"COLUMNS": "160"})
+    assert tables.exit_code == 0
+    for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55"):
+        assert word in tables.output
+
+
+@pytest.mark.parametrize(
+    ("preset", "lengths", "says"),
+    [
+        ("trn3", {}, "no target 'trn3'"),
+        ("h200-tp3", {}, "does not divide among 3 ranks"),
+        ("trn2-tp32-ep2", {"context": 0}, "context"),
+        ("trn2-tp32-ep2", {"context": 128, "prompt": 256}, "at most the context"),
+    ],
+)
+def test_wrong_requests_are_named(config: KimiK2Config, preset: str, lengths: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        target = load_target(preset, config)
+        target = target.with_lengths(lengths.get("context"), lengths.get("batch"), lengths.get("prompt"))
+        memory_plan(config, target)
