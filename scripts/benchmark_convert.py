@@ -10,7 +10,9 @@ is run on the second shard only (one MoE layer).
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -81,12 +83,17 @@ def copy(source: Path, work: Path) -> None:
 
 
 def load_ratio(work: Path) -> dict[str, float]:
-    """Seconds to load rank 0 as NxDI does, every byte touched, and to read its file, both from a warm page cache."""
-    path = work / WEIGHTS / rank_file_name(0)
+    """Seconds to load rank 0 as NxDI does (`load_file`), every byte used, and to read its file; from the disk.
 
-    # Both end in memory that was there before, as a device's staging buffer is: what is compared is the reading.
+    Both end in one buffer that was there before, as a device's staging memory is.
+    """
+    path = work / WEIGHTS / rank_file_name(0)
     buffer = bytearray(path.stat().st_size)
     staging = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def evict() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def raw() -> None:
         with path.open("rb", buffering=0) as file:
@@ -101,16 +108,14 @@ def load_ratio(work: Path) -> dict[str, float]:
             staging[position : position + len(flat)] = flat
             position += len(flat)
 
-    result = {}
-    for name, job in (("read", raw), ("load", load)):
-        job()
-        times = []
-        for _ in range(5):
+    times: dict[str, list[float]] = {"read": [], "load": []}
+    for _ in range(7):
+        for name, job in (("read", raw), ("load", load)):
+            evict()
             start = time.perf_counter()
             job()
-            times.append(time.perf_counter() - start)
-        result[name] = min(times)
-    return result
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, float]:

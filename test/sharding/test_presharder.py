@@ -115,30 +115,45 @@ def test_cuda_keeps_the_stored_bytes(checkpoints: dict[str, Path], tmp_path: Pat
 
 
 def test_kill_and_resume(tmp_path: Path) -> None:
+    """SIGKILL at random moments of a run, before its end; what finished before the kill came is tried again."""
     source = tmp_path / "source"
     config = tiny_config(num_hidden_layers=12)
     write_synthetic_checkpoint(source, config)
-    Presharder(source, tmp_path / "whole", Layout(2, 2)).run()
-    expected = contents(tmp_path / "whole")
-    chooser = random.Random(0)
-    interrupted = 0
-    for attempt in range(KILLS):
-        output = tmp_path / f"killed{attempt}"
+
+    def start(output: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", WORKER, str(source), str(output)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(chooser.uniform(0.0, 0.6))
+        process.stdout.close()
+        return process
+
+    whole = start(tmp_path / "whole")
+    began = time.monotonic()
+    assert whole.wait() == 0
+    duration = time.monotonic() - began
+    expected = contents(tmp_path / "whole")
+    chooser = random.Random(0)
+    killed = resumed_layers = 0
+    for attempt in range(10 * KILLS):
+        output = tmp_path / f"killed{attempt}"
+        process = start(output)
+        time.sleep(chooser.uniform(0.0, duration))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        process.stdout.close()
-        interrupted += not (output / MANIFEST).exists()
+        if (output / MANIFEST).exists():
+            continue
+        killed += 1
+        journal = output / JOURNAL
+        resumed_layers += journal.read_bytes().count(b"\n") > 1 if journal.exists() else 0
         Presharder(source, output, Layout(2, 2)).run()
         assert contents(output) == expected
         for name in expected:
             (output / name).unlink()
-    print(f"\n{interrupted} of {KILLS} kills came before the end")
-    assert interrupted
+        if killed == KILLS:
+            break
+    print(f"\n{killed} kills before the end, {resumed_layers} of them with finished layers to go on from")
+    assert killed == KILLS
 
 
 def test_full_disk_keeps_finished_layers(
