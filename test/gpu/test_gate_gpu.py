@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.fused_gate import PACKED_TOKENS, fused_gate
+from kimi_k2.kernels.fused_gate import PACKED_EXPERTS, fused_gate
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -56,7 +56,7 @@ def test_other_numbers_of_experts(experts):
     assert_gate(logits, bias, min(8, experts), "auto")
 
 
-@pytest.mark.parametrize("experts", list(PACKED_TOKENS))
+@pytest.mark.parametrize("experts", PACKED_EXPERTS)
 @pytest.mark.parametrize("top_k", [8, 16])
 def test_strategies_give_the_same_bits_and_either_index_dtype(experts, top_k):
     logits, bias = torch.randn(3001, experts, device="cuda"), torch.randn(experts, device="cuda")
@@ -140,3 +140,13 @@ def test_graph_replay_follows_its_inputs(tokens):
         graph.replay()
         now = fused_gate(logits * 2, bias, 8)
         assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])
+
+
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+def test_offsets_beyond_32_bits(strategy):
+    tokens = 2**31 // 384 + 1000
+    logits, bias = torch.empty(tokens, 384, device="cuda").normal_(), torch.randn(384, device="cuda") * 0.1
+    indices, weights = fused_gate(logits, bias, 8, strategy=strategy)
+    last = fused_gate(logits[-1003:].clone(), bias, 8)
+    assert torch.equal(indices[-1003:], last[0])
+    assert torch.equal(weights[-1003:], last[1])

@@ -28,6 +28,7 @@ from kimi_k2.model.router import noaux_tc_gate
         ({"index_dtype": torch.int16}, "index_dtype"),
         ({"num_valid": torch.zeros(1)}, "num_valid"),
         ({"strategy": "block"}, "strategy 'block'"),
+        ({"warps": 9}, "warps 9"),
     ],
 )
 def test_bad_gate_arguments_are_named(changes, message):
@@ -61,6 +62,8 @@ def test_fake_router_and_its_refusals():
             router_gemm.router_gemm(x[:, :100].contiguous(), weight[:, :100].contiguous())
         with pytest.raises(KernelError, match="65 tokens"):
             router_gemm.router_decode(torch.zeros(65, 7168, dtype=bf16), weight, bias, 8)
+        with pytest.raises(KernelError, match="launches 3"):
+            router_gemm.router_decode(x, weight, bias, 8, launches=3)
         with pytest.raises(KernelError, match="e_score_correction_bias"):
             router_gemm.router_decode(x, weight, bias[:8], 8)
 

@@ -19,8 +19,9 @@ from kimi_k2.kernels.build import load_library
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
-# Experts to the number of tokens from which four tokens a warp are faster than one (H200).
-PACKED_TOKENS = {256: 8192, 384: 4096}
+PACKED_EXPERTS = (256, 384)
+# From here on four tokens a warp are faster than one (H200).
+PACKED_TOKENS = 4096
 STRATEGIES = ("auto", "warp", "packed")
 POINTERS = ["logits", "bias", "num_valid", "indices", "weights"]
 INTEGERS = [
@@ -105,14 +106,13 @@ def _check_arguments(
         raise KernelError(f"strategy {strategy!r}: expected one of {STRATEGIES}")
     if not 0 <= warps <= 8:
         raise KernelError(f"warps {warps}: expected 0 to 8")
-    if strategy == "packed" and logits.shape[1] not in PACKED_TOKENS:
-        raise KernelError(f"strategy 'packed' takes {list(PACKED_TOKENS)} experts, not {logits.shape[1]}")
+    if strategy == "packed" and logits.shape[1] not in PACKED_EXPERTS:
+        raise KernelError(f"strategy 'packed' takes {PACKED_EXPERTS} experts, not {logits.shape[1]}")
 
 
 def use_packed(tokens: int, experts: int, strategy: str) -> bool:
     """Whether four tokens share a warp."""
-    many = experts in PACKED_TOKENS and tokens >= PACKED_TOKENS[experts]
-    return strategy == "packed" or (strategy == "auto" and many)
+    return strategy == "packed" or (strategy == "auto" and experts in PACKED_EXPERTS and tokens >= PACKED_TOKENS)
 
 
 def warps_a_block(tokens: int) -> int:
@@ -163,11 +163,16 @@ def fused_gate(
     arguments.logits = logits.data_ptr()
     arguments.packed = use_packed(tokens, experts, strategy)
     arguments.warps = warps or warps_a_block(tokens)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(logits.device).cuda_stream)
+    launch_gate(arguments, logits.device)
+    return indices, weights
+
+
+def launch_gate(arguments: GateArguments, device: torch.device) -> None:
+    """The gate's kernel on the device's current stream; KernelError if it cannot be launched."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     status = load_library("gate_launch.cu", "gate_").kimi_gate(ctypes.byref(arguments), stream)
     if status:
-        raise KernelError(f"fused_gate could not be launched: CUDA error {status} (1000: no instance for the sizes)")
-    return indices, weights
+        raise KernelError(f"the gate could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 
 
 def gate_arguments(

@@ -3,6 +3,9 @@
 `torch.ops.kimi_k2.router_gemm` replaces `kimi_k2.model.router.Router.logits` for bfloat16 tokens and weights (sums in
 float32, over a fixed order for up to 64 tokens; cuBLAS with float32 output above). `torch.ops.kimi_k2.router_decode` is
 `router_gemm` followed by `fused_gate`, up to 64 tokens. csrc/gate_router.cuh says how the launch works.
+
+One launch is not always faster than two: dependent launches overlap (the gate's begins while the product's ends), and
+two leave every block a share of the gate. So beyond `ONE_LAUNCH_TOKENS` the same operation makes two.
 """
 
 from __future__ import annotations
@@ -15,10 +18,19 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
-from kimi_k2.kernels.fused_gate import GateArguments, check_gate, gate_arguments, hopper_multiprocessors
+from kimi_k2.kernels.fused_gate import (
+    GateArguments,
+    check_gate,
+    gate_arguments,
+    hopper_multiprocessors,
+    launch_gate,
+    warps_a_block,
+)
 
 MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
+# Up to here one launch is at least as fast as two (H200).
+ONE_LAUNCH_TOKENS = 8
 POINTERS = ["x", "weight", "logits", "arrivals"]
 INTEGERS = ["hidden", "fused"]
 
@@ -62,8 +74,9 @@ def check_product(x: Tensor, weight: Tensor) -> None:
 
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    # Wraps to zero by itself. Launches share it: they must be ordered on one stream, as a model's layers are.
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    # Counters that wrap to zero by themselves. Launches share them: they must be ordered on one stream, as a model's
+    # layers are.
+    return torch.zeros(8, dtype=torch.int32, device=device)
 
 
 def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None) -> None:
@@ -114,13 +127,21 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check_decode(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, num_valid: Tensor | None, index_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    num_valid: Tensor | None,
+    index_dtype: torch.dtype,
+    launches: int,
 ) -> None:
     check_product(x, weight)
     if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
         raise KernelError(
             f"{x.shape[0]} tokens and {weight.shape[0]} experts: expected at most {MAX_TOKENS} and {MAX_FUSED_EXPERTS}"
         )
+    if launches not in (0, 1, 2):
+        raise KernelError(f"launches {launches}: expected 0, 1 or 2")
     check_gate(bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
 
 
@@ -134,12 +155,13 @@ def router_decode(
     routed_scaling_factor: float = 1.0,
     num_valid: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
+    launches: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`router_gemm` and `fused_gate` in one launch, for at most 64 tokens and 384 experts.
+    """`router_gemm` and `fused_gate` in one operation, for at most 64 tokens and 384 experts.
 
-    Args and returns: as those two; raises KernelError as they do.
+    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose; raises KernelError as they do.
     """
-    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype)
+    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     tokens, experts = x.shape[0], weight.shape[0]
     indices = torch.empty(tokens, top_k, dtype=index_dtype, device=x.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
@@ -148,7 +170,11 @@ def router_decode(
             e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
         )
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-        _launch(x, weight, logits, gate)
+        one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
+        _launch(x, weight, logits, gate if one else None)
+        if not one:
+            gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
+            launch_gate(gate, x.device)
     return indices, weights
 
 
@@ -162,7 +188,8 @@ def _(
     routed_scaling_factor: float = 1.0,
     num_valid: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
+    launches: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype)
+    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     shape = (x.shape[0], top_k)
     return x.new_empty(shape, dtype=index_dtype), x.new_empty(shape, dtype=torch.float32)

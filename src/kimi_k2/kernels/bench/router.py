@@ -36,9 +36,14 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
     """Each token count: the product, then the product and the gate."""
     bias = torch.randn(EXPERTS, device="cuda") * 0.03
     product: dict[str, Callable[..., Any]] = {"ours": router_gemm, "cuBLAS": cublas}
+
+    def routed_in(launches: int) -> Callable[..., Any]:
+        return lambda x, w: router_decode(x, w, bias, TOP_K, True, SCALE, index_dtype=torch.int32, launches=launches)
+
     routed: dict[str, Callable[..., Any]] = {
-        "ours": lambda x, w: router_decode(x, w, bias, TOP_K, True, SCALE, index_dtype=torch.int32),
-        "ours, two launches": lambda x, w: ours(router_gemm(x, w), bias),
+        "ours": routed_in(0),
+        "ours, one launch": routed_in(1),
+        "ours, two launches": routed_in(2),
         "cuBLAS, our gate": lambda x, w: ours(cublas(x, w), bias),
     }
     for operation, calls in (("router product", product), ("router product and gate", routed)):

@@ -22,28 +22,31 @@ static int launch(void (*kernel)(Args), int grid, int block, size_t smem, cudaSt
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-template <int EXPERTS, int KP>
+template <int EXPERTS, int KP, int WARPS>
 static int launch_packed(const GateArgs& a, cudaStream_t stream) {
-  constexpr size_t smem = sizeof(PackedSmem<EXPERTS, KP>);
+  constexpr size_t smem = sizeof(PackedSmem<EXPERTS, WARPS>);
   static_assert(smem <= 232448, "shared memory of one block");
   const int groups = (a.tokens + 3) / 4, grid = groups < a.multiprocessors ? groups : a.multiprocessors;
-  return launch(gate_packed_kernel<EXPERTS, KP>, grid, kPackedWarps * 32, smem, stream, a.programmatic, a);
+  return launch(gate_packed_kernel<EXPERTS, KP, WARPS>, grid, WARPS * 32, smem, stream, a.programmatic, a);
 }
 
 template <int VALUES>
 static int launch_warp(const GateArgs& a, cudaStream_t stream) {
-  return launch(gate_warp_kernel<VALUES>, (a.tokens + a.warps - 1) / a.warps, a.warps * 32, 0, stream, a.programmatic, a);
+  const int grid = (a.tokens + a.warps - 1) / a.warps;
+  return launch(gate_warp_kernel<VALUES>, grid, a.warps * 32, 0, stream, a.programmatic, a);
 }
 
 template <int EXPERTS>
 static int launch_packed(const GateArgs& a, cudaStream_t stream) {
-  return a.top_k > 8 ? launch_packed<EXPERTS, 16>(a, stream) : launch_packed<EXPERTS, 8>(a, stream);
+  constexpr int kWarps = EXPERTS == 256 ? 32 : 28;  // as many as registers allow
+  return a.top_k > 8 ? launch_packed<EXPERTS, 16, 20>(a, stream) : launch_packed<EXPERTS, 8, kWarps>(a, stream);
 }
 
-template <int MT, int NT>
+template <int MT, int NT, int RESIDENT>
 static int launch_router(const RouterArgs& a, cudaStream_t stream) {
-  return launch(router_kernel<MT, NT>, a.gate.experts / (16 * MT) * kSplits, kRouterWarps * 32,
-                sizeof(RouterSmem<MT, NT>), stream, a.gate.programmatic, a);
+  const auto kernel = a.fused ? router_kernel<MT, NT, RESIDENT, true> : router_kernel<MT, NT, RESIDENT, false>;
+  return launch(kernel, a.gate.experts / (16 * MT) * kSplits, kRouterWarps * 32, sizeof(RouterSmem<MT, NT>), stream,
+                a.gate.programmatic, a);
 }
 
 }  // namespace gate
@@ -53,7 +56,8 @@ extern "C" int kimi_gate(const gate::GateArgs* args, void* stream_ptr) {
   using namespace gate;
   const GateArgs& a = *args;
   cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
-  if (a.packed) return a.experts == 384 ? launch_packed<384>(a, stream) : a.experts == 256 ? launch_packed<256>(a, stream) : 1000;
+  if (a.packed && a.experts == 384) return launch_packed<384>(a, stream);
+  if (a.packed) return a.experts == 256 ? launch_packed<256>(a, stream) : 1000;
   if (a.experts <= 128) return launch_warp<4>(a, stream);
   if (a.experts <= 256) return launch_warp<8>(a, stream);
   if (a.experts <= 384) return launch_warp<12>(a, stream);
@@ -64,8 +68,8 @@ extern "C" int kimi_router(const gate::RouterArgs* args, void* stream_ptr) {
   using namespace gate;
   const RouterArgs& a = *args;
   cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
-  if (a.gate.tokens <= 8) return launch_router<1, 1>(a, stream);
-  if (a.gate.tokens <= 16) return launch_router<1, 2>(a, stream);
-  if (a.gate.tokens <= 32) return launch_router<2, 4>(a, stream);
-  return a.gate.tokens <= 64 ? launch_router<2, 8>(a, stream) : 1000;
+  if (a.gate.tokens <= 8) return launch_router<1, 1, 2>(a, stream);
+  if (a.gate.tokens <= 16) return launch_router<1, 2, 2>(a, stream);
+  if (a.gate.tokens <= 32) return launch_router<2, 4, 1>(a, stream);
+  return a.gate.tokens <= 64 ? launch_router<2, 8, 1>(a, stream) : 1000;
 }

@@ -1,13 +1,15 @@
 // Router GEMM for few tokens, and with the gate behind it in the same launch.
 //
-// logits[T, E] = x[T, H] W[E, H]^T in bfloat16 products and float32 sums. A cluster of eight blocks owns 16 * MT experts
-// and splits H; each warp takes steps of 32 columns straight from memory into the fragments of mma.m16n8k16. The sum
-// over H does not depend on the order of columns, so a lane's 16 contiguous bytes serve as the fragments of two products.
-// Sums go over warps, then over the cluster's blocks, in a fixed order. With the gate, the cluster that finishes last
-// routes all tokens.
+// logits[T, E] = x[T, H] W[E, H]^T in bfloat16 products and float32 sums. A cluster of eight blocks owns 16 * MT
+// experts and splits H; each warp takes steps of 32 columns straight from memory into the fragments of mma.m16n8k16.
+// The sum over H does not depend on the order of columns, so a lane's 16 contiguous bytes serve as the fragments of two
+// products. Each block sums its warps and sends the sums of token t to block t % 8 of the cluster, which adds the eight
+// in their order. With the gate, the block that is the last to finish its tokens' logits routes them.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
+
+#include <utility>
 
 #include "gate_warp.cuh"
 
@@ -23,8 +25,8 @@ struct RouterArgs {
   const __nv_bfloat16* x;   // [tokens, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
   float* logits;            // [tokens, experts]
-  unsigned* arrivals;       // zero before the first launch; wraps to zero by itself
-  int hidden, fused;
+  unsigned* arrivals;       // [8], zero before the first launch; wraps to zero by themselves
+  int hidden, fused;  // fused: the gate follows in the same launch
 };
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -35,22 +37,48 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Counts an arrival; back to zero after `limit`. Releases what this block wrote, acquires what earlier arrivals did.
+__device__ __forceinline__ unsigned arrive(unsigned* counter, unsigned limit) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(limit) : "memory");
+  return before;
+}
+
 template <int MT, int NT>
 struct RouterSmem {
   union {
     float partial[kRouterWarps][8 * NT][16 * MT + 4];
     WarpScratch gate[kRouterWarps];
   };
-  float block_sum[8 * NT * 16 * MT];
+  float sums[kSplits][NT][16 * MT];  // by sender; this block's tokens
   int last;
 };
 
-template <int MT, int NT>
-__global__ void __launch_bounds__(kRouterWarps * 32, 1) __cluster_dims__(kSplits, 1, 1) router_kernel(RouterArgs a) {
+// Fragments of DEPTH steps from column k on: rows 8 * r + lane / 4 below `rows`; zeros elsewhere.
+template <int DEPTH, int ROWS, bool CONSTANT>
+__device__ __forceinline__ void load_steps(const __nv_bfloat16* from, int hidden, int k, int columns, int rows, int row,
+                                           uint4 (&to)[DEPTH][ROWS]) {
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int column = k + d * kRouterWarps * kStep;
+      const uint4* at = reinterpret_cast<const uint4*>(from + static_cast<int64_t>(8 * r) * hidden + column);
+      to[d][r] = make_uint4(0, 0, 0, 0);
+      if (column < columns && 8 * r + row < rows) to[d][r] = CONSTANT ? __ldg(at) : __ldcg(at);
+    }
+}
+
+// RESIDENT blocks of a multiprocessor: with room for two launches' blocks, the next one fetches its weights early.
+template <int MT, int NT, int RESIDENT, bool FUSED>
+__global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(kSplits, 1, 1)
+    router_kernel(RouterArgs a) {
   namespace cg = cooperative_groups;
+  constexpr int kTokenDepth = NT <= 2 ? kDepth : MT * NT <= 8 ? 2 : 1;  // steps whose tokens are in flight together
   extern __shared__ __align__(16) unsigned char raw[];
   auto& smem = *reinterpret_cast<RouterSmem<MT, NT>*>(raw);
   cg::cluster_group cluster = cg::this_cluster();
+  auto started = cluster.barrier_arrive();
   const int split = cluster.block_rank(), tile = blockIdx.x / kSplits;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quad = lane & 3;
   const int columns = a.hidden / kSplits, tokens = a.gate.tokens, experts = a.gate.experts;
@@ -62,34 +90,22 @@ __global__ void __launch_bounds__(kRouterWarps * 32, 1) __cluster_dims__(kSplits
   float acc[MT][NT][4] = {};
   for (int base = warp * kStep; base < columns; base += kRouterWarps * kDepth * kStep) {
     uint4 w[kDepth][2 * MT];
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int k = base + d * kRouterWarps * kStep;
-#pragma unroll
-      for (int r = 0; r < 2 * MT; ++r) {
-        w[d][r] = make_uint4(0, 0, 0, 0);
-        if (k < columns) w[d][r] = __ldg(reinterpret_cast<const uint4*>(weight + static_cast<int64_t>(8 * r) * a.hidden + k));
-      }
-    }
+    load_steps<kDepth, 2 * MT, true>(weight, a.hidden, base, columns, 16 * MT, row, w);
     cudaGridDependencySynchronize();  // weights are constant, tokens are not
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int k = base + d * kRouterWarps * kStep;
-      if (k >= columns) break;
-      uint4 t[NT];
+    for (int part = 0; part < kDepth; part += kTokenDepth) {
+      uint4 t[kTokenDepth][NT];
+      load_steps<kTokenDepth, NT, false>(x, a.hidden, base + part * kRouterWarps * kStep, columns, tokens, row, t);
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        t[n] = make_uint4(0, 0, 0, 0);
-        if (8 * n + row < tokens) t[n] = __ldcg(reinterpret_cast<const uint4*>(x + static_cast<int64_t>(8 * n) * a.hidden + k));
-      }
+      for (int d = 0; d < kTokenDepth; ++d)
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
+        for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-          const uint4 lo = w[d][2 * m], hi = w[d][2 * m + 1];
-          mma_bf16(acc[m][n], lo.x, hi.x, lo.y, hi.y, t[n].x, t[n].y);
-          mma_bf16(acc[m][n], lo.z, hi.z, lo.w, hi.w, t[n].z, t[n].w);
-        }
+          for (int m = 0; m < MT; ++m) {
+            const uint4 lo = w[part + d][2 * m], hi = w[part + d][2 * m + 1];
+            mma_bf16(acc[m][n], lo.x, hi.x, lo.y, hi.y, t[d][n].x, t[d][n].y);
+            mma_bf16(acc[m][n], lo.z, hi.z, lo.w, hi.w, t[d][n].z, t[d][n].w);
+          }
     }
   }
   cudaGridDependencySynchronize();  // also for warps without a step
@@ -98,40 +114,40 @@ __global__ void __launch_bounds__(kRouterWarps * 32, 1) __cluster_dims__(kSplits
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) smem.partial[warp][8 * n + 2 * quad + (i & 1)][16 * m + row + 8 * (i >> 1)] = acc[m][n][i];
+      for (int i = 0; i < 4; ++i)
+        smem.partial[warp][8 * n + 2 * quad + (i & 1)][16 * m + row + 8 * (i >> 1)] = acc[m][n][i];
   __syncthreads();
-  const int outputs = tokens * 16 * MT;
-  for (int i = threadIdx.x; i < outputs; i += kRouterWarps * 32) {
+  cluster.barrier_wait(std::move(started));  // the receivers have begun, so their shared memory is theirs
+  for (int i = threadIdx.x; i < tokens * 16 * MT; i += kRouterWarps * 32) {
+    const int token = i / (16 * MT), column = i % (16 * MT);
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kRouterWarps; ++w) sum += smem.partial[w][i / (16 * MT)][i % (16 * MT)];
-    smem.block_sum[i] = sum;
+    for (int w = 0; w < kRouterWarps; ++w) sum += smem.partial[w][token][column];
+    *cluster.map_shared_rank(&smem.sums[split][token / kSplits][column], token % kSplits) = sum;
   }
   cluster.sync();
-  for (int i = split * kRouterWarps * 32 + threadIdx.x; i < outputs; i += kSplits * kRouterWarps * 32) {
-    float part[kSplits], sum = 0.0f;
+  const int mine = (tokens - split + kSplits - 1) / kSplits;  // tokens split, split + 8, ...
+  for (int i = threadIdx.x; i < mine * 16 * MT; i += kRouterWarps * 32) {
+    const int slot = i / (16 * MT), column = i % (16 * MT);
+    float sum = 0.0f;
 #pragma unroll
-    for (int s = 0; s < kSplits; ++s) part[s] = cluster.map_shared_rank(smem.block_sum, s)[i];
-#pragma unroll
-    for (int s = 0; s < kSplits; ++s) sum += part[s];
-    a.logits[static_cast<int64_t>(i / (16 * MT)) * experts + tile * 16 * MT + i % (16 * MT)] = sum;
+    for (int s = 0; s < kSplits; ++s) sum += smem.sums[s][slot][column];
+    a.logits[static_cast<int64_t>(slot * kSplits + split) * experts + tile * 16 * MT + column] = sum;
   }
-  cluster.sync();  // the others' sums have been read and their logits written
-  if (!a.fused) return;
+  if (!FUSED || mine <= 0) return;
 
-  if (split == 0 && threadIdx.x == 0) {
-    __threadfence();
-    const unsigned clusters = gridDim.x / kSplits;
-    const int last = atomicInc(a.arrivals, clusters - 1) == clusters - 1;
-    __threadfence();
-    for (int s = 0; s < kSplits; ++s) *cluster.map_shared_rank(&smem.last, s) = last;
-  }
-  cluster.sync();
-  if (!smem.last) return;
   constexpr int kValues = 12;
   float bias[kValues], z[kValues];
   load_row<kValues>(a.gate.bias, experts, lane, bias);
-  for (int token = warp * kSplits + split; token < tokens; token += kSplits * kRouterWarps) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const unsigned clusters = gridDim.x / kSplits;
+    smem.last = arrive(a.arrivals + split, clusters - 1) == clusters - 1;
+  }
+  __syncthreads();
+  if (!smem.last) return;
+  for (int slot = warp; slot < mine; slot += kRouterWarps) {
+    const int token = slot * kSplits + split;
     if (a.gate.num_valid != nullptr && token >= *a.gate.num_valid) {
       store_padding(a.gate, token, lane);
       continue;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_row(const float* row, int experts, int lane
 // Exact selection for rows that the threshold cannot thin out (many equal scores, NaN): k rounds of a warp maximum.
 // NaN comes after every number, and has the logit -inf, hence weight zero.
 template <int VALUES>
-__device__ __forceinline__ void select_by_rounds(const float (&z)[VALUES], const float (&v)[VALUES], int experts, int top_k, int lane,
-                                 float* logit_by_rank, int* expert_by_rank) {
+__device__ __forceinline__ void select_by_rounds(const float (&z)[VALUES], const float (&v)[VALUES], int experts,
+                                                 int top_k, int lane, float* logit_by_rank, int* expert_by_rank) {
   unsigned taken = 0;
 #pragma unroll 1
   for (int rank = 0; rank < top_k; ++rank) {
