@@ -1,0 +1,159 @@
+"""What the sweep times: one small interface, and the plain model on CPU and GPU and the NxDI model behind it.
+
+A backend yields once for each decode step, when the step's tokens have arrived on the host. The sweep holds the watch,
+so that all backends are timed alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kimi_k2.bench.errors import BackendUnavailableError, SweepError
+from kimi_k2.config import KimiK2Config
+from kimi_k2.generate import SamplingParams, stream
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.neuron import contrib
+from kimi_k2.neuron.compile import build_application
+from kimi_k2.neuron.preset import NeuronPreset
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Backend(Protocol):
+    """Something that generates tokens.
+
+    Attributes:
+        name: cpu, cuda or neuron.
+        vocab_size: prompts are drawn below it.
+        details: for the result's environment: dtype, preset, compiler arguments ...
+    """
+
+    name: str
+    vocab_size: int
+    details: dict[str, Any]
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
+        """Exactly `new_tokens` steps for prompts of one length, greedy, end tokens ignored; yields after each step."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Start a new measurement of the peak."""
+        ...
+
+    def peak_memory(self) -> tuple[int | None, str]:
+        """Bytes since the last reset (None if unknown) and what they are of."""
+        ...
+
+
+class TorchBackend:
+    """The plain PyTorch model on one device.
+
+    Args:
+        checkpoint: Hugging Face checkpoint directory.
+        device: cpu, or cuda with an index if wanted.
+        dtype: of weights and activations.
+        keep_quantized: hold FP8 or INT4 weights as stored.
+
+    Raises:
+        BackendUnavailableError: cuda is asked for and there is none.
+    """
+
+    def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False) -> None:
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise BackendUnavailableError("no CUDA device is available to torch")
+        self.name = device.partition(":")[0]
+        self.device = device
+        self.model = KimiK2ForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized
+        )
+        self.vocab_size = self.model.config.vocab_size
+        self.details = {"dtype": str(dtype).removeprefix("torch."), "weights": "stored" if keep_quantized else "float"}
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
+        """See Backend; each step's token ids are on the host when it yields."""
+        for _ in stream(self.model, prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
+            yield
+
+    def reset_peak_memory(self) -> None:
+        """GPU: torch's counter. CPU: the kernel's high-water mark, where this process may reset it."""
+        if self.name == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def peak_memory(self) -> tuple[int | None, str]:
+        """Bytes that torch had allocated on the GPU, or the process's resident memory."""
+        if self.name == "cuda":
+            return torch.cuda.max_memory_allocated(self.device), "allocated by torch on the GPU"
+        try:
+            status = Path("/proc/self/status").read_text(encoding="utf-8")
+        except OSError:
+            return None, "unknown"
+        sizes = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
+        return (sizes[0], "resident memory of the process") if sizes else (None, "unknown")
+
+
+class NeuronBackend:
+    """NeuronKimiK2ForCausalLM from compiled artifacts, on a Trainium machine.
+
+    Args:
+        checkpoint: Hugging Face checkpoint directory (config.json is enough where weights are pre-sharded).
+        preset: deployment.
+        compiled: directory that scripts/compile.py wrote.
+
+    Raises:
+        BackendUnavailableError: the Neuron SDK is not installed.
+    """
+
+    name = "neuron"
+
+    def __init__(self, checkpoint: Path, preset: NeuronPreset, compiled: Path) -> None:
+        if absent := contrib.missing():
+            raise BackendUnavailableError(f"the neuron backend needs the Neuron SDK; missing: {', '.join(absent)}")
+        if shutil.which("neuronx-cc") is None:
+            raise BackendUnavailableError("the neuron backend needs a Neuron machine; neuronx-cc is not on PATH")
+        config = KimiK2Config.from_pretrained(checkpoint)
+        self.app = build_application(preset, config, str(checkpoint))
+        self.app.load(str(compiled))
+        self.vocab_size = config.vocab_size
+        self.preset = preset
+        self.details = {"preset": preset.name, "preset_digest": preset.digest, "compiler_args": preset.compiler_args}
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
+        """See Backend.
+
+        Raises:
+            SweepError: the batch or the length is not what the graphs were compiled for.
+        """
+        options = self.preset.neuron_config
+        if len(prompts) != options["batch_size"]:
+            raise SweepError(f"{self.preset.name} was compiled for a batch of {options['batch_size']}")
+        if len(prompts[0]) + new_tokens > options["seq_len"]:
+            raise SweepError(f"{self.preset.name} was compiled for {options['seq_len']} tokens a sequence")
+        self.app.reset()
+        batch, length = len(prompts), len(prompts[0])
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        positions = torch.arange(length).expand(batch, -1)
+        for step in range(new_tokens):
+            mask = torch.ones(batch, length + step, dtype=torch.int32)
+            out = self.app(input_ids=ids, attention_mask=mask, position_ids=positions)
+            sampled = getattr(out, "tokens", None)
+            chosen = out.logits[:, -1].argmax(-1) if sampled is None else torch.as_tensor(sampled)
+            ids = chosen.reshape(batch, -1)[:, -1:].to("cpu", torch.int64)
+            positions = torch.full((batch, 1), length + step)
+            yield
+
+    def reset_peak_memory(self) -> None:
+        """Nothing: the runtime tells no peak."""
+
+    def peak_memory(self) -> tuple[int | None, str]:
+        """Unknown; `kimi-k2 plan` computes what is resident."""
+        return None, "unknown"

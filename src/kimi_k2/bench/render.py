@@ -1,0 +1,132 @@
+"""A sweep as a Markdown table, as plots, and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from kimi_k2.bench.published import LABEL, PUBLISHED_HEADER, published_rows
+
+HEADER = [
+    "prompt", "batch", "output", "TTFT P50 / P90 / P99, ms", "TPOT P50 / P90 / P99, ms", "ITL P50 / P99, ms",
+    "end to end P50 / P99, ms", "tok/s a sequence", "tok/s total", "peak memory, GB",
+]  # fmt: skip
+
+
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    """The table's cells as text, one row a cell of the sweep; failed ones say why."""
+    table = []
+    for cell in results["cells"]:
+        shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
+        if cell["status"] != "ok":
+            table.append([*shape, cell["error"], *[""] * (len(HEADER) - 4)])
+            continue
+        summary, peak = cell["summary"], cell["peak_memory"]["bytes"]
+
+        def times(name: str, *points: str, of: dict[str, Any] = summary) -> str:
+            return " / ".join(f"{of[name][point] * 1e3:.2f}" for point in points)
+
+        table.append(
+            [
+                *shape,
+                times("ttft", "p50", "p90", "p99"),
+                times("tpot", "p50", "p90", "p99"),
+                times("itl", "p50", "p99"),
+                times("e2e", "p50", "p99"),
+                f"{summary['tokens_per_second_sequence']:.1f}",
+                f"{summary['tokens_per_second_total']:.1f}",
+                "" if peak is None else f"{peak / 1e9:.2f}",
+            ]
+        )
+    return table
+
+
+def markdown_table(header: list[str], body: list[list[str]]) -> str:
+    """A GitHub table."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def markdown(results: dict[str, Any], published: bool = False) -> str:
+    """The whole report in Markdown: what ran where, the table, and reported figures apart from it if asked for."""
+    parts = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
+    if published:
+        parts += [f"Trainium, {LABEL}:\n", markdown_table(PUBLISHED_HEADER, published_rows())]
+    return "\n".join(parts)
+
+
+def description(results: dict[str, Any]) -> str:
+    """One line on model, backend, device and runs."""
+    settings, environment = results["settings"], results["environment"]
+    device = environment.get("gpu") if settings["backend"] == "cuda" else environment.get("preset")
+    where = device or environment.get("cpu") or environment["system"]
+    return (
+        f"{settings['model']} on {settings['backend']} ({where}), {settings['runs']} runs after {settings['warmup']}"
+        f" warm-up, end tokens ignored, commit {environment['commit']}. TPOT is without the first token."
+    )
+
+
+def plots(results: dict[str, Any], directory: Path) -> list[Path]:
+    """Write tpot.png, ttft.png and throughput.png; none where no cell finished."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cells = [cell for cell in results["cells"] if cell["status"] == "ok"]
+    if not cells:
+        return []
+    written = []
+    for name, title, key, label in (
+        ("tpot", "time an output token after the first (P50, band to P90)", "tpot", "TPOT, ms"),
+        ("ttft", "time to first token (P50, band to P90)", "ttft", "TTFT, ms"),
+        ("throughput", "output tokens a second, all sequences", "tokens_per_second_total", "tok/s"),
+    ):
+        figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+        for prompt, batch in sorted({(cell["prompt_length"], cell["batch_size"]) for cell in cells}):
+            line = [c for c in cells if (c["prompt_length"], c["batch_size"]) == (prompt, batch)]
+            x = [c["output_length"] for c in line]
+            values = [c["summary"][key] for c in line]
+            middle = [v["p50"] * 1e3 if isinstance(v, dict) else v for v in values]
+            axes.plot(x, middle, "o-", label=f"prompt {prompt}, batch {batch}")
+            if isinstance(values[0], dict):
+                axes.fill_between(x, middle, [v["p90"] * 1e3 for v in values], alpha=0.2)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({cell["output_length"] for cell in cells})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(xlabel="output length (tokens)", ylabel=label, title=title, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        written.append(directory / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+        plt.close(figure)
+    return written
+
+
+def html(results: dict[str, Any], images: list[Path], published: bool = False) -> str:
+    """One self-contained page: styles and images are in it, no script, no reference to anything outside."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("report.html.jinja").render(
+        description=description(results),
+        header=HEADER,
+        rows=rows(results),
+        images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
+        published_label=LABEL,
+        published_header=PUBLISHED_HEADER,
+        published=published_rows() if published else [],
+        settings=results["settings"],
+        environment=results["environment"],
+    )
+
+
+def write_reports(results: dict[str, Any], directory: Path, published: bool = False) -> list[Path]:
+    """Write sweep.md, the plots and report.html into `directory`; returns what was written."""
+    images = plots(results, directory)
+    text, page = directory / "sweep.md", directory / "report.html"
+    text.write_text(markdown(results, published), encoding="utf-8")
+    page.write_text(html(results, images, published), encoding="utf-8")
+    return [text, *images, page]

@@ -1,0 +1,175 @@
+"""The sweep: every combination of prompt length, batch size and output length, timed the same way on any backend.
+
+Of each run the arrival time of every step's tokens is taken: TTFT is the first, measured from the call; ITL the gaps
+between neighbours; TPOT the time from the first token to the last over the number of tokens after the first. So TPOT
+never contains the prefill. Results are written after each cell; a rerun with the same settings does what is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.bench.backend import Backend, Prompts
+from kimi_k2.bench.environment import capture
+from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.results import SCHEMA, load_results, summarize
+from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.errors import KimiK2Error
+
+OUTPUT_LENGTHS = (16, 32, 64, 128, 256, 512)
+# Ids above this are special tokens in the family's vocabulary; they are never drawn.
+ORDINARY_TOKENS = 163584
+
+Clock = Callable[[], float]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is swept.
+
+    Attributes:
+        model: its name, for the report.
+        backend: name of the backend.
+        output_lengths, prompt_lengths, batch_sizes: tokens, tokens, sequences.
+        runs: timed runs of each cell.
+        warmup: untimed runs before them.
+        seed: of the prompts.
+
+    Raises:
+        SweepError: an empty list or a number below its least.
+    """
+
+    model: str
+    backend: str
+    output_lengths: tuple[int, ...] = OUTPUT_LENGTHS
+    prompt_lengths: tuple[int, ...] = (128,)
+    batch_sizes: tuple[int, ...] = (1,)
+    runs: int = 5
+    warmup: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("output_lengths", 2), ("prompt_lengths", 1), ("batch_sizes", 1)):
+            values = getattr(self, field)
+            if not values or min(values) < least:
+                raise SweepError(f"{field}: expected numbers of at least {least}, got {list(values)}")
+        if self.runs < 1 or self.warmup < 0:
+            raise SweepError(f"expected at least 1 run and 0 warm-up runs, got {self.runs} and {self.warmup}")
+
+    def cells(self) -> list[dict[str, int]]:
+        """All combinations, shortest first within a prompt length and batch size."""
+        product = itertools.product(self.prompt_lengths, self.batch_sizes, self.output_lengths)
+        names = ("prompt_length", "batch_size", "output_length")
+        return [dict(zip(names, values, strict=True)) for values in product]
+
+
+def time_run(backend: Backend, prompts: Prompts, new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
+    """One run: `ttft` and `itl` (new_tokens - 1 gaps) in seconds.
+
+    Raises:
+        SweepError: the backend made another number of steps.
+    """
+    start = clock()
+    arrivals = [clock() for _ in backend.generate(prompts, new_tokens)]
+    if len(arrivals) != new_tokens:
+        raise SweepError(f"the {backend.name} backend made {len(arrivals)} steps instead of {new_tokens}")
+    return {"ttft": arrivals[0] - start, "itl": [b - a for a, b in itertools.pairwise(arrivals)]}
+
+
+def draw_prompts(settings: Settings, vocab_size: int, batch: int, length: int) -> list[list[int]]:
+    """Random ordinary tokens, the same for the same seed and shape."""
+    generator = random.Random(f"{settings.seed}/{batch}/{length}")
+    top = min(vocab_size, ORDINARY_TOKENS)
+    return [[generator.randrange(top) for _ in range(length)] for _ in range(batch)]
+
+
+def run_sweep(
+    settings: Settings, backend: Backend, path: Path, say: Say = lambda _: None, clock: Clock = time.perf_counter
+) -> dict[str, Any]:
+    """Run what `path` does not hold yet; the file is whole after every cell.
+
+    A cell that fails (out of memory, too long for the model) is recorded with its error and tried again next time.
+
+    Raises:
+        SweepError: `path` holds a sweep with other settings or from another environment, or is no sweep.
+    """
+    results = _open(settings, capture(backend.details), path)
+    wanted = settings.cells()
+    for number, cell in enumerate(wanted, start=1):
+        name = ", ".join(f"{key.partition('_')[0]} {value}" for key, value in cell.items())
+        if any(done["status"] == "ok" and _shape(done) == cell for done in results["cells"]):
+            say(f"[{number}/{len(wanted)}] {name}: kept")
+            continue
+        start = clock()
+        results["cells"] = [done for done in results["cells"] if _shape(done) != cell]
+        results["cells"].append(_measure(settings, backend, cell, clock))
+        results["cells"].sort(key=lambda done: wanted.index(_shape(done)))
+        write_json(path, results)
+        last = next(done for done in results["cells"] if _shape(done) == cell)
+        what = _brief(last) if last["status"] == "ok" else f"failed: {last['error']}"
+        say(f"[{number}/{len(wanted)}] {name}: {what} ({clock() - start:.1f} s)")
+    return results
+
+
+def _open(settings: Settings, environment: dict[str, Any], path: Path) -> dict[str, Any]:
+    fresh: dict[str, Any] = {
+        "schema": SCHEMA,
+        "settings": _plain(asdict(settings)),
+        "environment": environment,
+        "cells": [],
+    }
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return fresh
+    stored = load_results(path)
+    for part in ("settings", "environment"):
+        for field in {**fresh[part], **stored[part]}:
+            if fresh[part].get(field) != stored[part].get(field):
+                raise SweepError(
+                    f"holds a sweep with {part}.{field} {stored[part].get(field)!r}, this one has"
+                    f" {fresh[part].get(field)!r}; remove the file or give another --out",
+                    file=path,
+                )
+    return stored
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _shape(cell: dict[str, Any]) -> dict[str, int]:
+    return {name: cell[name] for name in ("prompt_length", "batch_size", "output_length")}
+
+
+def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: Clock) -> dict[str, Any]:
+    prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])
+    try:
+        for _ in range(settings.warmup):
+            time_run(backend, prompts, cell["output_length"], clock)
+        backend.reset_peak_memory()
+        runs = [time_run(backend, prompts, cell["output_length"], clock) for _ in range(settings.runs)]
+    except (KimiK2Error, RuntimeError, MemoryError) as error:
+        # The first line: a CUDA error goes on for pages. Words with a slash may be paths of this machine.
+        words = (str(error).splitlines() or [""])[0].split()
+        text = " ".join(word if "/" not in word else "..." for word in words)
+        return {**cell, "status": "failed", "error": f"{type(error).__name__}: {text}"}
+    peak, kind = backend.peak_memory()
+    return {
+        **cell,
+        "status": "ok",
+        "runs": runs,
+        "summary": summarize(runs, cell["batch_size"]),
+        "peak_memory": {"bytes": peak, "kind": kind},
+    }
+
+
+def _brief(cell: dict[str, Any]) -> str:
+    summary = cell["summary"]
+    return f"TTFT {summary['ttft']['p50'] * 1e3:.2f} ms, TPOT {summary['tpot']['p50'] * 1e3:.3f} ms"

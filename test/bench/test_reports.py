@@ -1,0 +1,179 @@
+"""Result files that are no result files, comparison of sweeps, and reports that need nothing from outside."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.bench.compare import compare, differing, overall
+from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.published import PUBLISHED
+from kimi_k2.bench.render import HEADER, markdown, write_reports
+from kimi_k2.bench.results import SCHEMA_FILE, load_results
+from kimi_k2.bench.sweep import Settings, run_sweep
+from kimi_k2.cli import app
+
+runner = CliRunner()
+SETTINGS = Settings("tiny", "cpu", output_lengths=(3, 5), prompt_lengths=(4,), runs=4)
+
+
+@pytest.fixture
+def results(backend: Any, clock: Any, tmp_path: Path) -> dict[str, Any]:
+    return run_sweep(SETTINGS, backend, tmp_path / "sweep.json", clock=clock)
+
+
+def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_to("schema", value="kimi-k2/sweep/0"), "expected schema 'kimi-k2/sweep/1', got 'kimi-k2/sweep/0'"),
+        (set_to("cells", value={}), "cells: expected list, got dict"),
+        (set_to("cells", 0, "batch_size", value="1"), r"cells\[0\].batch_size: expected int, got str"),
+        (set_to("cells", 0, "runs", value=[]), r"cells\[0\].runs: expected at least one"),
+        (set_to("cells", 0, "runs", 1, "ttft", value=None), r"cells\[0\].runs\[1\]: expected positive finite"),
+        (set_to("cells", 0, "runs", 1, "itl", 0, value=float("nan")), r"cells\[0\].runs\[1\]"),
+        (set_to("cells", 1, "runs", 0, "itl", value=[1.0]), r"expected 4 gaps \(output_length - 1\), got 1"),
+        (set_to("cells", 1, "summary", value={}), r"cells\[1\].summary"),
+        (set_to("environment", value=None), "environment: expected dict, got NoneType"),
+    ],
+)
+def test_damaged_results_are_named(
+    results: dict[str, Any], tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    broken = copy.deepcopy(results)
+    change(broken)
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(broken))
+    with pytest.raises(SweepError, match=says) as caught:
+        load_results(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", '{"schema": "kimi-k2/sweep/1", "cells": [', "[]", "\x00\xff", "null"])
+def test_garbage_is_a_clear_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "garbage.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(SweepError, match=r"garbage\.json"):
+        load_results(path)
+    result = runner.invoke(app, ["bench", "--compare", str(path), str(path)])
+    assert isinstance(result.exception, SweepError)
+    with pytest.raises(SweepError, match="no such file"):
+        load_results(tmp_path / "absent.json")
+
+
+def test_the_schema_refuses_what_the_reader_refuses(results: dict[str, Any]) -> None:
+    schema = json.loads(SCHEMA_FILE.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(results, schema)
+    for change in (
+        set_to("schema", value="kimi-k2/sweep/2"),
+        set_to("cells", 0, "runs", value=[]),
+        set_to("cells", 0, "status", value="half"),
+        set_to("cells", 0, "summary", "tpot", "p99", value=-1.0),
+        set_to("settings", "backend", value="tpu"),
+    ):
+        broken = copy.deepcopy(results)
+        change(broken)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+
+
+def scaled(results: dict[str, Any], factors: list[float]) -> dict[str, Any]:
+    """The same sweep with run i's times multiplied by factors[i]."""
+    other = copy.deepcopy(results)
+    for cell in other["cells"]:
+        for run, factor in zip(cell["runs"], factors, strict=True):
+            run["ttft"] *= factor
+            run["itl"] = [gap * factor for gap in run["itl"]]
+    return other
+
+
+def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> None:
+    base = scaled(results, [1.0, 1.02, 0.98, 1.01])
+    for one in compare(base, scaled(results, [0.5, 0.51, 0.49, 0.5])):
+        assert one.ratio == pytest.approx(0.5 / 1.005)
+        assert one.low == pytest.approx(0.49 / 1.02) and one.high == pytest.approx(0.51 / 0.98)
+        assert not one.inside_noise
+        assert one.verdict.startswith("faster by 50")
+    noisy = compare(base, scaled(results, [1.03, 1.0, 0.99, 1.05]))
+    assert all(one.inside_noise and one.verdict == "inside the noise" for one in noisy)
+    assert overall(compare(base, base)) == pytest.approx({"ttft": 1, "tpot": 1, "e2e": 1})
+
+
+def test_comparison_names_what_differs_and_needs_common_cells(results: dict[str, Any], tmp_path: Path) -> None:
+    other = copy.deepcopy(results)
+    other["environment"]["torch_threads"] = 77
+    assert [line for line in differing(results, other) if "torch_threads" in line]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(other))
+    shown = runner.invoke(app, ["bench", "--compare", str(tmp_path / "sweep.json"), str(path)], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.output
+    assert "inside the noise" in shown.output and "77" in shown.output
+    for cell in other["cells"]:
+        cell["prompt_length"] += 1
+    with pytest.raises(SweepError, match="no finished cell in common"):
+        compare(results, other)
+
+
+class References(HTMLParser):
+    """Collects what a page would fetch, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_report_is_one_file_that_fetches_nothing(results: dict[str, Any], tmp_path: Path) -> None:
+    results["settings"]["model"] = "<script>alert(1)</script>"
+    written = write_reports(results, tmp_path, published=True)
+    assert {path.name for path in written} == {"sweep.md", "tpot.png", "ttft.png", "throughput.png", "report.html"}
+    page = References()
+    page.feed((tmp_path / "report.html").read_text())
+    assert page.fetched and all(value.startswith("data:") for value in page.fetched)
+    assert "script" not in page.tags  # escaped
+    assert "published, not measured here" in page.text
+    assert "url(" not in (tmp_path / "report.html").read_text()
+
+
+def test_markdown_has_a_row_a_cell_and_marks_published_rows(results: dict[str, Any]) -> None:
+    plain = markdown(results)
+    lines = [line for line in plain.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(results["cells"])
+    assert all(line.count("|") == len(HEADER) + 1 for line in lines)
+    assert "165.5" not in plain
+    shown = markdown(results, published=True)
+    assert "published, not measured here" in shown
+    assert shown.count("\n| K2") == len(PUBLISHED)
+
+
+def test_a_sweep_without_a_finished_cell_still_reports(backend: Any, clock: Any, tmp_path: Path) -> None:
+    backend.fail_at = 3
+    settings = Settings("tiny", "cpu", output_lengths=(3,), prompt_lengths=(4,))
+    results = run_sweep(settings, backend, tmp_path / "sweep.json", clock=clock)
+    assert {path.name for path in write_reports(results, tmp_path)} == {"sweep.md", "report.html"}
+    assert "out of memory" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,159 @@
+"""What is timed, what is kept over a crash, and what a result file must look like."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from kimi_k2.bench.backend import NeuronBackend, TorchBackend
+from kimi_k2.bench.environment import capture
+from kimi_k2.bench.errors import BackendUnavailableError, SweepError
+from kimi_k2.bench.results import SCHEMA_FILE, load_results, percentile
+from kimi_k2.bench.sweep import Settings, draw_prompts, run_sweep, time_run
+from kimi_k2.neuron import contrib
+from kimi_k2.neuron.preset import NeuronPreset
+
+SETTINGS = Settings("tiny", "cpu", output_lengths=(2, 5), prompt_lengths=(3, 4), batch_sizes=(1, 2), runs=3)
+
+
+def test_tpot_leaves_the_first_token_out(backend: Any, clock: Any) -> None:
+    run = time_run(backend, [[1, 2]], 5, clock)
+    assert run == {"ttft": 5.0, "itl": [1.0, 3.0, 1.0, 3.0]}
+
+
+def test_summary_against_numpy(backend: Any, clock: Any, tmp_path: Path) -> None:
+    results = run_sweep(replace(SETTINGS, output_lengths=(6,)), backend, tmp_path / "s.json", clock=clock)
+    cell = results["cells"][0]
+    gaps = [gap for run in cell["runs"] for gap in run["itl"]]
+    for percent in (50, 90, 99):
+        assert cell["summary"]["itl"][f"p{percent}"] == pytest.approx(np.percentile(gaps, percent))
+        assert percentile([3.0, 1.0, 2.0, 9.0], percent) == pytest.approx(np.percentile([3, 1, 2, 9], percent))
+    assert cell["summary"]["tpot"]["p50"] == pytest.approx(statistics.mean([1, 3, 1, 3, 1]))
+    assert cell["summary"]["e2e"]["p50"] == pytest.approx(14)
+    assert cell["summary"]["tokens_per_second_total"] == pytest.approx(6 / 14)
+
+
+def test_every_cell_runs_once_warm_and_three_times_timed(backend: Any, clock: Any, tmp_path: Path) -> None:
+    results = run_sweep(SETTINGS, backend, tmp_path / "s.json", clock=clock)
+    shapes = [(c["prompt_length"], c["batch_size"], c["output_length"]) for c in results["cells"]]
+    assert shapes == [(p, b, o) for p in (3, 4) for b in (1, 2) for o in (2, 5)]
+    assert len(backend.calls) == 8 * 4
+    jsonschema.validate(json.loads((tmp_path / "s.json").read_text()), json.loads(SCHEMA_FILE.read_text()))
+
+
+def test_a_failing_cell_is_recorded_and_tried_again(backend: Any, clock: Any, tmp_path: Path) -> None:
+    backend.fail_at = 5
+    path = tmp_path / "s.json"
+    results = run_sweep(SETTINGS, backend, path, clock=clock)
+    failed = [cell for cell in results["cells"] if cell["status"] == "failed"]
+    assert len(failed) == 4
+    assert failed[0]["error"] == "RuntimeError: CUDA out of memory. Tried to read ..."  # no path, one line
+    jsonschema.validate(results, json.loads(SCHEMA_FILE.read_text()))
+    backend.fail_at, backend.calls = None, []
+    again = run_sweep(SETTINGS, backend, path, clock=clock)
+    assert all(cell["status"] == "ok" for cell in again["cells"])
+    assert {call[2] for call in backend.calls} == {5}  # finished cells were kept
+
+
+def test_prompts_are_the_same_for_the_same_seed() -> None:
+    first = draw_prompts(SETTINGS, 1000, 2, 9)
+    assert first == draw_prompts(SETTINGS, 1000, 2, 9)
+    assert first != draw_prompts(replace(SETTINGS, seed=1), 1000, 2, 9)
+    assert all(0 <= token < 1000 for prompt in first for token in prompt)
+
+
+def test_other_settings_do_not_mix(backend: Any, clock: Any, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    run_sweep(SETTINGS, backend, path, clock=clock)
+    with pytest.raises(SweepError, match=r"settings.runs 3, this one has 4"):
+        run_sweep(replace(SETTINGS, runs=4), backend, path, clock=clock)
+    backend.details["dtype"] = "bfloat16"
+    with pytest.raises(SweepError, match=r"environment.dtype"):
+        run_sweep(SETTINGS, backend, path, clock=clock)
+
+
+def test_environment_names_no_path_and_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--model-type=transformer --cache_dir=/home/someone/cache -O1")
+    text = json.dumps(capture({}))
+    assert os.uname().nodename not in text
+    assert "someone" not in text
+    assert "--model-type=transformer --cache_dir=... -O1" in text
+
+
+def bench(out: Path, *options: str) -> list[str]:
+    code = "from kimi_k2.cli import main; main()"
+    return [sys.executable, "-c", code, "bench", "tiny", "--out", str(out), *options]
+
+
+def test_killed_sweep_continues(tmp_path: Path) -> None:
+    """SIGKILL in the middle: finished cells are kept to the bit, the file is whole, the rest is done by the rerun."""
+    command = bench(tmp_path, "--output-lengths", "2,3,4,200", "--prompt-lengths", "4", "--runs", "2")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("[3/4]"):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    before = load_results(tmp_path / "sweep.json")["cells"]
+    assert [cell["output_length"] for cell in before] == [2, 3, 4]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kept") == 3
+    after = load_results(tmp_path / "sweep.json")
+    assert after["cells"][:3] == before
+    assert len(after["cells"]) == 4
+    jsonschema.validate(after, json.loads(SCHEMA_FILE.read_text()))
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_plain_model_makes_every_step(checkpoints: dict[str, Path]) -> None:
+    import torch
+
+    backend = TorchBackend(checkpoints["fp8"], "cpu", torch.float32)
+    run = time_run(backend, [[1, 2, 3], [4, 5, 6]], 7)
+    assert len(run["itl"]) == 6
+    start = time.perf_counter()
+    whole = time_run(backend, [[1, 2, 3]], 7)
+    assert whole["ttft"] + sum(whole["itl"]) <= time.perf_counter() - start
+    backend.reset_peak_memory()
+    size, kind = backend.peak_memory()
+    assert kind == "resident memory of the process"
+    assert size is not None and size > 2**20
+
+
+def test_missing_machines_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(BackendUnavailableError, match="no CUDA device"):
+            TorchBackend(checkpoints["fp8"], "cuda", torch.float32)
+    with pytest.raises(BackendUnavailableError, match="neuronx-cc" if not contrib.missing() else "Neuron SDK"):
+        NeuronBackend(checkpoints["fp8"], NeuronPreset.load("trn2-tp32-ep2"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"output_lengths": (1,)}, "output_lengths: expected numbers of at least 2"),
+        ({"prompt_lengths": ()}, "prompt_lengths"),
+        ({"batch_sizes": (0,)}, "batch_sizes"),
+        ({"runs": 0}, "at least 1 run"),
+    ],
+)
+def test_wrong_settings_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SweepError, match=says):
+        replace(SETTINGS, **options)
