@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
@@ -101,6 +102,22 @@ class TorchBackend:
         return (sizes[0], "resident memory of the process") if sizes else (None, "unknown")
 
 
+def neuron_steps(app: Any, prompts: Prompts, new_tokens: int) -> Iterator[Tensor]:
+    """Greedy steps of a loaded NxDI application: token ids int64 [B] on the host, the prompt's first."""
+    app.reset()
+    batch, length = len(prompts), len(prompts[0])
+    ids, positions = torch.tensor([list(prompt) for prompt in prompts]), torch.arange(length).expand(batch, -1)
+    for step in range(new_tokens):
+        # NxDI's decode mask covers the cache only; the current token is not in it yet.
+        mask = torch.ones(batch, length + max(step - 1, 0), dtype=torch.int32)
+        out = app(input_ids=ids, attention_mask=mask, position_ids=positions)
+        # Without on-device sampling NxDI puts the logits into `tokens` as well.
+        chosen = torch.as_tensor(out.tokens) if out.logits is None else out.logits[:, -1].argmax(-1)
+        ids = chosen.reshape(batch, -1)[:, -1:].to("cpu", torch.int64)
+        positions = torch.full((batch, 1), length + step)
+        yield ids[:, 0]
+
+
 class NeuronBackend:
     """NeuronKimiK2ForCausalLM from compiled artifacts, on a Trainium machine.
 
@@ -138,17 +155,7 @@ class NeuronBackend:
             raise SweepError(f"{self.preset.name} was compiled for a batch of {options['batch_size']}")
         if len(prompts[0]) + new_tokens > options["seq_len"]:
             raise SweepError(f"{self.preset.name} was compiled for {options['seq_len']} tokens a sequence")
-        self.app.reset()
-        batch, length = len(prompts), len(prompts[0])
-        ids = torch.tensor([list(prompt) for prompt in prompts])
-        positions = torch.arange(length).expand(batch, -1)
-        for step in range(new_tokens):
-            mask = torch.ones(batch, length + step, dtype=torch.int32)
-            out = self.app(input_ids=ids, attention_mask=mask, position_ids=positions)
-            sampled = getattr(out, "tokens", None)
-            chosen = out.logits[:, -1].argmax(-1) if sampled is None else torch.as_tensor(sampled)
-            ids = chosen.reshape(batch, -1)[:, -1:].to("cpu", torch.int64)
-            positions = torch.full((batch, 1), length + step)
+        for _ in neuron_steps(self.app, prompts, new_tokens):
             yield
 
     def reset_peak_memory(self) -> None:

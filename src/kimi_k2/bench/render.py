@@ -17,12 +17,12 @@ HEADER = [
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
-    """The table's cells as text, one row a cell of the sweep; failed ones say why."""
+    """The table's cells as text, one row a cell of the sweep; see `failures` for why some failed."""
     table = []
     for cell in results["cells"]:
         shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
         if cell["status"] != "ok":
-            table.append([*shape, cell["error"], *[""] * (len(HEADER) - 4)])
+            table.append([*shape, "failed", *[""] * (len(HEADER) - 4)])
             continue
         summary, peak = cell["summary"], cell["peak_memory"]["bytes"]
 
@@ -44,6 +44,15 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     return table
 
 
+def failures(results: dict[str, Any]) -> list[str]:
+    """One line for each cell that failed."""
+    return [
+        f"prompt {cell['prompt_length']}, batch {cell['batch_size']}, output {cell['output_length']}: {cell['error']}"
+        for cell in results["cells"]
+        if cell["status"] != "ok"
+    ]
+
+
 def markdown_table(header: list[str], body: list[list[str]]) -> str:
     """A GitHub table."""
     lines = [header, ["---"] * len(header), *body]
@@ -53,6 +62,8 @@ def markdown_table(header: list[str], body: list[list[str]]) -> str:
 def markdown(results: dict[str, Any], published: bool = False) -> str:
     """The whole report in Markdown: what ran where, the table, and reported figures apart from it if asked for."""
     parts = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
+    if failed := failures(results):
+        parts.append("\n".join(f"- {line}" for line in failed) + "\n")
     if published:
         parts += [f"Trainium, {LABEL}:\n", markdown_table(PUBLISHED_HEADER, published_rows())]
     return "\n".join(parts)
@@ -97,7 +108,7 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
         axes.set_xscale("log", base=2)
         ticks = sorted({cell["output_length"] for cell in cells})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(xlabel="output length (tokens)", ylabel=label, title=title, ylim=(0, None))
+        axes.set(xlabel="output length (tokens)", ylabel=label, title=title, ylim=(0, 1.15 * axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         written.append(directory / f"{name}.png")
@@ -114,6 +125,7 @@ def html(results: dict[str, Any], images: list[Path], published: bool = False) -
         description=description(results),
         header=HEADER,
         rows=rows(results),
+        failures=failures(results),
         images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
         published_label=LABEL,
         published_header=PUBLISHED_HEADER,
