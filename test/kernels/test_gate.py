@@ -82,6 +82,12 @@ def test_strategy_follows_tokens_and_experts():
     assert fused_gate.use_packed(1, 384, "packed")
 
 
+def test_one_launch_only_where_its_blocks_can_wait_for_each_other():
+    assert router_gemm.all_resident(384, 132)
+    assert not router_gemm.all_resident(384, 114)
+    assert not router_gemm.all_resident(384, 60)
+
+
 def declared(header, structure):
     """Names of a C structure's members, in order, without what it embeds."""
     text = (build.SOURCES / header).read_text()

@@ -4,7 +4,9 @@
 // experts and splits H; each warp takes steps of 32 columns straight from memory into the fragments of mma.m16n8k16.
 // The sum over H does not depend on the order of columns, so a lane's 16 contiguous bytes serve as the fragments of two
 // products. Each block sums its warps and sends the sums of token t to block t % 8 of the cluster, which adds the eight
-// in their order. With the gate, the block that is the last to finish its tokens' logits routes them.
+// in their order. With the gate, the blocks of the first cluster route their tokens as soon as all logits are there:
+// each logit is its own flag, a NaN that no arithmetic produces until it is written. That saves a fence, an atomic
+// counter and the wait for both; it needs all blocks resident at once, which the caller makes sure of.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -21,12 +23,11 @@ constexpr int kRouterWarps = 7;
 constexpr int kDepth = 4;   // steps whose weights are in flight together; 7 * 4 * 8 steps are the model's 7168 columns
 
 struct RouterArgs {
-  GateArgs gate;            // logits is the output of the product; the gate's other fields only if fused
+  GateArgs gate;            // but for tokens, experts and programmatic used only if fused; its logits never
   const __nv_bfloat16* x;   // [tokens, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
-  float* logits;            // [tokens, experts]
-  unsigned* arrivals;       // [8], zero before the first launch; wraps to zero by themselves
-  int hidden, fused;  // fused: the gate follows in the same launch
+  float* logits;            // [tokens, experts]; if fused all absent before the launch, and again after it
+  int hidden, fused;        // fused: the gate follows in the same launch
 };
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -37,21 +38,47 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Counts an arrival; back to zero after `limit`. Releases what this block wrote, acquires what earlier arrivals did.
-__device__ __forceinline__ unsigned arrive(unsigned* counter, unsigned limit) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(limit) : "memory");
-  return before;
+// A logit that has not been written yet: a NaN whose bits no arithmetic produces.
+constexpr unsigned kAbsent = 0xffffffffu;
+
+__device__ __forceinline__ void store_relaxed(float* at, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
+}
+
+// load_row of a row that other blocks are still writing: waits until all of it is there, and leaves it absent again.
+template <int VALUES>
+__device__ __forceinline__ void take_row(float* row, int experts, int lane, float (&value)[VALUES]) {
+  bool waiting;
+  do {
+    waiting = false;
+#pragma unroll
+    for (int c = 0; c < VALUES / 4; ++c) {
+      const int e = c * 128 + lane * 4;
+      uint4 q = make_uint4(0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff);
+      if (e < experts)
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
+                     : "l"(row + e)
+                     : "memory");
+      waiting |= q.x == kAbsent || q.y == kAbsent || q.z == kAbsent || q.w == kAbsent;
+      value[4 * c] = __uint_as_float(q.x), value[4 * c + 1] = __uint_as_float(q.y);
+      value[4 * c + 2] = __uint_as_float(q.z), value[4 * c + 3] = __uint_as_float(q.w);
+    }
+  } while (__any_sync(kAll, waiting));
+#pragma unroll
+  for (int c = 0; c < VALUES / 4; ++c) {
+    const int e = c * 128 + lane * 4;
+    if (e < experts) *reinterpret_cast<uint4*>(row + e) = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  }
 }
 
 template <int MT, int NT>
 struct RouterSmem {
   union {
     float partial[kRouterWarps][8 * NT][16 * MT + 4];
-    WarpScratch gate[kRouterWarps];
+    WarpScratch gate[kRouterWarps];  // once the partial sums have been sent
   };
   float sums[kSplits][NT][16 * MT];  // by sender; this block's tokens
-  int last;
 };
 
 // Fragments of DEPTH steps from column k on: rows 8 * r + lane / 4 below `rows`; zeros elsewhere.
@@ -132,28 +159,20 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
     float sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSplits; ++s) sum += smem.sums[s][slot][column];
-    a.logits[static_cast<int64_t>(slot * kSplits + split) * experts + tile * 16 * MT + column] = sum;
+    store_relaxed(a.logits + static_cast<int64_t>(slot * kSplits + split) * experts + tile * 16 * MT + column, sum);
   }
-  if (!FUSED || mine <= 0) return;
+  if (!FUSED || tile > 0) return;
 
   constexpr int kValues = 12;
   float bias[kValues], z[kValues];
   load_row<kValues>(a.gate.bias, experts, lane, bias);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const unsigned clusters = gridDim.x / kSplits;
-    smem.last = arrive(a.arrivals + split, clusters - 1) == clusters - 1;
-  }
-  __syncthreads();
-  if (!smem.last) return;
   for (int slot = warp; slot < mine; slot += kRouterWarps) {
     const int token = slot * kSplits + split;
-    if (a.gate.num_valid != nullptr && token >= *a.gate.num_valid) {
+    take_row<kValues>(a.logits + static_cast<int64_t>(token) * experts, experts, lane, z);
+    if (a.gate.num_valid != nullptr && token >= *a.gate.num_valid)
       store_padding(a.gate, token, lane);
-      continue;
-    }
-    load_row<kValues>(a.logits + static_cast<int64_t>(token) * experts, experts, lane, z);
-    gate_token<kValues>(a.gate, z, bias, token, smem.gate[warp], lane);
+    else
+      gate_token<kValues>(a.gate, z, bias, token, smem.gate[warp], lane);
     __syncwarp();
   }
 }

@@ -1,0 +1,61 @@
+"""Which launches `router_decode` makes, recorded in place of the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import fused_gate, router_gemm
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    """Runs the operation's body on CPU tensors; returns each launch with whether its logits are the right ones."""
+    made: list[tuple[str, bool]] = []
+    scratch = torch.full((64, 384), float("nan"))
+
+    def product(x, weight, logits, gate):
+        made.append(("product with gate" if gate is not None else "product", logits is scratch))
+
+    def run(tokens, launches=0, experts=384, multiprocessors=132, capturing=False):
+        made.clear()
+        for module in (fused_gate, router_gemm):
+            monkeypatch.setattr(module, "hopper_multiprocessors", lambda _: multiprocessors)
+        monkeypatch.setattr(router_gemm, "absent_logits", lambda _: None if capturing else scratch)
+        monkeypatch.setattr(router_gemm, "_launch", product)
+        monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))
+        x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(experts, 512, dtype=torch.bfloat16)
+        body = router_gemm.router_decode._init_fn
+        indices, weights = body(x, weight, torch.zeros(experts), 8, launches=launches)
+        assert indices.shape == weights.shape == (tokens, 8)
+        return list(made)
+
+    return run
+
+
+ONE, TWO = [("product with gate", True)], [("product", False), ("gate", True)]
+
+
+def test_few_tokens_take_one_launch(decode):
+    assert decode(1) == decode(router_gemm.ONE_LAUNCH_TOKENS) == ONE
+    assert decode(router_gemm.ONE_LAUNCH_TOKENS + 1) == decode(64) == TWO
+    assert decode(0) == []
+
+
+def test_launches_can_be_pinned(decode):
+    assert decode(64, launches=1) == ONE
+    assert decode(1, launches=2) == TWO
+
+
+def test_blocks_that_could_not_wait_for_each_other_take_two(decode):
+    assert decode(1, multiprocessors=60) == TWO
+    assert decode(1, experts=32, multiprocessors=60) == ONE
+    with pytest.raises(KernelError, match="whole GPU"):
+        decode(1, launches=1, multiprocessors=60)
+
+
+def test_a_first_call_inside_a_capture_takes_two(decode):
+    assert decode(1, capturing=True) == TWO
+    with pytest.raises(KernelError, match="capture"):
+        decode(1, launches=1, capturing=True)
