@@ -25,6 +25,7 @@ from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron.compile import load_model_config
 from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.plan.host import read_index
 from kimi_k2.plan.report import make_report, plot, print_published, print_report
 from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
@@ -61,16 +62,19 @@ def plan(
     chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times. Reads only config.json."""
+    """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
+
+    Reads config.json alone, and the index if there is one.
+    """
     config = load_model_config(model)
     target = load_target(preset, config).with_lengths(context, batch, prompt)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)
-    report = make_report(config, target)
+    report = {"model": Path(model).name, "index": read_index(Path(model)), **make_report(config, target)}
     if chart is not None:
         plot(config, target, chart)
     if as_json:
-        typer.echo(json.dumps({"model": Path(model).name, **report}, indent=1))
+        typer.echo(json.dumps(report, indent=1))
         return
     console = Console()
     print_report(report, console)

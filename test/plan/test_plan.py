@@ -10,11 +10,13 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.plan.advice import advice, longest_context
 from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.host import read_index
 from kimi_k2.plan.memory import memory_plan, reported_scratch
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
@@ -54,6 +56,7 @@ def test_scratch_is_the_reported_one_at_the_reported_lengths_and_marked_beyond()
         ("fp8", Layout(2, 2, experts="blockwise")),
         ("fp8", Layout(2, 1, experts="per_channel")),
         ("thinking", Layout(1, 2, experts="bf16")),
+        ("fp8", Layout(1, 1, "cuda", "stored")),
         ("thinking", Layout(1, 1, "cuda", "stored")),
     ],
 )
@@ -132,6 +135,22 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     assert tables.exit_code == 0
     for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55"):
         assert word in tables.output
+
+
+def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes((checkpoints["thinking"] / name).read_bytes())
+    stated = read_index(tmp_path)
+    assert stated is not None
+    shards = list(checkpoints["thinking"].glob("*.safetensors"))
+    assert stated["shards"] == len(shards)
+    tensors = CheckpointReader(checkpoints["thinking"]).total_bytes
+    assert stated["total_size"] == tensors
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [')
+    with pytest.raises(CorruptHeaderError, match="not valid JSON"):
+        read_index(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert read_index(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.advice import advice, longest_context
 from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.target import GIB, Target
-from kimi_k2.sharding.dry_run import dry_run
 from kimi_k2.sharding.plan import make_plan
 
 SCHEMA = "kimi-k2/plan/1"
@@ -31,7 +31,6 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     """
     sharding = make_plan(config, target.layout)
     memory = memory_plan(config, target, sharding)
-    host = dry_run(config, target.layout)
     decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
     return {
         "schema": SCHEMA,
@@ -58,16 +57,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "reported_scratch": asdict(memory.scratch) if memory.scratch else None,
             "longest_context_before_scratch": longest_context(config, target, memory),
         },
-        "host": {
-            "convert_reads": host.input_bytes,
-            "convert_writes": host.output_bytes,
-            "convert_disk": host.input_bytes + host.output_bytes,
-            "convert_peak_memory_estimate": host.peak_memory,
-            "load_reads": host.output_bytes,
-            # NxDI keeps all ranks' tensors until they are on the devices (application_base.py, load_weights); a process
-            # for each GPU keeps its own rank's.
-            "load_peak_memory_bound": host.output_bytes if target.is_neuron else host.rank_bytes * target.layout.ranks,
-        },
+        "host": host_plan(config, target),
         "decode": step(decode, target),
         "prefill": step(prefill, target),
         "modelled": {
@@ -122,7 +112,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"  it would fit with {line}", highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
     _print_steps(report, console)
-    _print_host(report["host"], console)
+    _print_host(report, console)
 
 
 def _print_steps(report: dict[str, Any], console: Console) -> None:
@@ -151,7 +141,8 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
 
 
-def _print_host(host: dict[str, Any], console: Console) -> None:
+def _print_host(report: dict[str, Any], console: Console) -> None:
+    host, index = report["host"], report.get("index")
     table = Table("host", "", title="conversion and load", show_header=False)
     for label, text in (
         ("convert reads, writes", f"{host['convert_reads'] / 1e9:,.0f} GB, {host['convert_writes'] / 1e9:,.0f} GB"),
@@ -161,6 +152,9 @@ def _print_host(host: dict[str, Any], console: Console) -> None:
         ("memory of the load", f"up to {host['load_peak_memory_bound'] / 1e9:,.0f} GB (all ranks' tensors at once)"),
     ):
         table.add_row(label, text)
+    if index is not None:
+        stated = "no size" if index["total_size"] is None else f"{index['total_size'] / 1e9:,.3f} GB"
+        table.add_row("index states", f"{stated}, {index['shards']} shards, {index['tensors']:,} tensors")
     console.print(table)
 
 

@@ -314,7 +314,7 @@ def _check_blocks(config: KimiK2Config, module: str, size: int, dim: int, parts:
     else:
         assert isinstance(quantization, Fp8BlockQuantization)
         block = quantization.weight_block_size[dim]
-    if size // parts % block:
+    if parts > 1 and size // parts % block:
         raise ConfigError(f"{module}: a rank's {size // parts} of dimension {dim} cut a scale block of {block}")
 
 
