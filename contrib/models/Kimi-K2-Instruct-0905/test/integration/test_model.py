@@ -80,7 +80,8 @@ def greedy(app: Any, prompt: list[int], steps: int) -> tuple[list[int], list[flo
     seconds: list[float] = []
     inputs, positions = ids, torch.arange(len(prompt))[None]
     for step in range(steps):
-        mask = torch.ones(1, len(prompt) + step, dtype=torch.int32)
+        # The decode mask covers the cache only, without the current token.
+        mask = torch.ones(1, len(prompt) + max(step - 1, 0), dtype=torch.int32)
         start = time.perf_counter()
         out = app(input_ids=inputs, attention_mask=mask, position_ids=positions)
         chosen = out.tokens if getattr(out, "tokens", None) is not None else out.logits[:, -1].argmax(-1)
