@@ -25,8 +25,9 @@ from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron.compile import load_model_config
 from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.host import read_index
-from kimi_k2.plan.report import make_report, plot, print_published, print_report
+from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_published, print_report
 from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
 
@@ -59,6 +60,9 @@ def plan(
     published: Annotated[
         bool, typer.Option("--published", help="Also check the planner against published memory figures.")
     ] = False,
+    hlo: Annotated[
+        Path | None, typer.Option(help="Compare with graphs that scripts/compile.py --hlo-only wrote here.")
+    ] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -80,6 +84,8 @@ def plan(
     print_report(report, console)
     if published:
         print_published(console)
+    if hlo is not None:
+        print_against_hlo(against_hlo(config, target, hlo), console)
 
 
 def bench(

@@ -13,6 +13,7 @@ from kimi_k2.analysis.hlo import GraphCounts
 from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.advice import advice, longest_context
+from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
@@ -121,9 +122,9 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     table = Table("one rank, modelled", *labels, title="bytes, operations and time")
     steps = (report["decode"], report["prefill"])
     for name in steps[0]["bytes_read_by_part"]:
-        table.add_row(f"reads {name}", *(f"{one['bytes_read_by_part'].get(name, 0) / 1e9:.3f} GB" for one in steps))
+        table.add_row(f"reads {name}", *(_size(one["bytes_read_by_part"].get(name, 0)) for one in steps))
     table.add_section()
-    table.add_row("reads in all", *(f"{one['bytes_read'] / 1e9:.3f} GB" for one in steps))
+    table.add_row("reads in all", *(_size(one["bytes_read"]) for one in steps))
     table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
     table.add_row(
         "collectives",
@@ -145,15 +146,15 @@ def _print_host(report: dict[str, Any], console: Console) -> None:
     host, index = report["host"], report.get("index")
     table = Table("host", "", title="conversion and load", show_header=False)
     for label, text in (
-        ("convert reads, writes", f"{host['convert_reads'] / 1e9:,.0f} GB, {host['convert_writes'] / 1e9:,.0f} GB"),
-        ("disk for both", f"{host['convert_disk'] / 1e9:,.0f} GB"),
-        ("memory of the conversion", f"{host['convert_peak_memory_estimate'] / 1e9:.1f} GB (estimate)"),
-        ("load reads", f"{host['load_reads'] / 1e9:,.0f} GB"),
-        ("memory of the load", f"up to {host['load_peak_memory_bound'] / 1e9:,.0f} GB (all ranks' tensors at once)"),
+        ("convert reads, writes", f"{_size(host['convert_reads'])}, {_size(host['convert_writes'])}"),
+        ("disk for both", _size(host["convert_disk"])),
+        ("memory of the conversion", f"{_size(host['convert_peak_memory_estimate'])} (estimate)"),
+        ("load reads", _size(host["load_reads"])),
+        ("memory of the load", f"up to {_size(host['load_peak_memory_bound'])} (all ranks' tensors at once)"),
     ):
         table.add_row(label, text)
     if index is not None:
-        stated = "no size" if index["total_size"] is None else f"{index['total_size'] / 1e9:,.3f} GB"
+        stated = "no size" if index["total_size"] is None else _size(index["total_size"])
         table.add_row("index states", f"{stated}, {index['shards']} shards, {index['tensors']:,} tensors")
     console.print(table)
 
@@ -166,6 +167,29 @@ def print_published(console: Console) -> None:
         for name, size in row.terms.items():
             table.add_row(f"  {name}", "", f"{size:.3f}", "", style="dim")
     console.print(table)
+
+
+def print_against_hlo(rows: list[GraphRow], console: Console) -> None:
+    """Planned over counted in HLO, graph by graph."""
+    table = Table("graph", "GB counted", "GB planned", "difference", "FLOPs", "collectives", title="plan against HLO")
+    for row in rows:
+        table.add_row(
+            f"{row.stage} {row.bucket}",
+            f"{row.bytes_counted / 1e9:.4f}",
+            f"{row.bytes_planned / 1e9:.4f}",
+            f"{100 * (row.bytes_planned / row.bytes_counted - 1):+.4f} %",
+            f"{100 * (row.flops_planned / row.flops_counted - 1):+.2f} %",
+            "the same" if row.same_collectives else "differ",
+        )
+    console.print(table)
+
+
+def _size(count: int) -> str:
+    """Bytes with a unit that leaves three digits or more."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.3f} {unit}"
+    return f"{count / 1e3:,.3f} kB"
 
 
 def contexts(target: Target, limit: int) -> list[int]:

@@ -1,0 +1,75 @@
+"""The planner beside HLO that was lowered for the same preset: what `scripts/compile.py --hlo-only` counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.analysis.hlo import GraphCounts
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.compile import MANIFEST, STAGES
+from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.target import Target
+from kimi_k2.sharding.plan import make_plan
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """One graph: bytes read and FLOPs a rank as counted in HLO and as planned, and whether the collectives agree."""
+
+    stage: str
+    bucket: int
+    bytes_counted: int
+    bytes_planned: int
+    flops_counted: int
+    flops_planned: int
+    same_collectives: bool
+
+
+def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[GraphRow]:
+    """One row for each graph in `directory`'s manifest.
+
+    Raises:
+        ConfigError: there is no manifest, it is of another preset, or it has no counts (NEFFs, not HLO).
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        made_for, artifacts = manifest["made_from"]["preset"], manifest["artifacts"].values()
+    except FileNotFoundError:
+        raise ConfigError("no such file; write it with scripts/compile.py --hlo-only", file=path) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"not a manifest: {error}", file=path) from None
+    if made_for != target.name:
+        raise ConfigError(f"expected graphs of {target.name}, got {made_for}", field="made_from.preset", file=path)
+    sharding = make_plan(config, target.layout)
+    rows = []
+    for graph in artifacts:
+        if "weight_bytes_read" not in graph:
+            continue
+        bucket, prefill = graph["bucket"], graph["stage"] == STAGES[0]
+        planned = (
+            prefill_counts(config, replace(target, prompt=bucket), sharding)
+            if prefill
+            else decode_counts(config, target, sharding, bucket)
+        )
+        rows.append(
+            GraphRow(
+                graph["stage"], bucket, graph["weight_bytes_read"], planned.bytes_read(), graph["flops"],
+                planned.flops, _counted(graph) == _planned(planned),
+            )
+        )  # fmt: skip
+    if not rows:
+        raise ConfigError("no lowered graphs in it", field="artifacts", file=path)
+    return rows
+
+
+def _counted(graph: dict[str, Any]) -> dict[tuple[str, int, int], int]:
+    return {(one["kind"], one["ranks"], one["bytes"]): one["times"] for one in graph["collectives"]}
+
+
+def _planned(counts: GraphCounts) -> dict[tuple[str, int, int], int]:
+    return {(one.kind, one.ranks, one.nbytes): times for one, times in counts.collectives.items()}
