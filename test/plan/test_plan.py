@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
@@ -87,6 +88,18 @@ def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) ->
     rest = counts.bytes_read() - 2 * experts
     assert (experts + rest) / 1e9 == pytest.approx(42.2, rel=0.01)
     assert router / 2 == pytest.approx(60 * 384 * 7168, rel=1e-3)
+
+
+def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) -> None:
+    generator = np.random.default_rng(0)
+    target = load_target("h200-tp8", config)
+    plan = make_plan(config, target.layout)
+    held = decode_counts(config, target, plan).held
+    for batch in (1, 16, 128):
+        drawn = [len({e for _ in range(batch) for e in generator.choice(384, 8, replace=False)}) for _ in range(40)]
+        counts = decode_counts(config, replace(target, batch=batch), plan)
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        assert counts.read[name] / held[name] == pytest.approx(np.mean(drawn) / 384, rel=0.02)
 
 
 def test_arrangement_of_the_published_port_costs_more(config: KimiK2Config) -> None:

@@ -30,9 +30,13 @@ PUBLISHED = (
     PublishedRow(
         "K2-0905", "TP=32 EP=2, LNC=2, FP8 blocks", 165.5, 1420.0, _PORT, "165.4 to 166.4 for 16 to 512 tokens"
     ),
-    PublishedRow("K2-0905", "TP=64 EP=1, LNC=2, FP8 blocks", 144.5, None, _PORT),
-    PublishedRow("K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 76.3, None, _PORT, "TTFT inside"),
-    PublishedRow("K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 41.1, None, _PORT, "TTFT inside"),
+    PublishedRow("K2-0905", "TP=64 EP=1, LNC=2, FP8 blocks", 144.5, None, _PORT, "512 tokens of context"),
+    PublishedRow(
+        "K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 76.3, None, _PORT, "512 tokens of context; TTFT inside"
+    ),
+    PublishedRow(
+        "K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 41.1, None, _PORT, "1024 tokens of context; TTFT inside"
+    ),
     PublishedRow("K2.5", "TP=64 EP=1, LNC=2, FP8 a channel", 21.4, 2094.0, _K25, "512 tokens of context"),
     PublishedRow("K2.6", "TP=64 EP=1, LNC=2, FP8 a channel", 17.3, 1010.0, _K25, "512 tokens of context"),
 )

@@ -36,9 +36,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
 def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> GraphCounts:
     """One prompt of `target.prompt` tokens for each sequence."""
     tokens = target.batch * target.prompt
-    counts = _weights(
-        config, target, plan, tokens, min(tokens * config.num_experts_per_tok / _local(config, target), 1)
-    )
+    counts = _weights(config, target, plan, tokens, _expert_share(config, target, tokens))
     counts.held["cache"] = cache_bytes(config, target)
     # NxDI's prefill graph takes the old cache in and rewrites it whole.
     counts.read["cache"] = cache_bytes(config, target) if target.is_neuron else 0
@@ -63,8 +61,14 @@ def _local(config: KimiK2Config, target: Target) -> int:
 
 
 def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
-    """Share of a rank's experts that decode reads: static slots on Neuron, at most the chosen ones on a GPU."""
+    """Share of a rank's experts that are read.
+
+    On Neuron one static slot for every choice, until that is more than all; on a GPU the experts that somebody chose,
+    on average if every expert is as likely as another.
+    """
     local = _local(config, target)
+    if not target.is_neuron:
+        return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
     if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
         return 1.0
     return min(tokens * config.num_experts_per_tok / local, 1.0)
