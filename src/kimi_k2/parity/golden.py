@@ -1,0 +1,120 @@
+"""Golden files: a trace in `golden.safetensors`, and in `golden.json` what it was made from. Same run, same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.config import KimiK2Config
+from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
+
+SCHEMA = "kimi-k2-golden/1"
+MAX_BYTES = 2 * 10**9
+TENSORS, DESCRIPTION = "golden.safetensors", "golden.json"
+# What two models must share for their activations to have the same shapes.
+STRUCTURE = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "n_routed_experts", "num_experts_per_tok",
+    "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden run.
+
+    Attributes:
+        config: the model's configuration, as `KimiK2Config.model_dump`.
+        backend, dtype: what made it.
+    """
+
+    trace: Trace
+    config: dict[str, Any]
+    backend: str
+    dtype: str
+
+
+def check_size(config: KimiK2Config, inputs: Inputs) -> int:
+    """Bytes that a capture takes.
+
+    Raises:
+        ParityError: more than 2 GB; fewer layers or positions are needed.
+    """
+    size = captured_bytes(config, inputs)
+    if size > MAX_BYTES:
+        raise ParityError(f"the capture takes {size / 1e9:.1f} GB, the limit is 2; choose fewer layers or positions")
+    return size
+
+
+def save_golden(directory: str | Path, trace: Trace, config: KimiK2Config, backend: str, dtype: str) -> None:
+    """Write both files, each under a temporary name first; the description last, so that it stands for a whole pair."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / TENSORS
+    partial = target.with_name(TENSORS + ".partial")
+    save_file({name: value.contiguous() for name, value in sorted(trace.values.items())}, partial)
+    partial.replace(target)
+    inputs = asdict(trace.inputs)
+    description = {
+        "schema": SCHEMA,
+        "backend": backend,
+        "dtype": dtype,
+        "inputs": {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in inputs.items()},
+        "config": json.loads(config.model_dump_json()),
+        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
+    }
+    write_json(directory / DESCRIPTION, description)
+
+
+def load_golden(directory: str | Path) -> Golden:
+    """Read a golden run.
+
+    Raises:
+        ParityError: a file is missing, truncated, of another schema, or not the other one's pair.
+    """
+    path, tensors = Path(directory) / DESCRIPTION, Path(directory) / TENSORS
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["schema"] != SCHEMA:
+            raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
+        inputs = Inputs(**stored["inputs"])
+        config, backend, dtype, digest = (stored[name] for name in ("config", "backend", "dtype", "sha256"))
+    except FileNotFoundError:
+        raise ParityError(f"{path}: no such file; `kimi-k2 parity capture` writes it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ParityError(f"{path}: not a golden description: {error}") from None
+    try:
+        found = hashlib.sha256(tensors.read_bytes()).hexdigest()
+        values = load_file(tensors)
+    except FileNotFoundError:
+        raise ParityError(f"{tensors}: no such file") from None
+    except SafetensorError as error:
+        raise ParityError(f"{tensors}: cannot be read: {error}") from None
+    if found != digest:
+        raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")
+    return Golden(Trace(inputs, values), config, backend, dtype)
+
+
+def check_model(golden: Golden, config: KimiK2Config) -> list[str]:
+    """Fields in which a model differs from the golden run's without being another model; they may explain a divergence.
+
+    Raises:
+        ParityError: it is another model.
+    """
+    own = json.loads(config.model_dump_json())
+    for name in STRUCTURE:
+        if own.get(name) != golden.config.get(name):
+            raise ParityError(
+                f"another model's golden run: {name} is {golden.config.get(name)} there, {own.get(name)} here"
+            )
+    return [
+        f"{name}: {golden.config.get(name)} in the golden run, {value} here"
+        for name, value in own.items()
+        if value != golden.config.get(name) and name not in ("quantization", "tensor_prefix")
+    ]

@@ -1,0 +1,204 @@
+"""Ten faults, put in from outside; the comparison must name the layer and the module where each one enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.model import attention, moe
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.rope import RotaryEmbedding
+from kimi_k2.model.router import Router
+from kimi_k2.parity.backends import run_plain, run_transformers
+from kimi_k2.parity.compare import Comparison, compare
+from kimi_k2.parity.logits import random_tokens
+from kimi_k2.parity.trace import Inputs, Trace
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block
+from kimi_k2.reference import load_transformers_model
+
+LAYER = 2  # of the faults that sit in one layer
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["fp8"]
+
+
+@pytest.fixture(scope="module")
+def inputs(directory: Path) -> Inputs:
+    return Inputs(random_tokens(512, 40, seed=0), random_tokens(512, 6, seed=1), kept_positions=40)
+
+
+@pytest.fixture(scope="module")
+def golden(directory: Path, inputs: Inputs) -> Trace:
+    return run_plain(KimiK2ForCausalLM.from_pretrained(directory), inputs)
+
+
+def bias_before_sigmoid(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    gate = model.model.layers[LAYER].mlp.gate
+    logits = gate.logits
+    patch.setattr(gate, "logits", lambda x: logits(x) + gate.e_score_correction_bias)
+    patch.setitem(gate._buffers, "e_score_correction_bias", torch.zeros_like(gate.e_score_correction_bias))
+
+
+def no_routed_scaling_factor(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    forward = Router.forward
+
+    def unscaled(self: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = forward(self, x)
+        return indices, weights / self.config.routed_scaling_factor
+
+    patch.setattr(Router, "forward", unscaled)
+
+
+def yarn_factor_32(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    config = model.config
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 64
+    other = config.model_copy(update={"rope_scaling": config.rope_scaling.model_copy(update={"factor": 32.0})})
+    patch.setattr(model.model, "rotary", RotaryEmbedding(other))
+    for layer in model.model.layers:
+        patch.setattr(layer.self_attn, "config", other)
+
+
+def epsilon_1e_5(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    norm = model.model.layers[LAYER].self_attn.q_a_layernorm
+    assert norm.eps == 1e-6
+    patch.setattr(norm, "eps", 1e-5)
+
+
+def clamp_at_240(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    """The published port's conversion: codes above 240 become 240 under an unchanged scale."""
+    import kimi_k2.model.linear as linear
+
+    def clamped(weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+        low = weight.to(torch.float32).clamp(-240, 240).to(torch.float8_e4m3fn)
+        return dequantize_fp8_block(low, scale, *rest)
+
+    patch.setattr(linear, "dequantize_fp8_block", clamped)
+    model.load_state_dict(KimiK2ForCausalLM.from_pretrained(PATH[0]).state_dict())
+
+
+PATH: list[Path] = []
+
+
+def swapped_gate_and_up(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    experts = model.model.layers[LAYER].mlp.experts
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)
+    patch.setitem(experts._buffers, "gate_up_proj", torch.cat((up, gate), dim=1))
+
+
+def dropped_token(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    routed, layer = moe.routed_experts, model.model.layers[LAYER].mlp.experts
+
+    def dropping(x: Tensor, experts: Any, indices: Tensor, weights: Tensor) -> Tensor:
+        out = routed(x, experts, indices, weights)
+        if experts is layer and len(x) > 1:
+            out[17] = 0.0  # one of 40 tokens, at prefill only
+        return out
+
+    patch.setattr(moe, "routed_experts", dropping)
+
+
+def wrong_scale_of_one_expert(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    model.model.layers[LAYER].mlp.experts.down_proj[5] *= 1.5
+
+
+def cache_off_by_one(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    update = LatentCache.update
+
+    def late(self: LatentCache, layer: int, entries: Tensor, positions: Tensor, length: int) -> Tensor:
+        if positions.shape[1] > 1 or layer != LAYER:
+            return update(self, layer, entries, positions, length)
+        self.data[layer, 0, int(positions[0, 0]) - 1] = entries[0, 0]
+        return self.data[layer][:, :length]
+
+    patch.setattr(LatentCache, "update", late)
+
+
+def half_split_rope(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    patch.setattr(attention, "apply_rotary_interleaved", half_split)
+
+
+@dataclass(frozen=True)
+class Expected:
+    phase: str
+    layer: int | None
+    module: str
+
+
+FAULTS: dict[Callable[[KimiK2ForCausalLM, Patch], None], Expected] = {
+    bias_before_sigmoid: Expected("prefill", LAYER, "mlp.gate.selection"),
+    no_routed_scaling_factor: Expected("prefill", 1, "mlp.gate.weights"),
+    yarn_factor_32: Expected("prefill", None, "rope.cos_sin"),
+    epsilon_1e_5: Expected("prefill", LAYER, "self_attn.q_a_layernorm"),
+    clamp_at_240: Expected("prefill", 0, "self_attn.q_a_proj"),
+    swapped_gate_and_up: Expected("prefill", LAYER, "mlp.experts"),
+    dropped_token: Expected("prefill", LAYER, "mlp.experts"),
+    wrong_scale_of_one_expert: Expected("prefill", LAYER, "mlp.experts"),
+    cache_off_by_one: Expected("decode", LAYER, "self_attn.kv_cache"),
+    half_split_rope: Expected("prefill", 0, "self_attn.rope.k_pe"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_layer_and_module_of_a_fault(
+    directory: Path, inputs: Inputs, golden: Trace, monkeypatch: Patch, fault: Callable[..., None]
+) -> None:
+    # An epsilon is a few millionths of a mean square near 1, no more than float32's own rounding: float64 shows it.
+    dtype = torch.float64 if fault is epsilon_1e_5 else torch.float32
+    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=dtype)
+    if dtype == torch.float64:
+        golden = run_plain(model, inputs)
+    PATH[:] = [directory]
+    fault(model, monkeypatch)
+    result = compare(run_plain(model, inputs), golden, model.config, str(dtype).removeprefix("torch."))
+    assert not result.passed
+    assert result.first is not None
+    found = Expected(result.first.phase, result.first.layer, result.first.module)
+    assert found == FAULTS[fault], result.first
+    if fault is dropped_token:
+        assert result.first.row == 17
+
+
+def test_a_clean_pair_passes(directory: Path, inputs: Inputs, golden: Trace) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(directory)
+    again = run_plain(model, inputs)
+    assert all(torch.equal(again.values[key], value) for key, value in golden.values.items())
+    assert compare(again, golden, model.config).passed
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "thinking"])
+def test_transformers_passes_point_by_point(checkpoints: dict[str, Path], name: str) -> None:
+    """An implementation that is not ours: every point but our cache's, in both phases."""
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name])
+    own = Inputs(random_tokens(512, 24, seed=2), random_tokens(512, 4, seed=3))
+    ours, theirs = run_plain(model, own), run_transformers(load_transformers_model(checkpoints[name]), own)
+    result: Comparison = compare(ours, theirs, model.config)
+    worst = max(result.points, key=lambda point: point.relative_l2)
+    print(f"\n{name}: {len(result.points)} points, worst {worst.point} {worst.relative_l2:.1e}")
+    assert result.passed, result.first
+    missing = {key.split(".")[-1] for key in ours.values.keys() - theirs.values.keys()}
+    assert missing == {"kv_cache", "k_pe"}
+
+
+def test_faults_also_show_against_transformers(checkpoints: dict[str, Path], monkeypatch: Patch) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["bf16"])
+    own = Inputs(random_tokens(512, 24, seed=2), random_tokens(512, 4, seed=3))
+    theirs = run_transformers(load_transformers_model(checkpoints["bf16"]), own)
+    swapped_gate_and_up(model, monkeypatch)
+    first = compare(run_plain(model, own), theirs, model.config).first
+    assert first is not None
+    assert (first.layer, first.module) == (LAYER, "mlp.experts")
