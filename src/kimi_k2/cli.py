@@ -265,7 +265,7 @@ def _category(name: str) -> str:
 
 
 # Command groups of other parts of the package, each a module with `register(app)`.
-for _module in ("kimi_k2.convert_cli", "kimi_k2.tools_cli"):
+for _module in ("kimi_k2.convert_cli", "kimi_k2.tools_cli", "kimi_k2.parity_cli"):
     if importlib.util.find_spec(_module):
         importlib.import_module(_module).register(app)
 

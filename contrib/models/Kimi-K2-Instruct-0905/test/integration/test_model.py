@@ -19,11 +19,14 @@ import torch
 from kimi_k2.neuron import compile as job
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.parity.golden import load_golden
+from kimi_k2.parity.logits import DIVERGENCE_TOLERANCE, TOLERANCE_MAP
+from kimi_k2.parity.trace import PHASES
 
 NXD_TESTS = Path(__file__).parents[5] / "test" / "nxd"
 PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp32-ep2")
 MODEL, COMPILED = os.environ.get("KIMI_K2_MODEL"), os.environ.get("KIMI_K2_COMPILED")
-GOLDEN = os.environ.get("KIMI_K2_GOLDEN")  # torch file: {"input_ids": [1, S], "logits": [steps, 1, vocab]} in float32
+GOLDEN = os.environ.get("KIMI_K2_GOLDEN")  # directory that `kimi-k2 parity capture --greedy` wrote
 
 on_neuron = pytest.mark.neuron
 needs_neuron = pytest.mark.skipif(
@@ -120,15 +123,17 @@ def test_logits_match_the_golden_ones() -> None:
     assert MODEL and COMPILED and GOLDEN
     application = job.build_application(preset, job.load_model_config(MODEL), MODEL, on_device_sampling_config=None)
     application.load(f"{COMPILED}-logits")
-    golden = torch.load(GOLDEN)
+    trace = load_golden(GOLDEN).trace
+    prompt = torch.tensor([list(trace.inputs.prompt)])
+    logits = torch.cat([trace.logits(phase) for phase in PHASES])[:, None]
     check_accuracy_logits_v2(
         application,
-        expected_logits=golden["logits"],
-        inputs_input_ids=golden["input_ids"],
-        inputs_attention_mask=torch.ones_like(golden["input_ids"]),
-        generation_config=GenerationConfig(do_sample=False, max_new_tokens=len(golden["logits"])),
-        divergence_difference_tol=0.001,
-        tol_map={5: (1e-5, 0.01), 50: (1e-5, 0.02), 1000: (1e-5, 0.03), None: (1e-5, 0.05)},
+        expected_logits=logits,
+        inputs_input_ids=prompt,
+        inputs_attention_mask=torch.ones_like(prompt),
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=len(logits)),
+        divergence_difference_tol=DIVERGENCE_TOLERANCE,
+        tol_map=TOLERANCE_MAP,
     )
 
 

@@ -1,0 +1,45 @@
+"""Runs a checkpoint on a backend by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kimi_k2.generate import SamplingParams, generate
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parity.backends import run_plain, run_transformers
+from kimi_k2.parity.nxdi import run_nxdi
+from kimi_k2.parity.trace import Inputs, ParityError, Trace
+from kimi_k2.reference import load_transformers_model
+
+BACKENDS = ("cpu", "cuda", "transformers", "nxdi")
+
+
+def run(backend: str, checkpoint: str | Path, inputs: Inputs, dtype: str, *, greedy: bool = False) -> Trace:
+    """The trace of a checkpoint on `backend`, computed in `dtype`.
+
+    Args:
+        greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
+
+    Raises:
+        ParityError: there is no such backend, or it cannot run here.
+        NeuronUnavailableError: `nxdi` without NxD and NxDI.
+    """
+    chosen: torch.dtype = getattr(torch, dtype)
+    if backend in ("cpu", "cuda"):
+        if backend == "cuda" and not torch.cuda.is_available():
+            raise ParityError("backend cuda: there is no CUDA device here")
+        model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
+        if greedy:
+            sampling = SamplingParams(max_new_tokens=len(inputs.forced))
+            inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
+        return run_plain(model, inputs)
+    if greedy:
+        raise ParityError(f"backend {backend}: greedy tokens come from the plain model (cpu or cuda)")
+    if backend == "transformers":
+        return run_transformers(load_transformers_model(checkpoint, chosen), inputs)
+    if backend == "nxdi":
+        return run_nxdi(checkpoint, inputs, dtype)
+    raise ParityError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")

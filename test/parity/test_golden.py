@@ -1,0 +1,163 @@
+"""Golden files: deterministic, small, and refused with a reason when they are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parity.backends import run_plain
+from kimi_k2.parity.compare import compare
+from kimi_k2.parity.golden import DESCRIPTION, TENSORS, check_model, check_size, load_golden, save_golden
+from kimi_k2.parity.logits import check_logits, random_tokens
+from kimi_k2.parity.run import run
+from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
+
+SMALL = Inputs(random_tokens(512, 12, 0), random_tokens(512, 3, 1), kept_positions=8)
+
+
+@pytest.fixture(scope="module")
+def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("golden")
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    save_golden(directory, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32")
+    return directory
+
+
+def test_same_run_same_bytes(checkpoints: dict[str, Path], golden: Path, tmp_path: Path) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    save_golden(tmp_path, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32")
+    for name in (TENSORS, DESCRIPTION):
+        assert (tmp_path / name).read_bytes() == (golden / name).read_bytes()
+    loaded = load_golden(golden)
+    assert loaded.trace.inputs == Inputs(list(SMALL.prompt), list(SMALL.forced), None, 8)
+    assert sorted(path.name for path in golden.iterdir()) == [DESCRIPTION, TENSORS]
+
+
+def test_size_is_known_before_the_run(checkpoints: dict[str, Path], golden: Path) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    stored = sum(value.nbytes for value in load_golden(golden).trace.values.values())
+    assert captured_bytes(config, SMALL) == stored
+
+
+def test_a_full_size_capture_is_under_2_gb() -> None:
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    usual = Inputs([0] * 1024, [0] * 16)
+    assert check_size(config, usual) < 2e9
+    with pytest.raises(ParityError, match=r"GB, the limit is 2"):
+        check_size(config, Inputs([0] * 1024, [0] * 16, kept_positions=1024))
+    assert check_size(config, Inputs([0] * 1024, [0] * 16, [0, 1, 30, 60], 1024)) < 2e9
+
+
+def test_only_chosen_layers_are_kept(checkpoints: dict[str, Path]) -> None:
+    one = Inputs(SMALL.prompt, SMALL.forced, [2], 4)
+    trace = run("cpu", checkpoints["fp8"], one, "float32")
+    layers = {match[1] for key in trace.values if (match := re.search(r"layers\.(\d)", key))}
+    assert layers == {"2"}
+    assert len(trace.values["prefill/norm"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / DESCRIPTION).unlink(), "no such file"),
+        (lambda d: (d / TENSORS).unlink(), "no such file"),
+        (lambda d: (d / DESCRIPTION).write_text((d / DESCRIPTION).read_text()[:200]), "not a golden description"),
+        (lambda d: (d / TENSORS).write_bytes((d / TENSORS).read_bytes()[:999]), "cannot be read"),
+        (lambda d: (d / DESCRIPTION).write_text('{"schema": "other/9"}'), "schema 'other/9'"),
+        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/1"}'), "not a golden description"),
+    ],
+)
+def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: str) -> None:
+    for name in (TENSORS, DESCRIPTION):
+        (tmp_path / name).write_bytes((golden / name).read_bytes())
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ParityError, match=message):
+        load_golden(tmp_path)
+
+
+def test_tensors_of_another_run(golden: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["bf16"])
+    save_golden(tmp_path, run("cpu", checkpoints["bf16"], SMALL, "float32"), config, "cpu", "float32")
+    (tmp_path / DESCRIPTION).write_bytes((golden / DESCRIPTION).read_bytes())
+    with pytest.raises(ParityError, match="SHA-256"):
+        load_golden(tmp_path)
+
+
+def test_another_model(golden: Path) -> None:
+    with pytest.raises(ParityError, match="num_hidden_layers is 3 there, 61 here"):
+        check_model(load_golden(golden), KimiK2Config.from_preset("kimi-k2-instruct-0905"))
+
+
+def test_other_settings_are_named(golden: Path, checkpoints: dict[str, Path]) -> None:
+    own = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    assert check_model(load_golden(golden), own) == []
+    (difference,) = check_model(load_golden(golden), own.model_copy(update={"rms_norm_eps": 1e-5}))
+    assert "rms_norm_eps: 1e-06 in the golden run, 1e-05 here" in difference
+
+
+def test_unequal_tokens_and_nan(golden: Path, checkpoints: dict[str, Path]) -> None:
+    expected, model = load_golden(golden).trace, KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+    shorter = Inputs(SMALL.prompt, SMALL.forced[:2], kept_positions=8)
+    with pytest.raises(ParityError, match="forced: expected 3 tokens"):
+        compare(run_plain(model, shorter), expected, model.config)
+    other = Inputs([1, *SMALL.prompt[1:]], SMALL.forced, kept_positions=8)
+    with pytest.raises(ParityError, match="prompt: other tokens"):
+        compare(run_plain(model, other), expected, model.config)
+    broken = Trace(expected.inputs, {key: value.clone() for key, value in expected.values.items()})
+    broken.values["decode/lm_head"][1, 7] = torch.nan
+    with pytest.raises(ParityError, match="logits of the run: NaN at step 2"):
+        compare(broken, expected, model.config)
+
+
+def test_a_nan_inside_is_a_divergence(golden: Path, checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    expected = load_golden(golden).trace
+    broken = Trace(expected.inputs, {key: value.clone() for key, value in expected.values.items()})
+    broken.values["prefill/layers.1.mlp.experts"][3, 0] = torch.nan
+    first = compare(broken, expected, config).first
+    assert first is not None
+    assert (first.layer, first.module, first.row) == (1, "mlp.experts", 3)
+
+
+def test_logits_rule_is_nxdis() -> None:
+    """The tolerances by hand: 1 % on the top 5, 5 % on all, a diverging choice by less than 0.001."""
+    expected = torch.linspace(-1, 1, 100).repeat(2, 1)
+    assert check_logits(expected, expected).passed
+    off = expected.clone()
+    off[0, 99] *= 1.0099
+    assert check_logits(off, expected).passed
+    off[0, 99] = 1.0102
+    assert not check_logits(off, expected).passed
+    tie = expected.clone()
+    tie[1, 98] = expected[1, 99] + 0.0005
+    result = check_logits(tie, expected)
+    assert result.divergences == [1]
+    assert result.divergence_difference == pytest.approx(0.0005, rel=1e-3)
+
+
+def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source, run_command = str(checkpoints["k2.5"]), CliRunner().invoke
+    options = ["--prompt-length", "8", "--steps", "2", "--layers", "0,2"]
+    done = run_command(app, ["parity", "capture", source, str(tmp_path / "g"), *options, "--greedy"])
+    assert done.exit_code == 0, done.output
+    done = run_command(
+        app, ["parity", "compare", str(tmp_path / "g"), source, "--backend", "cpu", "--out", str(tmp_path / "o")]
+    )
+    assert done.exit_code == 0, done.output
+    assert "PASS" in done.output
+    report = json.loads((tmp_path / "o" / "parity.json").read_text())
+    assert report["passed"]
+    assert (tmp_path / "o" / "parity.png").stat().st_size > 1000
+    other = run_command(app, ["parity", "compare", str(tmp_path / "g"), str(checkpoints["bf16"]), "--backend", "cpu"])
+    assert other.exit_code == 1
+    assert "first divergence" in other.output
+    assert isinstance(run_command(app, ["parity", "capture", source, "x", "--backend", "nxdi"]).exception, KimiK2Error)
