@@ -1,0 +1,121 @@
+"""The READMEs: links lead somewhere, commands exist with the options they are shown with, and those that can run do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = [ROOT / "README.md", *sorted(ROOT.glob("contrib/models/*/README.md"))]
+BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SECTION = "## Try it on any machine"
+
+
+def commands(text: str) -> list[list[str]]:
+    """Command lines of the shell blocks, split into words, comments and variables in front left out."""
+    found = []
+    for block in BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z0-9_]+=.*", words[0]):
+                words.pop(0)
+            if words:
+                found.append(words)
+    return found
+
+
+def inline_commands(text: str) -> list[list[str]]:
+    """`kimi-k2 ...` and `python scripts/...` in running text and tables."""
+    spans = re.findall(r"`((?:kimi-k2 |python scripts/|scripts/|pytest )[^`\n]+)`", text)
+    return [shlex.split(span) for span in spans]
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), target
+
+
+def check_options(words: list[str], command: Any) -> None:
+    """Every option that the words give belongs to the command."""
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{command.name} has no {word}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    group: Any = get_command(app)
+    checked = 0
+    for words in commands(text) + inline_commands(text):
+        program = Path(words[0]).name
+        if program == "kimi-k2":
+            command = group.commands[words[1]]
+            options = words[2:]
+            if hasattr(command, "commands"):
+                if len(words) < 3 or words[2].startswith("-"):
+                    continue
+                command, options = command.commands[words[2]], words[3:]
+            check_options(options, command)
+        elif program == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        elif words[0].startswith("python") or words[0].startswith("scripts/"):
+            script = next(word for word in words if word.startswith("scripts/"))
+            source = (ROOT / script).read_text(encoding="utf-8")
+            usage = subprocess.run(
+                [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=True,
+                env={**os.environ, "COLUMNS": "200", "TERM": "dumb"},
+            ).stdout  # fmt: skip
+            for word in words:
+                assert not word.startswith("--") or word in usage or word in source, f"{script} has no {word}"
+        elif program == "pytest":
+            for word in words[1:]:
+                if "/" in word and not word.startswith("-"):
+                    assert (ROOT / word).exists(), word
+        else:
+            continue
+        checked += 1
+    assert checked
+
+
+def test_the_first_commands_run(tmp_path: Path) -> None:
+    """The section for any machine, line by line, in a directory of its own."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text[text.index(SECTION) :].split("\n## ")[0]
+    ran = 0
+    for words in commands(section):
+        if words[0] != "kimi-k2":
+            continue
+        arguments = [word.replace("/tmp/", f"{tmp_path}/") for word in words[1:]]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, (words, done.output, done.exception)
+        ran += 1
+    assert ran > 5
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert code is not None
+    exec(compile(code[1].replace("/tmp/", f"{tmp_path}/"), "README.md", "exec"), {})
