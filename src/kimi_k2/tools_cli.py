@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.bench.backend import Backend, NeuronBackend, TorchBackend
-from kimi_k2.bench.compare import compare, differing, overall
+from kimi_k2.bench.compare import DRIFT, compare, differing, overall
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.render import markdown, write_reports
 from kimi_k2.bench.results import load_results
@@ -113,10 +113,13 @@ def bench(
     compare_files: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
     ] = None,
+    drift: Annotated[
+        float, typer.Option(help="With --compare: percent by which two sweeps of the same code may differ.")
+    ] = 100 * DRIFT,
 ) -> None:
     """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
     if compare_files is not None:
-        _print_comparison(*compare_files)
+        _print_comparison(*compare_files, drift / 100)
         return
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,
@@ -163,19 +166,30 @@ def _numbers(field: str, text: str) -> tuple[int, ...]:
 def _print_stopwatch(settings: Settings, backend: Backend) -> None:
     if not isinstance(backend, TorchBackend):
         raise SweepError("--check-stopwatch needs the cpu or cuda backend")
-    table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference")
+    table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference", "bare loop, ms")
     for cell in settings.cells():
         prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])
-        swept, watched = check_tpot(backend, prompts, cell["output_length"])
+        taken = check_tpot(backend, prompts, cell["output_length"])
+        milliseconds = [f"{taken[name] * 1e3:.4f}" for name in ("sweep", "stopwatch", "bare")]
+        difference = f"{(taken['sweep'] / taken['stopwatch'] - 1) * 100:+.2f} %"
         shape = (str(cell[name]) for name in ("prompt_length", "batch_size", "output_length"))
-        table.add_row(*shape, f"{swept * 1e3:.4f}", f"{watched * 1e3:.4f}", f"{(swept / watched - 1) * 100:+.2f} %")
+        table.add_row(*shape, *milliseconds[:2], difference, milliseconds[2])
     Console().print(table)
 
 
-def _print_comparison(first: Path, second: Path) -> None:
+def _print_comparison(first: Path, second: Path, drift: float) -> None:
     a, b = load_results(first), load_results(second)
-    ratios = compare(a, b)
-    table = Table("prompt", "batch", "output", "metric", "B / A", "over runs", "B is", title="B against A")
+    ratios = compare(a, b, drift)
+    table = Table(
+        "prompt",
+        "batch",
+        "output",
+        "metric",
+        "B / A",
+        "over runs",
+        "B is",
+        title=f"B against A (noise: overlapping runs, or less than {100 * drift:g} %)",
+    )
     for one in ratios:
         shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
         table.add_row(*shape, one.metric, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", one.verdict)

@@ -113,6 +113,10 @@ def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> 
         assert one.verdict.startswith("faster by 50")
     noisy = compare(base, scaled(results, [1.03, 1.0, 0.99, 1.05]))
     assert all(one.inside_noise and one.verdict == "inside the noise" for one in noisy)
+    steady = [1.0, 1.001, 0.999, 1.0]
+    little = compare(scaled(results, steady), scaled(results, [0.98 * factor for factor in steady]))
+    assert all(one.high < 1 and one.inside_noise for one in little)  # as much as two sweeps of the same code differ
+    assert not any(one.inside_noise for one in compare(scaled(results, steady), scaled(results, [0.98] * 4), drift=0))
     assert overall(compare(base, base)) == pytest.approx({"ttft": 1, "tpot": 1, "e2e": 1})
 
 

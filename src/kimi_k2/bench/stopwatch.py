@@ -1,4 +1,4 @@
-"""An independent watch around the same decode loop, to check what the sweep calls TPOT."""
+"""Independent watches around the same decode, to check what the sweep calls TPOT."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from kimi_k2.bench.backend import Prompts, TorchBackend
 from kimi_k2.bench.results import tpot
 from kimi_k2.bench.sweep import time_run
-from kimi_k2.generate import decode_step, prefill
+from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
 
 
-def stopwatch_tpot(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:
-    """Seconds a token after the first: one watch started behind the first token and stopped behind the last."""
+def whole_call(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:
+    """Seconds of one `generate` call, by a watch that knows nothing of steps."""
+    start = time.perf_counter()
+    generate(backend.model, prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    return time.perf_counter() - start
+
+
+def bare_loop(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:
+    """Seconds a token after the first of nothing but `decode_step` and argmax: what `generate` adds is the rest."""
     model, length = backend.model, len(prompts[0])
     cache = model.new_cache(len(prompts), length + new_tokens - 1)
     tokens = prefill(model, prompts, cache).argmax(-1)
@@ -27,14 +34,17 @@ def stopwatch_tpot(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> 
     return (time.perf_counter() - start) / (new_tokens - 1)
 
 
-def check_tpot(backend: TorchBackend, prompts: Prompts, new_tokens: int, rounds: int = 15) -> tuple[float, float]:
-    """Median TPOT of the sweep's timing and of the stopwatch, in turns so that both see the same machine."""
-    swept, watched = [], []
-    for number in range(rounds + 1):
-        pair = [
-            lambda: swept.append(tpot(time_run(backend, prompts, new_tokens))),
-            lambda: watched.append(stopwatch_tpot(backend, prompts, new_tokens)),
-        ]
-        for one in pair[:: 1 if number % 2 else -1]:
-            one()
-    return statistics.median(swept[1:]), statistics.median(watched[1:])  # the first round warms up
+def check_tpot(backend: TorchBackend, prompts: Prompts, new_tokens: int, rounds: int = 15) -> dict[str, float]:
+    """Median seconds a token after the first, three ways, in turns so that all see the same machine.
+
+    Returns:
+        `sweep`: as the sweep takes it; `stopwatch`: a call for all tokens less a call for one, over the tokens after
+        the first; `bare`: see `bare_loop`.
+    """
+    taken: dict[str, list[float]] = {"sweep": [], "stopwatch": [], "bare": []}
+    for _ in range(rounds + 1):
+        taken["sweep"].append(tpot(time_run(backend, prompts, new_tokens)))
+        longer, shorter = whole_call(backend, prompts, new_tokens), whole_call(backend, prompts, 1)
+        taken["stopwatch"].append((longer - shorter) / (new_tokens - 1))
+        taken["bare"].append(bare_loop(backend, prompts, new_tokens))
+    return {name: statistics.median(values[1:]) for name, values in taken.items()}  # the first round warms up
