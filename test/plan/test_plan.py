@@ -15,7 +15,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
-from kimi_k2.plan.advice import advice, longest_context
+from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.cost import decode_counts
 from kimi_k2.plan.host import read_index
@@ -129,6 +129,12 @@ def test_what_does_not_fit_gets_advice_that_does(config: KimiK2Config) -> None:
 
 def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:
     target = load_target("trn2-tp32-ep2", config)
+    beside = longest_context_with_scratch(config, target, memory_plan(config, target))
+    assert beside is not None
+    for context, enough in ((beside, True), (beside + 1, False)):
+        one = memory_plan(config, replace(target, context=context))
+        assert one.scratch is not None
+        assert (one.scratch.nbytes <= one.room) is enough
     length = longest_context(config, target, memory_plan(config, target))
     assert memory_plan(config, replace(target, context=length)).fits
     assert not memory_plan(config, replace(target, context=length + 1)).fits

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan
+from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan, reported_scratch
 from kimi_k2.plan.target import GIB, Target
 from kimi_k2.sharding.plan import ExpertOutput
 
@@ -18,6 +18,19 @@ def longest_context(config: KimiK2Config, target: Target, plan: MemoryPlan) -> i
     """Cache slots a sequence that fit beside the weights, before scratch; at most max_position_embeddings."""
     one = cache_bytes(config, target, 1)
     return max(min((plan.room + plan.parts["KV cache"]) // one, config.max_position_embeddings), 0)
+
+
+def longest_context_with_scratch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int | None:
+    """The same with scratch as it was reported for the published port; None where nothing was reported."""
+    if plan.scratch is None:
+        return None
+    low, high = 0, longest_context(config, target, plan)
+    fixed = plan.resident - plan.parts["KV cache"]
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = fixed + cache_bytes(config, target, middle) + reported_scratch(middle).nbytes
+        low, high = (middle, high) if needed <= plan.memory.usable else (low, middle - 1)
+    return low
 
 
 def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:

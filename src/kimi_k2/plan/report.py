@@ -12,7 +12,7 @@ from rich.table import Table
 from kimi_k2.analysis.hlo import GraphCounts
 from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.advice import advice, longest_context
+from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.host import host_plan
@@ -57,6 +57,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "verdict": memory.verdict,
             "reported_scratch": asdict(memory.scratch) if memory.scratch else None,
             "longest_context_before_scratch": longest_context(config, target, memory),
+            "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
         "host": host_plan(config, target),
         "decode": step(decode, target),
@@ -111,6 +112,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(memory["verdict"], style="green" if memory["fits"] else "bold red", highlight=False)
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
+    before, beside = (memory[f"longest_context_{name}"] for name in ("before_scratch", "with_reported_scratch"))
+    ending = "" if beside is None else f", {beside:,} with scratch as reported for the published port"
+    console.print(f"longest context: {before:,} tokens before scratch{ending}", highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
     _print_steps(report, console)
     _print_host(report, console)
