@@ -72,7 +72,7 @@ def convert(
     spmd_rank: Spmd = None,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
-    rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 62.0,
+    rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 190.0,
 ) -> None:
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
     try:

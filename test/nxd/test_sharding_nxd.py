@@ -34,6 +34,7 @@ torch.set_num_threads(1)
 config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
 for job in json.loads(sys.argv[2]):
     options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
+    options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] |= job["spmd_rank"]
     neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
     hf = config.load_kimi_config(job["source"])
     app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
@@ -58,6 +59,16 @@ SIZES = {
         "moe_intermediate_size": 512,
         "n_routed_experts": 32,
     },
+    # The presets' 64 ranks: an expert's real width, heads and latents that 64 ranks can divide.
+    "wide": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "moe_intermediate_size": 2048,
+    },
 }
 
 
@@ -81,7 +92,8 @@ CASES = [
     for size in SIZES
     for tp, ep in ((4, 2), (8, 1))
     for experts in ("per_channel", "blockwise", "bf16")
-]
+    if size != "wide"
+] + [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -96,12 +108,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     jobs = []
     for name, size in SIZES.items():
-        write_synthetic_checkpoint(root / name, tiny_config(**heads, **size))
+        write_synthetic_checkpoint(root / name, tiny_config(**heads | size))
     for case in CASES:
         size, tp, ep, experts = case
-        block = expert_block(tiny_config(**heads, **SIZES[size]), Layout(tp, ep))
+        block = expert_block(tiny_config(**heads | SIZES[size]), Layout(tp, ep))
         options, out = neuron_options(experts, block), str(root / f"theirs-{label(case)}")
-        jobs.append({"tp": tp, "ep": ep, "options": options, "source": str(root / size), "out": out})
+        job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}
+        jobs.append({**job, "source": str(root / size), "out": out})
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(jobs)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -124,7 +137,7 @@ def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
     size, tp, ep, experts = case
-    Presharder(root / size, tmp_path, Layout(tp, ep, experts=experts)).run()
+    Presharder(root / size, tmp_path, Layout(tp, ep, experts=experts, spmd_rank=True if size == "wide" else None)).run()
     for rank in range(tp * ep):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
         ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from kimi_k2.checkpoint.names import EXPERT
+from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block
+from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, requantize_fp8_channel
+from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
 from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, verify
 from kimi_k2.sharding.plan import Layout, make_plan
@@ -177,6 +183,63 @@ def test_full_disk_keeps_finished_layers(
     Presharder(checkpoints["fp8"], tmp_path / "a", Layout(2)).run()
     Presharder(checkpoints["fp8"], tmp_path / "b", Layout(2)).run()
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_disk_too_small_is_found_before_any_work(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The kernel's own refusal: a limit on the size of files stands for the end of the disk."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n" + WORKER
+    command = [sys.executable, "-c", limited, str(checkpoints["fp8"]), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "CheckpointError" in done.stderr
+    assert "cannot reserve" in done.stderr
+    assert "run the same command again" in done.stderr
+    assert not list((tmp_path / "out" / "weights").glob("*.safetensors"))
+    Presharder(checkpoints["fp8"], tmp_path / "out", Layout(2, 2)).run()
+
+
+def test_a_shard_that_goes_away_keeps_finished_layers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints["fp8"], source)
+    job = Presharder(source, tmp_path / "a", Layout(2))
+    shard = source / job.reader.index.shards[-2]
+    shard.rename(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=shard.name):
+        job.run()
+    assert len((tmp_path / "a" / JOURNAL).read_text().splitlines()) > 1
+    (tmp_path / "gone").rename(shard)
+    Presharder(source, tmp_path / "a", Layout(2)).run()
+    Presharder(source, tmp_path / "b", Layout(2)).run()
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_never_worse_than_clamping(checkpoints: dict[str, Path]) -> None:
+    """Every expert's matrices, blockwise and a scale a channel, against the published port's clamping at 240."""
+    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    reader = CheckpointReader.for_config(checkpoints["fp8"], config)
+    compared = 0
+    for name in reader.names():
+        if not EXPERT.match(name) or not name.endswith(".weight"):
+            continue
+        weight, scale = reader.get(name), reader.get(f"{name}_scale_inv")
+        plain = dequantize_fp8_block(weight, scale, dtype=torch.float64)
+        clamped = weight.float().clamp(-240, 240).to(torch.float8_e4m3fn)
+
+        def error(found: torch.Tensor, plain: torch.Tensor = plain) -> float:
+            return float((found.double() - plain).norm())
+
+        by_block = error(dequantize_fp8_block(clamped, scale))
+        by_channel = error(dequantize_fp8_channel(*requantize_fp8_channel(clamped, scale, (128, 128))))
+        halved, doubled = halve_blocks(weight, scale, (128, 128), 32)
+        ours = error(dequantize_fp8_block(halved, doubled, (32, 32)))
+        ours_by_channel = error(dequantize_fp8_channel(*requantize_fp8_channel(weight, scale, (128, 128))))
+        assert ours <= by_block
+        assert ours_by_channel <= by_channel
+        if reserved_codes(weight):
+            assert ours < by_block
+            assert ours_by_channel < by_channel
+            compared += 1
+    assert compared > 50
 
 
 def test_other_options_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:

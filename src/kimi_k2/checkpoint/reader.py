@@ -18,6 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
     CorruptHeaderError,
+    MissingShardError,
     MissingTensorError,
     OrphanScaleError,
     TensorDtypeError,
@@ -282,18 +283,23 @@ def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _diagnose(path: Path, error: Exception) -> CheckpointError:
-    """Turn safetensors' message into an error that says whether the file is short or its header is bad."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            return TruncatedShardError(f"{size} bytes; a safetensors file starts with 8 bytes of length", file=path)
-        length = int.from_bytes(prefix, "little")
-        if length > size - 8:
-            return TruncatedShardError(
-                f"the header alone should have {length} bytes, the file has {size} (truncated, or no safetensors)",
-                file=path,
-            )
+    """Turn safetensors' message into an error that says whether the file is gone, short, or its header is bad."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+    except FileNotFoundError:
+        return MissingShardError("no such file", file=path)
+    except OSError as unreadable:
+        return CheckpointError(f"cannot be read: {unreadable.strerror}", file=path)
+    if len(prefix) < 8:
+        return TruncatedShardError(f"{size} bytes; a safetensors file starts with 8 bytes of length", file=path)
+    length = int.from_bytes(prefix, "little")
+    if length > size - 8:
+        return TruncatedShardError(
+            f"the header alone should have {length} bytes, the file has {size} (truncated, or no safetensors)",
+            file=path,
+        )
     try:
         ends = [(entry["data_offsets"][1], name) for name, entry in read_header(path).items()]
         expected, last = max(ends, default=(0, ""))

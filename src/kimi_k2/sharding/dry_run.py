@@ -9,9 +9,9 @@ from kimi_k2.checkpoint.reader import RELEASE_BYTES
 from kimi_k2.checkpoint.writer import encode_header
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.presharder import THREADS
 
-_PROCESS_BYTES = 500 * 2**20  # Python and torch, measured
-_FLOAT_COPIES = 6  # float32 copies of the largest matrix that live at once, temporaries included
+_PROCESS_BYTES = 300 * 2**20  # Python and torch, measured
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     specs = [tensor.spec() for tensor in plan.tensors]
     prefix, _ = encode_header(specs)
     streamed = ("model.embed_tokens.weight", "lm_head.weight")
-    largest_module = max(spec.nbytes for spec in expected_tensors(config) if spec.name not in streamed)
-    expert = 3 * config.hidden_size * config.moe_intermediate_size
-    working = max((1 + layout.dtype.itemsize) * largest_module, _FLOAT_COPIES * 4 * expert // 3 + 2 * expert)
+    largest = max(spec.nbytes for spec in expected_tensors(config) if spec.name not in streamed)
+    # Each module in flight is there as it is stored and as it is written; one more is being cut.
+    working = (THREADS + 2) * largest * (1 + layout.dtype.itemsize)
     return DryRun(
         input_bytes=sum(spec.nbytes for spec in expected_tensors(config)),
         rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),

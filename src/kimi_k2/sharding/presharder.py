@@ -31,7 +31,7 @@ from kimi_k2.sharding.rank_file import RankFile
 
 JOURNAL = "journal.jsonl"
 # Each holds an expert: 90 MB at the real sizes.
-_THREADS = min(os.cpu_count() or 1, 8)
+THREADS = min(os.cpu_count() or 1, 8)
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 _ROWS_BYTES = 2**25
 
@@ -99,7 +99,7 @@ class Presharder:
             if done is None:
                 done = set()
                 self._append(journal, {"made_from": self.made_from}, new=True)
-            with ThreadPoolExecutor(_THREADS) as pool, ThreadPoolExecutor(1) as flusher:
+            with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as flusher:
                 flushing: Future[None] | None = None
                 for layer in self._modules:
                     nbytes = sum(self.reader.tensors[n].nbytes for g in self._modules[layer].values() for n in g)
@@ -173,7 +173,7 @@ class Presharder:
     def _layer(self, layer: int, pool: ThreadPoolExecutor) -> tuple[list[dict[str, str]], ConversionError]:
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
-        sink = LayerSink(planned, self._ranks, _THREADS)
+        sink = LayerSink(planned, self._ranks, THREADS)
         converter, error = Converter(self.config, self.layout, report=self.report), ConversionError()
         for part in self._rank_numbers(layer):
             sink.write([part], pool)
@@ -194,7 +194,7 @@ class Presharder:
                 stored = self._read(unit, groups)
                 nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
                 waiting.append((nbytes, pool.submit(converter.convert, unit, stored)))
-                if len(waiting) > _THREADS:
+                if len(waiting) > THREADS:
                     write_next()
             while waiting:
                 write_next()
