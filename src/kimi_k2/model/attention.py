@@ -158,7 +158,9 @@ class MultiHeadLatentAttention(nn.Module):
         entries = torch.cat((self.kv_a_layernorm(latent), apply_rotary_interleaved(k_rope, cos, sin)), dim=-1)
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(x.dtype)
 
-        kv_b = self.kv_b_proj.dequantized(x.dtype).view(config.num_attention_heads, -1, config.kv_lora_rank)
+        kv_b = self.kv_b_proj.dequantized(x.dtype).view(
+            -1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+        )
         absorbed = self.form == "absorbed" or (self.form == "auto" and absorbed_is_cheaper(config, new, slots.shape[1]))
         if absorbed:
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)

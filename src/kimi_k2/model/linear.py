@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization, Quantization
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.int4_group import dequantize_int4_group
@@ -35,6 +36,12 @@ def dequantize_stored(stored: dict[str, Tensor], quantization: Quantization | No
     return stored["weight"].to(dtype)
 
 
+@dispatched("fp8_linear")
+def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """x [..., K] times an FP8 weight [N, K] with one scale a block: [..., N] in x's dtype."""
+    return F.linear(x, dequantize_fp8_block(weight, weight_scale_inv, block_size, x.dtype))
+
+
 class Linear(nn.Module):
     """y = x W^T with W [rows, columns], no bias.
 
@@ -44,6 +51,7 @@ class Linear(nn.Module):
     """
 
     weight: Tensor
+    weight_scale_inv: Tensor
 
     def __init__(
         self,
@@ -82,4 +90,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., columns] to [..., rows], dtype kept."""
+        if self.quantized and isinstance(self.quantization, Fp8BlockQuantization):
+            return fp8_linear(x, self.weight, self.weight_scale_inv, self.quantization.weight_block_size)
         return F.linear(x, self.dequantized(x.dtype))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 from kimi_k2.model.linear import Linear, dequantize_stored
 from kimi_k2.model.router import Router
 
@@ -52,7 +53,8 @@ class Experts(nn.Module):
     def __init__(self, config: KimiK2Config, module: str, *, dtype: torch.dtype, keep_quantized: bool = False) -> None:
         super().__init__()
         self.quantization = config.quantization
-        self.num_experts = config.n_routed_experts
+        # A rank of expert parallelism holds experts first_expert .. first_expert + num_experts - 1.
+        self.first_expert, self.num_experts = 0, config.n_routed_experts
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
@@ -94,8 +96,11 @@ class Experts(nn.Module):
         return dequantize_stored(stored, self.quantization, dtype)
 
 
+@dispatched("routed_experts")
 def routed_experts(x: Tensor, experts: Experts, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """Sum over each token's chosen experts of weight * expert(token); no token is ever dropped.
+
+    Only experts that `experts` holds count, which under expert parallelism are some of those chosen.
 
     Args:
         x: [T, H].
@@ -106,8 +111,11 @@ def routed_experts(x: Tensor, experts: Experts, topk_indices: Tensor, topk_weigh
         [T, H] in x's dtype, accumulated in the wider of x's and the weights' dtype.
     """
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, topk_weights.dtype), device=x.device)
-    for expert in topk_indices.unique().tolist():
-        token, slot = torch.where(topk_indices == expert)
+    local_indices = topk_indices - experts.first_expert
+    for expert in local_indices.unique().tolist():
+        if not 0 <= expert < experts.num_experts:
+            continue
+        token, slot = torch.where(local_indices == expert)
         gate, up = F.linear(x[token], experts.weight("gate_up_proj", expert, x.dtype)).chunk(2, dim=-1)
         y = F.linear(F.silu(gate) * up, experts.weight("down_proj", expert, x.dtype))
         out.index_add_(0, token, y * topk_weights[token, slot, None])

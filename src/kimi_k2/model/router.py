@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 
 # Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
 NORM_GUARD = 1e-20
@@ -61,6 +64,20 @@ def _top(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """[T, H] times the gate weight [E, H]: float32 [T, E] (float64 for float64 input)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
+
+
+@dispatched("route")
+def route(
+    x: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`router_logits`, then `noaux_tc_gate` with its keyword arguments."""
+    return noaux_tc_gate(router_logits(x, weight), e_score_correction_bias, top_k, **options)
+
+
 class Router(nn.Module):
     """Router of one layer: float32 logits from the gate weight, then `noaux_tc_gate`.
 
@@ -80,14 +97,14 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, H] to float32 [T, E] (float64 for float64 input)."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
+        return router_logits(x, self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] to (topk_indices int64 [T, k], topk_weights [T, k])."""
         config = self.config
-        return noaux_tc_gate(
-            self.logits(x),
+        return route(
+            x,
+            self.weight,
             self.e_score_correction_bias,
             config.num_experts_per_tok,
             n_group=config.n_group,

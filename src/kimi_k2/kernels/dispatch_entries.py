@@ -1,0 +1,85 @@
+"""The kernels with their own signatures, under the plain functions' arguments (see `kernels.dispatch`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.moe_fp8 import BLOCK, MAX_EXPERTS, SLAB, moe_fp8
+from kimi_k2.kernels.router_gemm import MAX_FUSED_EXPERTS, MAX_TOKENS, router_decode
+
+
+def _is_hopper(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
+
+
+def supports_route(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> bool:
+    """BF16 tokens, few enough for one fused product and gate, without expert groups."""
+    experts, hidden = weight.shape
+    return (
+        _is_hopper(x)
+        and x.dtype == weight.dtype == torch.bfloat16
+        and e_score_correction_bias.dtype == torch.float32
+        and 0 < x.shape[0] <= MAX_TOKENS
+        and experts in (256, 384)
+        and experts <= MAX_FUSED_EXPERTS
+        and hidden % 256 == 0
+        and n_group == 1
+        and top_k <= 16
+    )
+
+
+def route(
+    x: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`router_decode` with the plain function's arguments."""
+    return router_decode(
+        x.contiguous(),
+        weight,
+        e_score_correction_bias,
+        top_k,
+        options.get("norm_topk_prob", True),
+        options.get("routed_scaling_factor", 1.0),
+    )
+
+
+def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """FP8 blocks of 128x128 kept as stored, BF16 tokens."""
+    down = experts.down_proj if "down_proj_scale_inv" in experts._buffers else None
+    return (
+        down is not None
+        and _is_hopper(x)
+        and x.dtype == torch.bfloat16
+        and down.shape[1] % SLAB == 0
+        and down.shape[2] % BLOCK == 0
+        and max(down.shape[1:]) <= 64 * BLOCK
+        and down.shape[0] <= MAX_EXPERTS
+        and experts.down_proj_scale_inv.shape == (down.shape[0], down.shape[1] // BLOCK, down.shape[2] // BLOCK)
+    )
+
+
+def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_fp8` over the experts that this rank holds."""
+    local = topk_indices - experts.first_expert
+    here = (local >= 0) & (local < experts.num_experts)
+    return moe_fp8(
+        x.contiguous(),
+        experts.gate_up_proj,
+        experts.gate_up_proj_scale_inv,
+        experts.down_proj,
+        experts.down_proj_scale_inv,
+        torch.where(here, local, -1),
+        topk_weights.float(),
+    )

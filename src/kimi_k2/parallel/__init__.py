@@ -1,0 +1,1 @@
+"""Tensor and expert parallelism over torch.distributed, applied to the plain model from outside."""

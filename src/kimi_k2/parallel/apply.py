@@ -1,0 +1,116 @@
+"""Turn the plain model into one rank's part of it: local shapes from the sharding plan, sums where ranks must agree.
+
+Attention heads, dense MLPs, the shared expert, embedding and head are cut over all ranks; routed experts over `moe_ep`
+groups of `moe_tp` ranks. So each half of a layer ends in one all-reduce over all ranks, and the head in one all-gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.sharding.plan import Layout, PlannedTensor, make_plan
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows `first .. first + n - 1` of the embedding; zeros for other ranks' tokens, summed over ranks."""
+
+    def __init__(self, weight: Tensor, first: int, reduce: AllReduce) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.first, self.reduce = first, reduce
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """int64 [B, S] to [B, S, H]."""
+        local = input_ids - self.first
+        here = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(torch.where(here, local, 0), self.weight)
+        return self.reduce(rows * here.unsqueeze(-1))
+
+
+def parallelize(
+    model: KimiK2ForCausalLM,
+    layout: Layout,
+    rank: int,
+    *,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    communicate: bool = True,
+) -> KimiK2ForCausalLM:
+    """Cut a model made on the meta device to the part of `rank`; its weights are then uninitialised, on `device`.
+
+    Args:
+        model: from `KimiK2ForCausalLM(config, ...)` under `torch.device("meta")`, with `keep_quantized` if the layout's
+            experts are `stored`.
+        layout: of the ranks, `target="cuda"`.
+        group: of all ranks; None for the default one.
+        communicate: False leaves the sums out: one rank stands for many in a benchmark, with meaningless results.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: the layout is not cuda's, a size does not divide, or the group's size is not the layout's.
+    """
+    if layout.target != "cuda":
+        raise ConfigError(f"expected cuda, got {layout.target}", field="target")
+    if communicate and dist.get_world_size(group) != layout.ranks:
+        raise ConfigError(f"{layout.ranks} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
+    for planned in make_plan(model.config, layout).tensors:
+        _replace(model, planned, device)
+    reduce = AllReduce(group, communicate and layout.ranks > 1)
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.self_attn.register_forward_hook(_summed(reduce))
+        layer.mlp.register_forward_hook(_summed(reduce))
+        if isinstance(layer.mlp, MoE):
+            _cut_experts(layer.mlp.experts, layout, rank)
+    rows = model.model.embed_tokens.weight
+    embedding = VocabParallelEmbedding(rows, rank * rows.shape[0], reduce)
+    model.model.embed_tokens = embedding  # type: ignore[assignment]
+    if reduce.active:
+        model.register_forward_hook(lambda module, arguments, logits: gather_last(logits, group))
+    return model
+
+
+def gather_last(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Concatenate every rank's [..., n] along the last dimension."""
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _replace(model: nn.Module, planned: PlannedTensor, device: torch.device | str) -> None:
+    module, _, name = planned.name.rpartition(".")
+    owner = model.get_submodule(module)
+    old = getattr(owner, name, None)
+    if old is None:
+        raise ConfigError(f"{planned.name} is planned, but the model lacks it: keep_quantized differs from the layout")
+    local = torch.empty(planned.local_shape, dtype=old.dtype, device=device)
+    if tuple(old.shape) != planned.shape:
+        raise ConfigError(
+            f"{planned.name} is {list(old.shape)}, planned {list(planned.shape)}: keep_quantized differs?"
+        )
+    setattr(owner, name, nn.Parameter(local, requires_grad=False) if isinstance(old, nn.Parameter) else local)
+
+
+def _summed(reduce: AllReduce) -> Any:
+    return lambda module, arguments, output: reduce(output)
+
+
+def _cut_experts(experts: Experts, layout: Layout, rank: int) -> None:
+    experts.num_experts //= layout.moe_ep
+    experts.first_expert = rank // layout.moe_tp * experts.num_experts
+    width, hidden = experts.shapes["gate_up_proj"]
+    experts.shapes = {
+        "gate_up_proj": (width // layout.moe_tp, hidden),
+        "down_proj": (hidden, width // 2 // layout.moe_tp),
+    }

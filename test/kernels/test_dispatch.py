@@ -1,0 +1,84 @@
+"""Order, pins and refusals of the dispatch table; the plain functions stay what runs on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import dispatch
+from kimi_k2.model import linear, moe, router
+
+PLAIN = {"fp8_linear": linear.fp8_linear, "route": router.route, "routed_experts": moe.routed_experts}
+
+
+@pytest.fixture(autouse=True)
+def _unpinned() -> Iterator[None]:
+    yield
+    dispatch.pin("")
+
+
+def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -> None:
+    assert set(PLAIN) == set(dispatch.TABLE)
+    for operation, entries in dispatch.TABLE.items():
+        wanted = list(inspect.signature(PLAIN[operation]).parameters)
+        for entry in entries:
+            module = importlib.import_module(entry.module)
+            assert list(inspect.signature(getattr(module, operation)).parameters)[: len(wanted) - 1] == wanted[:-1]
+            assert callable(getattr(module, f"supports_{operation}"))
+
+
+def test_the_order_is_the_tables() -> None:
+    assert {op: [entry.name for entry in entries] for op, entries in dispatch.TABLE.items()} == {
+        "fp8_linear": ["triton_decode"],
+        "route": ["router_decode"],
+        "routed_experts": ["moe_fp8"],
+    }
+
+
+def test_cpu_tensors_take_the_plain_function_and_explain_counts_it() -> None:
+    dispatch.pin("")
+    x, weight = torch.randn(3, 256), torch.randn(128, 256).to(torch.float8_e4m3fn)
+    scale = torch.rand(1, 2)
+    wanted = F.linear(x.double(), weight.double() * scale.double().repeat_interleave(128, 1))
+    out = linear.fp8_linear(x, weight, scale, (128, 128))
+    assert (out - wanted).norm() / wanted.norm() < 1e-6
+    assert "fp8_linear: plain (1 calls); order triton_decode > plain" in dispatch.explain()
+    assert "route: not called" in dispatch.explain()
+
+
+@pytest.mark.parametrize("text", ["nonsense=plain", "route=marlin", "route"])
+def test_a_pin_that_the_table_lacks_is_refused(text: str) -> None:
+    with pytest.raises(KernelError, match="expected"):
+        dispatch.pin(text)
+
+
+def test_the_environment_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "route=plain,routed_experts=moe_fp8")
+    dispatch.pin()
+    assert dispatch._pins == {"route": "plain", "routed_experts": "moe_fp8"}
+
+
+def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake CUDA tensor asks the table as a real one would; the entry refuses float64."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(1, 7168, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(384, 7168, dtype=torch.bfloat16, device="cuda")
+        bias = torch.empty(384, device="cuda")
+        chosen = dispatch.choose("route", x, weight, bias, 8)
+        assert chosen is not None and chosen.name == "router_decode"
+        assert dispatch.choose("route", x.double(), weight, bias, 8) is None
+        assert dispatch.choose("route", x, weight, bias, 8, n_group=2) is None
+        assert dispatch.choose("route", x.expand(65, -1), weight, bias, 8) is None
+        dispatch.pin("route=router_decode")
+        with pytest.raises(KernelError, match="pinned"):
+            dispatch.choose("route", x.double(), weight, bias, 8)
+        dispatch.pin("route=plain")
+        assert dispatch.choose("route", x, weight, bias, 8) is None
