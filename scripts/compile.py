@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron import compile as job
 from kimi_k2.neuron.preset import NeuronPreset
@@ -27,7 +28,7 @@ def main(
     """Print the memory plan, then compile for a preset."""
     try:
         chosen = NeuronPreset.load(preset)
-        plan = job.check_fit(job.load_model_config(model), chosen)
+        plan = job.check_fit(KimiK2Config.load(model), chosen)
         typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
         typer.echo("\n".join(job.plan_lines(plan)))
         if dry_run:

@@ -23,7 +23,6 @@ from kimi_k2.bench.stopwatch import check_tpot
 from kimi_k2.bench.sweep import OUTPUT_LENGTHS, Settings, draw_prompts, run_sweep
 from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.compile import load_model_config
 from kimi_k2.neuron.preset import NeuronPreset
 from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.host import read_index
@@ -70,7 +69,7 @@ def plan(
 
     Reads config.json alone, and the index if there is one.
     """
-    config = load_model_config(model)
+    config = KimiK2Config.load(model)
     target = load_target(preset, config).with_lengths(context, batch, prompt)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)

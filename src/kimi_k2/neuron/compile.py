@@ -35,11 +35,6 @@ class CompileError(KimiK2Error):
     """The job cannot run here, or its result cannot fit."""
 
 
-def load_model_config(model: str) -> KimiK2Config:
-    """A checkpoint directory's configuration, or that of a published model by name."""
-    return KimiK2Config.from_pretrained(model) if Path(model).exists() else KimiK2Config.from_preset(model)
-
-
 def plan_lines(plan: MemoryPlan) -> list[str]:
     """The memory plan as a table; `kimi-k2 plan` prints more."""
     rows = [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in plan.parts.items()]
@@ -108,7 +103,7 @@ def build_application(preset: NeuronPreset, config: KimiK2Config, model: str, **
 
 def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
     """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept."""
-    config = load_model_config(model)
+    config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config)
     app = build_application(preset, config, model, **without_nki(preset))
     lowering = contrib.load("lowering")
@@ -137,7 +132,7 @@ def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
 
     neuronx-cc's cache keeps graphs that were finished before.
     """
-    config = load_model_config(model)
+    config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config)
     if manifest.complete:
         say(f"{out} is complete for this preset and model: nothing to do")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron import compile as job
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.preset import NeuronPreset
@@ -62,7 +63,7 @@ def app() -> Any:
     preset = NeuronPreset.load(PRESET)
     os.environ.update(preset.environment)
     assert MODEL and COMPILED
-    application = job.build_application(preset, job.load_model_config(MODEL), MODEL)
+    application = job.build_application(preset, KimiK2Config.load(MODEL), MODEL)
     application.load(COMPILED)
     return application
 
@@ -121,7 +122,7 @@ def test_logits_match_the_golden_ones() -> None:
 
     preset = NeuronPreset.load(PRESET)
     assert MODEL and COMPILED and GOLDEN
-    application = job.build_application(preset, job.load_model_config(MODEL), MODEL, on_device_sampling_config=None)
+    application = job.build_application(preset, KimiK2Config.load(MODEL), MODEL, on_device_sampling_config=None)
     application.load(f"{COMPILED}-logits")
     trace = load_golden(GOLDEN).trace
     prompt = torch.tensor([list(trace.inputs.prompt)])
