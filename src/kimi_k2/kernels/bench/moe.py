@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -10,12 +11,17 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.bench.harness import graph_median
+from kimi_k2.kernels.bench.row import Row
 from kimi_k2.kernels.moe_fp8 import moe_fp8
 from kimi_k2.kernels.moe_tuning import ExpertChoice
 
 # name -> (experts, intermediate, top_k): the slice of a rank under TP8, and under EP8 with T pairs arriving.
 SHAPES = {"TP8": (384, 256, 8), "EP8": (48, 2048, 1)}
 HIDDEN = 7168
+TARGETS = {
+    "TP8": {1: 17, 8: 75, 64: 350, 512: 500, 4096: 950},
+    "EP8": {1: 16, 8: 82, 64: 345, 512: 500, 4096: 800},
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,19 @@ def time_experts(
     microseconds = graph_median([partial(moe_fp8, x, *weights, *routing, choice=pinned) for x, *routing in sets])
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
     return Timing(microseconds, distinct * 3 * inter * hidden)
+
+
+def rows(with_peers: bool = True) -> Iterator[Row]:
+    """Both shapes with the tuned launches; at EP8, T pairs arrive on the rank."""
+    for name, (experts, inter, top_k) in SHAPES.items():
+        weights = random_experts(experts, inter, HIDDEN)
+        for tokens, target in TARGETS[name].items():
+            timing = time_experts(weights, tokens, top_k)
+            moved = timing.weight_bytes + 2 * tokens * HIDDEN * 2
+            flops = 2 * tokens * top_k * 3 * HIDDEN * inter
+            case = f"{name}: {experts} x {inter}, T={tokens}"
+            yield Row("FP8 experts", case, "ours", timing.microseconds, moved, flops, target)
+        del weights
 
 
 def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
