@@ -1,0 +1,61 @@
+"""Decode on one GPU or, under torchrun, on several: from pre-sharded files, or with synthetic weights for timing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels import dispatch
+from kimi_k2.kernels.bench.model import synthetic_rank, time_step
+from kimi_k2.parallel.load import load_rank
+from kimi_k2.sharding.plan import Layout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="configs/h200-tp*.yaml")
+    parser.add_argument(
+        "--config", default="kimi-k2-instruct-0905", help="directory with config.json, or a preset's name"
+    )
+    parser.add_argument("--weights", type=Path, help="output of convert --target cuda; without: synthetic")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has; the total is then extrapolated")
+    parser.add_argument("--stand-in", action="store_true", help="one GPU as rank 0 of the target, nothing is sent")
+    parser.add_argument("--kernels", help="op=name,…: pins, as KIMI_K2_KERNELS")
+    parser.add_argument("--verbose", action="store_true", help="print the chosen kernels")
+    arguments = parser.parse_args()
+    if arguments.kernels:
+        dispatch.pin(arguments.kernels)
+    target = yaml.safe_load(arguments.target.read_text())
+    layout = Layout(target["moe_tp"], target["moe_ep"], target="cuda", experts="stored")
+    config = KimiK2Config.load(arguments.config)
+    whole = config.num_hidden_layers
+    config = config.model_copy(update={"num_hidden_layers": arguments.layers or whole})
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(rank)
+    communicate = not arguments.stand_in and layout.ranks > 1
+    if communicate:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if arguments.weights:
+        model = load_rank(arguments.weights, config, layout, rank, device="cuda")
+    else:
+        model = synthetic_rank(config, layout, rank, communicate=communicate)
+    times = time_step(model, target["batch_size"], target["context"], communicate=communicate)
+    if rank == 0:
+        print("\n".join(times.lines()))
+        if config.num_hidden_layers < whole:
+            total = times.step + (whole - config.num_hidden_layers) * times.moe_layer
+            print(f"extrapolated: step {total / 1e3:.3f} ms over {whole} layers")
+        if arguments.verbose:
+            print(dispatch.explain())
+    if communicate:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it.
+
+The same modules, weights and operations as `model`, arranged for few tokens: norms inside the products, q_a and kv_a in
+one, the shared expert beside the routed ones on a second stream. Works on a CPU too, where it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k2.kernels.fused_linear import fused_linear, supports_fp8_linear
+from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.linear import Linear
+from kimi_k2.model.moe import MLP, MoE, routed_experts
+from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.rope import apply_rotary_interleaved
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def project(x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> Tensor:
+    """linear(norm(x)) for x [B, K], in one launch where the kernel takes it."""
+    if linear.quantized and supports_fp8_linear(x, linear.weight, getattr(linear, "weight_scale_inv", x), (128, 128)):
+        eps = 1e-6 if norm is None else norm.eps
+        return fused_linear(x, linear.weight, linear.weight_scale_inv, None if norm is None else norm.weight, eps)
+    return linear(x if norm is None else norm(x))
+
+
+def stack_rows(first: Linear, second: Linear) -> Linear | None:
+    """The two as one Linear whose output is theirs side by side; None if a scale block would straddle them.
+
+    `first` and `second` become views of it, so that nothing is held twice.
+    """
+    rows = first.weight.shape[0]
+    if not (first.quantized and first.weight.dtype == torch.float8_e4m3fn) or rows % 128:
+        return None
+    both = Linear.__new__(Linear)
+    nn.Module.__init__(both)
+    both.quantization, both.suffixes, both.quantized = first.quantization, first.suffixes, True
+    both.weight = torch.cat((first.weight.view(torch.uint8), second.weight.view(torch.uint8))).view(first.weight.dtype)
+    both.weight_scale_inv = torch.cat((first.weight_scale_inv, second.weight_scale_inv))
+    first.weight, second.weight = both.weight[:rows], both.weight[rows:]
+    blocks = rows // 128
+    first.weight_scale_inv, second.weight_scale_inv = both.weight_scale_inv[:blocks], both.weight_scale_inv[blocks:]
+    return both
+
+
+class LayerStep:
+    """One layer for one new token a sequence.
+
+    Args:
+        layer: of the plain model, whole or a rank's part.
+        reduce: sum over ranks after each half.
+    """
+
+    def __init__(self, layer: DecoderLayer, reduce: Reduce) -> None:
+        self.layer, self.attention, self.reduce = layer, layer.self_attn, reduce
+        assert isinstance(self.attention, MultiHeadLatentAttention)
+        self.qkv_a = stack_rows(self.attention.q_a_proj, self.attention.kv_a_proj_with_mqa)
+        mlp = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
+        self.dense = mlp if isinstance(mlp, MLP) else None
+        self.gate_up = None if self.dense is None else stack_rows(self.dense.gate_proj, self.dense.up_proj)
+        config = self.attention.config
+        kv_b = self.attention.kv_b_proj.dequantized(layer.input_layernorm.weight.dtype)
+        kv_b = kv_b.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        self.w_uk, self.w_uv = w_uk.contiguous(), w_uv.mT.contiguous()
+        self.side = torch.cuda.Stream() if kv_b.is_cuda else None
+
+    def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+        """x [B, H], positions int64 [B], rotation ([B, D / 2], [B, D / 2]), cache [B, T, cache_dim]: [B, H]."""
+        x = x + self.reduce(self.attend(x, positions, rotation, cache))
+        normed = self.layer.post_attention_layernorm(x)
+        return x + self.reduce(self.feed_forward(normed))
+
+    def attend(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+        """The attention half from the residual x [B, H], before the sum over ranks."""
+        attention, config, norm = self.attention, self.attention.config, self.layer.input_layernorm
+        if self.qkv_a is not None:
+            q_a, kv_a = project(x, self.qkv_a, norm).split([config.q_lora_rank, config.cache_dim], dim=-1)
+        else:
+            q_a, kv_a = project(x, attention.q_a_proj, norm), project(x, attention.kv_a_proj_with_mqa, norm)
+        q = project(q_a.contiguous(), attention.q_b_proj, attention.q_a_layernorm)
+        q = q.view(x.shape[0], -1, config.qk_head_dim)
+        q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        latent, k_rope = kv_a.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        cos, sin = rotation
+        entry = torch.cat((attention.kv_a_layernorm(latent), apply_rotary_interleaved(k_rope, cos, sin)), dim=-1)
+        cache[torch.arange(x.shape[0], device=x.device), positions] = entry.to(cache.dtype)
+        q_rope = apply_rotary_interleaved(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        summed = mla_absorbed_attention(
+            q_latent.unsqueeze(1), q_rope.unsqueeze(1), cache, positions.unsqueeze(1), config.softmax_scale
+        )
+        out = torch.bmm(summed.squeeze(1).transpose(0, 1), self.w_uv).transpose(0, 1)
+        return project(out.flatten(1), attention.o_proj)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The other half from its normed input [B, H], before the sum over ranks."""
+        mlp = self.layer.mlp
+        if not isinstance(mlp, MoE):
+            return self.swiglu(x)
+        if self.dense is None:
+            return routed_experts(x, mlp.experts, *mlp.gate(x))
+        if self.side is None:
+            return self.swiglu(x) + routed_experts(x, mlp.experts, *mlp.gate(x))
+        # Fork and join become edges of the graph: the shared expert fills what routing leaves idle.
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            shared = self.swiglu(x)
+        routed = routed_experts(x, mlp.experts, *mlp.gate(x))
+        main.wait_stream(self.side)
+        return routed + shared
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """Dense MLP or shared expert, [B, H] to [B, H]."""
+        assert self.dense is not None
+        if self.gate_up is not None:
+            gate, up = project(x, self.gate_up).chunk(2, dim=-1)
+        else:
+            gate, up = project(x, self.dense.gate_proj), project(x, self.dense.up_proj)
+        return project((F.silu(gate) * up), self.dense.down_proj)
+
+
+class DecodeStep:
+    """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
+
+    Args:
+        model: whole, or a rank's part from `parallel.parallelize`.
+        cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
+        reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
+        graph: capture; needs a GPU.
+    """
+
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        cache: LatentCache,
+        *,
+        reduce: Reduce = lambda x: x,
+        gather: Reduce = lambda x: x,
+        graph: bool = False,
+    ) -> None:
+        self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
+        self.layers = []
+        for layer in model.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            self.layers.append(LayerStep(layer, reduce))
+        batch, device = cache.data.shape[1], cache.data.device
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._captured: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        if not self.graph:
+            return self.run()
+        if self._captured is None:
+            self.run()  # builds, scratch memory and communicators are made outside the capture
+            torch.cuda.synchronize()
+            self._captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._captured):
+                self._logits = self.run()
+        self._captured.replay()
+        assert self._logits is not None
+        return self._logits
+
+    def run(self) -> Tensor:
+        """The step on `tokens` and `positions`, launch by launch."""
+        x = self.model.model.embed_tokens(self.tokens)
+        cos, sin = self.model.model.rotary(self.positions, x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, self.positions, (cos, sin), self.cache.data[index])
+        return self.gather(F.linear(self.model.model.norm(x), self.model.lm_head.weight))

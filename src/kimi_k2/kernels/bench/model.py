@@ -1,0 +1,121 @@
+"""Time of a decode step at real sizes: one rank's part, random weights made on the GPU, CUDA-graph replays.
+
+With `communicate=False` one GPU stands for a rank of many: every byte of the rank's weights is read, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.kernels.bench.harness import event_times, graph_median
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import MoE
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import gather_last, parallelize
+from kimi_k2.sharding.plan import Layout
+
+_PATTERN_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median microseconds of a whole step and of its parts, the parts averaged over the layers that have them."""
+
+    step: float
+    layers: int
+    moe_layer: float
+    attention: float
+    feed_forward: float
+    dense_layer: float
+    head: float
+    all_reduce: float
+
+    def lines(self) -> Iterator[str]:
+        """The breakdown as text."""
+        yield f"measured: step {self.step / 1e3:.3f} ms over {self.layers} layers"
+        yield f"measured: MoE layer {self.moe_layer:.1f} us"
+        yield f"measured: of it attention {self.attention:.1f} us, experts {self.feed_forward:.1f} us"
+        yield f"measured: dense layer {self.dense_layer:.1f} us, head {self.head:.1f} us"
+        yield f"measured: all-reduce of one token {self.all_reduce:.1f} us (0: none)"
+
+
+def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
+    """Values of a trained model's size in every parameter and buffer; FP8 without NaN codes, norms around one."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(_PATTERN_BYTES, device=device, generator=generator)
+    patterns = {
+        torch.float8_e4m3fn: (noise * 60).clamp(-448, 448).to(torch.float8_e4m3fn),
+        torch.bfloat16: (noise * 0.02).bfloat16(),
+        torch.float32: noise[: 2**22].abs() * (0.02 / 60),
+    }
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.copy_(noise[: tensor.numel()] * 0.05)
+        else:
+            flat, pattern = tensor.view(-1), patterns[tensor.dtype]
+            for start in range(0, flat.numel(), pattern.numel()):
+                part = flat[start : start + pattern.numel()]
+                part.copy_(pattern[: part.numel()])
+
+
+def synthetic_rank(
+    config: KimiK2Config, layout: Layout, rank: int, *, communicate: bool, device: str = "cuda"
+) -> KimiK2ForCausalLM:
+    """One rank's part with random weights."""
+    with torch.device("meta"):
+        model = KimiK2ForCausalLM(config, dtype=torch.bfloat16, keep_quantized=layout.experts == "stored")
+    parallelize(model, layout, rank, device=device, communicate=communicate)
+    # What the plan does not cut is on the meta device no more.
+    left = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert not left, left
+    fill_random(model, rank)
+    return model.eval()
+
+
+@torch.inference_mode()
+def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> StepTimes:
+    """Median of graph replays at `context` cached tokens; parts are timed with a layer's weights after another's."""
+    cache = model.new_cache(batch, context)
+    cache.data.normal_()
+    reduce = AllReduce(None, communicate)
+    gather = partial(gather_last, group=None) if communicate else (lambda x: x)
+    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=True)
+    device = cache.data.device
+    tokens = torch.arange(batch, device=device)
+    positions = torch.full((batch,), context - 1, device=device)
+    logits = step(tokens, positions)
+    assert bool(logits.isfinite().all()), "the step's logits are not finite"
+    whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
+    x = torch.randn(batch, model.config.hidden_size, device=device).bfloat16()
+    rotation = model.model.rotary(positions, x.dtype)
+    moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
+    dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
+
+    def layers(chosen: list[tuple[int, object]]) -> float:
+        return graph_median([partial(step.layers[i], x, positions, rotation, cache.data[i]) for i, _ in chosen])
+
+    def head() -> Tensor:
+        return gather(torch.nn.functional.linear(model.model.norm(x), model.lm_head.weight))
+
+    return StepTimes(
+        whole,
+        len(step.layers),
+        layers(list(moe)),
+        graph_median([partial(layer.attend, x, positions, rotation, cache.data[i]) for i, layer in moe]),
+        graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
+        layers(list(dense)),
+        graph_median([head]),
+        graph_median([partial(reduce, x.clone())] * 20) if communicate and dist.get_world_size() > 1 else 0.0,
+    )

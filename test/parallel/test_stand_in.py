@@ -1,0 +1,27 @@
+"""The synthetic rank of the benchmark, small and on a CPU: every tensor filled, logits finite, of the rank's share."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_k2.checkpoint.synthetic import tiny_config
+from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.kernels.bench.model import synthetic_rank
+from kimi_k2.sharding.plan import Layout, make_plan
+
+
+@torch.inference_mode()
+def test_a_rank_of_two_stands_alone() -> None:
+    config = tiny_config(
+        "kimi-k2-instruct-0905", moe_intermediate_size=256, intermediate_size=512, num_attention_heads=8,
+        num_key_value_heads=8, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+    )  # fmt: skip
+    layout = Layout(2, target="cuda", experts="stored")
+    model = synthetic_rank(config, layout, 1, communicate=False, device="cpu")
+    state = model.state_dict()
+    planned = {tensor.name: tensor.local_shape for tensor in make_plan(config, layout).tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == planned
+    step = DecodeStep(model, model.new_cache(1, 4))
+    logits = step(torch.tensor([5]), torch.tensor([3]))
+    assert logits.shape == (1, config.vocab_size // 2)
+    assert bool(logits.isfinite().all())
