@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
+# Triton takes no annotations but its own.
 @triton.jit
-def product(
-    x: Any, weight: Any, scale: Any, norm: Any, parts: Any, tokens: Any, rows: Any, eps: Any,
+def product(  # type: ignore[no-untyped-def]
+    x, weight, scale, norm, parts, tokens, rows, eps,
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One strip of ROWS rows over one part of the input dimension, 16 tokens (absent ones are zero)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -53,7 +52,9 @@ def product(
 
 
 @triton.jit
-def add(parts: Any, out: Any, count: Any, SPLITS: tl.constexpr, WIDTH: tl.constexpr) -> None:
+def add(  # type: ignore[no-untyped-def]
+    parts, out, count, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Sum of SPLITS parts of `count` values each, in order."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
