@@ -1,0 +1,194 @@
+"""MLA decode attention over the compressed cache: `torch.ops.kimi_k2.mla_decode`.
+
+Stands for `kimi_k2.model.attention.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
+(512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
+so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
+order: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+
+LATENT = 512
+ROPE = 64
+ROW = LATENT + ROPE
+PAGE = 64
+HEADS = (8, 16, 32, 64)
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How `attend` and `join` are launched.
+
+    Attributes:
+        block_h: heads of a thread block, at least 16 (absent ones are masked).
+        block_n: cache rows of a step, a divisor of the page.
+        splits: parts of the context.
+        warps: warps of a block of `attend`.
+        stages: blocks of the cache in flight.
+        narrow: cache rows, not heads, along the 64 rows of a matrix instruction.
+        tma: whole blocks through the tensor memory accelerator, else through cp.async.
+    """
+
+    block_h: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+    narrow: bool = False
+    tma: bool = True
+
+
+def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> Launch:
+    """Launch for the shapes (swept on an H200): one wave of blocks, none with less than one step of context."""
+    if heads > 16:
+        blocks, launch = multiprocessors, (64, 64, 8, 2, False)
+    elif batch < 32:
+        blocks, launch = multiprocessors, (16, 64, 4, 2, True)
+    else:
+        # Steps of 32 rows leave shared memory for two blocks a multiprocessor: one loads while the other computes.
+        blocks, launch = 2 * multiprocessors, (16, 32, 4, 5, False)
+    block_h, block_n, warps, stages, narrow = launch
+    splits = max(1, min(blocks // max(1, batch), 128, -(-capacity // block_n)))
+    return Launch(block_h, block_n, splits, warps, stages, narrow)
+
+
+def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
+    """Whether `mla_decode` takes these arguments: BF16 on a Hopper GPU with Triton, sizes within the limits."""
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        _check_arguments(q, cache, seq_lens, block_table)
+    except KernelError:
+        return False
+    return True
+
+
+def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
+    """KernelError naming the argument that the kernel does not take, and what was expected."""
+    for name, tensor in (("q", q), ("cache", cache)):
+        if tensor.dim() != 3 or tensor.dtype != torch.bfloat16 or tensor.shape[-1] != ROW:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise KernelError(f"{name} is {found}, expected torch.bfloat16 of 3 dimensions, the last {ROW}")
+    if q.shape[1] not in HEADS:
+        raise KernelError(f"{q.shape[1]} heads: expected one of {HEADS}")
+    batch = q.shape[0]
+    if tuple(seq_lens.shape) != (batch,) or seq_lens.dtype != torch.int32:
+        found = f"{seq_lens.dtype} {tuple(seq_lens.shape)}"
+        raise KernelError(f"seq_lens is {found}, expected torch.int32 {(batch,)}")
+    if block_table is None:
+        # A block of rows read whole must not run into the next sequence.
+        if cache.shape[0] != batch:
+            raise KernelError(f"cache has {cache.shape[0]} sequences, expected {batch}")
+    else:
+        if cache.shape[1] != PAGE:
+            raise KernelError(f"cache has pages of {cache.shape[1]} rows, expected {PAGE}")
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
+            found = f"{block_table.dtype} {tuple(block_table.shape)}"
+            raise KernelError(f"block_table is {found}, expected torch.int32 ({batch}, pages)")
+    if cache.shape[0] * cache.shape[1] >= 2**31:
+        raise KernelError(f"cache has {cache.shape[0] * cache.shape[1]} rows, expected fewer than 2**31")
+    for name, given in (("q", q), ("cache", cache), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if given is not None and (not given.is_contiguous() or given.device != q.device):
+            raise KernelError(f"{name} must be contiguous and on {q.device}")
+
+
+@functools.cache
+def _triton() -> Any:
+    """Triton's module of kernels; KernelError without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError("mla_decode needs Triton")
+    return importlib.import_module("kimi_k2.kernels.mla_triton")
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise KernelError(f"mla_decode needs compute capability 9.0, {properties.name} has {properties.major}.x")
+    return properties.multi_processor_count
+
+
+@torch.library.custom_op("kimi_k2::mla_decode", mutates_args=(), device_types="cuda")
+def mla_decode(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None = None
+) -> Tensor:
+    """Attention of one query a sequence over its cached rows.
+
+    Args:
+        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64.
+        cache: bfloat16, pages [P, 64, 576] with `block_table`, else [B, T, 576].
+        seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros.
+        softmax_scale: multiplies the scores.
+        block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
+
+    Returns:
+        bfloat16 [B, H, 512], sums of latents.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing.
+    """
+    _check_arguments(q, cache, seq_lens, block_table)
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    launch = choose_launch(q.shape[0], q.shape[1], capacity, _multiprocessors(q.device.index))
+    return run(q, cache, seq_lens, softmax_scale, block_table, launch)
+
+
+@mla_decode.register_fake
+def _(q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None = None) -> Tensor:
+    _check_arguments(q, cache, seq_lens, block_table)
+    return q.new_empty(*q.shape[:2], LATENT)
+
+
+def run(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    launch: Launch,
+    part_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`mla_decode` with the launch pinned, arguments unchecked: for the sweep and the tests."""
+    kernels = _triton()
+    batch, heads = q.shape[:2]
+    splits = launch.splits
+    out = q.new_empty(batch, heads, LATENT)
+    if batch == 0:
+        return out
+    paged = block_table is not None
+    capacity = block_table.shape[1] * PAGE if block_table is not None else cache.shape[1]
+    parts = q.new_empty(batch, heads, splits, LATENT, dtype=part_dtype) if splits > 1 else out
+    sums = q.new_empty(batch, heads, splits, dtype=torch.float32) if splits > 1 else out
+    latents = ropes = cache
+    if launch.tma:
+        descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+        rows = cache.view(-1, ROW)
+        latents = descriptor.from_tensor(rows, [launch.block_n, LATENT])
+        ropes = descriptor.from_tensor(rows, [launch.block_n, ROPE])
+    kernels.attend[(splits, -(-heads // launch.block_h), batch)](
+        q, cache, latents, ropes, block_table if paged else seq_lens, seq_lens, out, parts, sums,
+        heads, block_table.shape[1] if block_table is not None else 0, capacity, softmax_scale * LOG2_E, splits,
+        BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, SINGLE=splits == 1, PAGED=paged, TMA=launch.tma,
+        STAGES=launch.stages, NARROW=launch.narrow, num_warps=launch.warps, launch_pdl=True,
+    )  # fmt: skip
+    if splits > 1:
+        padded = 1 << (splits - 1).bit_length()
+        width = min(LATENT, 4096 // padded)
+        kernels.join[(batch * heads, LATENT // width)](
+            parts, sums, out, splits, PADDED=padded, WIDTH=width, num_warps=4, launch_pdl=True
+        )
+    return out

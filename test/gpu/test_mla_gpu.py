@@ -1,0 +1,133 @@
+"""MLA decode attention against float64. Needs a Hopper GPU and Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.kernels.mla_decode import HEADS, PAGE, Launch, mla_decode, run, supports
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+SCALE = 0.1147
+# BF16 results and weights: 2**-9 each, in the mean far below its maximum.
+RELATIVE = 4e-3
+
+
+def paged_case(lengths, heads, capacity, seed=0):
+    """Shuffled pages; NaN wherever no sequence has a row, table entries past an end that point nowhere."""
+    torch.manual_seed(seed)
+    batch, pages = len(lengths), -(-capacity // PAGE)
+    q = torch.randn(batch, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(batch, pages * PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    for one, length in enumerate(lengths):
+        rows[one, length:] = float("nan")
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    cache = torch.empty(batch * pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    cache[table.flatten().long()] = rows.view(-1, PAGE, 576)
+    for one, length in enumerate(lengths):
+        table[one, -(-length // PAGE) :] = 2**31 - 1
+    return q, rows, cache, table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def reference(q, rows, lengths, scale=SCALE):
+    """softmax(scale * q k^T) v in float64, zeros for an empty context."""
+    out = torch.zeros(*q.shape[:2], 512, device="cuda", dtype=torch.float64)
+    for one, length in enumerate(lengths):
+        if length:
+            keys = rows[one, :length].double()
+            out[one] = (scale * (q[one].double() @ keys.T)).softmax(-1) @ keys[:, :512]
+    return out
+
+
+def relative(got, wanted):
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
+
+
+# block_h, block_n, warps, stages, narrow
+LAUNCHES = [(16, 64, 4, 2, True), (16, 32, 4, 5, False), (64, 64, 8, 2, False), (64, 32, 8, 5, False)]
+LENGTHS = [
+    [1],
+    [8192],
+    [63, 64, 65],
+    [5000, 1, 0, 4097, 8192, 127, 300],
+    [1000 + 77 * i for i in range(70)],
+    [i % 3 for i in range(200)],
+]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_matches_float64(lengths, heads):
+    capacity = -(-max(lengths) // PAGE) * PAGE + 128
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
+    assert supports(q, cache, seq_lens, table)
+    wanted = reference(q, rows, lengths)
+    paged = mla_decode(q, cache, seq_lens, SCALE, table)
+    assert paged.isfinite().all()
+    assert relative(paged, wanted) < RELATIVE
+    contiguous = mla_decode(q, rows, seq_lens, SCALE)
+    assert torch.equal(contiguous, paged)
+    empty = [one for one, length in enumerate(lengths) if not length]
+    assert not paged[empty].any()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("capacity", [1, 50, 1000])
+def test_contiguous_cache_of_any_length(capacity, heads):
+    torch.manual_seed(capacity)
+    q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(3, capacity, 576, device="cuda", dtype=torch.bfloat16)
+    lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
+    out = mla_decode(q, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"), SCALE)
+    assert relative(out, reference(q, rows, lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 128])
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("tma", [True, False])
+def test_every_launch(launch, splits, tma):
+    block_h, block_n, warps, stages, narrow = launch
+    lengths = [3000, 64, 0, 257]
+    q, rows, cache, table, seq_lens = paged_case(lengths, 8 if block_h == 16 else 64, 4096)
+    pinned = Launch(block_h, block_n, splits, warps, stages, narrow, tma)
+    first = run(q, cache, seq_lens, SCALE, table, pinned)
+    assert relative(first, reference(q, rows, lengths)) < RELATIVE
+    for _ in range(3):
+        assert torch.equal(run(q, cache, seq_lens, SCALE, table, pinned), first)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_sharp_scores(heads):
+    """One row has nearly all the weight, in any part; scores of hundreds do not overflow."""
+    q, rows, cache, table, seq_lens = paged_case([8000, 8192], heads, 8192)
+    out = mla_decode(q, cache, seq_lens, 20.0, table)
+    assert out.isfinite().all()
+    assert relative(out, reference(q, rows, [8000, 8192], 20.0)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_graph_replay_follows_lengths_and_inputs(heads):
+    q, rows, cache, table, seq_lens = paged_case([4096] * 5, heads, 4096)
+    mla_decode(q, cache, seq_lens, SCALE, table)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mla_decode(q * 2, cache, seq_lens, SCALE, table)
+    for lengths in ([1, 2, 3, 4, 5], [4096] * 5, [0, 4000, 64, 65, 1]):
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, mla_decode(q * 2, cache, seq_lens, SCALE, table))
+        assert relative(out, reference(q * 2, rows, lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_offsets_beyond_32_bits(heads):
+    pages = 2**31 // (PAGE * 576) + 100
+    cache = torch.zeros(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    cache[-4:].normal_()
+    q = torch.randn(1, heads, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(pages - 4, pages, dtype=torch.int32, device="cuda").view(1, 4)
+    out = mla_decode(q, cache, torch.tensor([250], dtype=torch.int32, device="cuda"), SCALE, table)
+    assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < RELATIVE

@@ -1,0 +1,86 @@
+"""What a machine without a GPU can hold of MLA decode attention: refusals, the fake operation, choices of launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import mla_decode as mla
+from kimi_k2.kernels.bench.mla import random_inputs
+from kimi_k2.model.attention import mla_absorbed_attention
+
+BF16, INT32 = torch.bfloat16, torch.int32
+
+
+def arguments():
+    return {
+        "q": torch.zeros(2, 64, 576, dtype=BF16),
+        "cache": torch.zeros(10, 64, 576, dtype=BF16),
+        "seq_lens": torch.zeros(2, dtype=INT32),
+        "softmax_scale": 0.1,
+        "block_table": torch.zeros(2, 5, dtype=INT32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 64, 576)}, r"q is torch\.float32"),
+        ({"q": torch.zeros(2, 64, 512, dtype=BF16)}, "q is"),
+        ({"q": torch.zeros(2, 12, 576, dtype=BF16)}, "12 heads"),
+        ({"q": torch.zeros(64, 2, 576, dtype=BF16).transpose(0, 1)}, "q must be contiguous"),
+        ({"cache": torch.zeros(10, 64, 576, dtype=torch.float16)}, "cache is"),
+        ({"cache": torch.zeros(10, 128, 576, dtype=BF16)}, "pages of 128 rows"),
+        ({"cache": torch.zeros(10, 64, 576, dtype=BF16), "block_table": None}, "10 sequences, expected 2"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens is"),
+        ({"seq_lens": torch.zeros(3, dtype=INT32)}, "seq_lens is"),
+        ({"block_table": torch.zeros(3, 5, dtype=INT32)}, "block_table is"),
+        ({"block_table": torch.zeros(2, 5, dtype=torch.int64)}, "block_table is"),
+        ({"block_table": torch.zeros(5, 2, dtype=INT32).t()}, "block_table must be contiguous"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    with FakeTensorMode() as mode:
+        given = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in (arguments() | changes).items()
+        }
+        with pytest.raises(KernelError, match=message):
+            mla.mla_decode(**given)
+
+
+def test_too_many_rows_are_refused():
+    with FakeTensorMode():
+        cache = torch.empty(2**25, 64, 576, dtype=BF16)
+        given = {**arguments(), "cache": cache}
+        with pytest.raises(KernelError, match="fewer than"):
+            mla.mla_decode(**given)
+
+
+@pytest.mark.parametrize("heads", mla.HEADS)
+def test_fake_operation_has_the_plain_ones_shape(heads):
+    q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
+    wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
+    with FakeTensorMode():
+        one = random_inputs(3, heads, 100, device="cpu")
+        got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table)
+    assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
+
+
+def test_cpu_tensors_are_left_to_the_plain_operation():
+    one = random_inputs(2, 64, 128, device="cpu")
+    assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
+
+
+@pytest.mark.parametrize("heads", mla.HEADS)
+@pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
+@pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
+def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
+    launch = mla.choose_launch(batch, heads, capacity, 132)
+    assert mla.PAGE % launch.block_n == 0, "a step within a page"
+    resident = 2 if launch.block_n == 32 else 1
+    assert 1 <= launch.splits <= max(1, 132 * resident // batch)
+    assert (launch.splits - 1) * launch.block_n < capacity
+    assert launch.block_h >= heads
