@@ -1,0 +1,221 @@
+// INT4 experts on Hopper: one persistent launch streams every chosen expert's packed weights.
+//
+// Work is a queue of items, first-stage ones (256 rows: 128 gate and the same 128 up rows, a range of the hidden
+// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). Blocks claim
+// items with one atomic, so whatever an item waits for was claimed before it: no deadlock, whatever is resident. In a
+// block, one thread requests weights without ever waiting for activations, three warps copy the tokens' rows, two or
+// four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow one),
+// and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
+#include "w4a16_item.cuh"
+#include "w4a16_sum.cuh"
+
+namespace w4a16 {
+
+// One thread: claim items, announce them to the block, request their weights.
+template <class C>
+__device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total) {
+  constexpr uint64_t kPolicy = C::FUSED ? moe::kEvictFirst : moe::kEvictNormal;
+  const int groups = a.inter / 128, slabs = a.hidden / 256;
+  int item = blockIdx.x, seq = 0;
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    if (round >= kRing) moe::mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
+    s.ring[slot] = item < total ? item : -1;
+    moe::mbar_arrive(&s.item_full[slot]);
+    if (item >= total) break;
+    const int next = gridDim.x + atomicAdd(a.ctrl, 1);
+    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const int expert = load_tile<C::FUSED>(a, s, it.tile).x;
+    const bool packed = !(C::W2_BF16 && it.stage);
+    const int chunks = it.stage ? a.inter / (C::W2_BF16 ? 32 : 128) : a.hidden / 128;
+    const char* weights = static_cast<const char*>(it.stage ? a.w2 : a.w13);
+    const char* scales = reinterpret_cast<const char*>(it.stage ? a.s2 : a.s13);
+    for (int slab = 0; slab < it.slabs; ++slab) {
+      const size_t row = (size_t)expert * (it.stage ? slabs : groups) + it.block + slab;
+      for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
+        const int st = seq % C::STAGES, before = seq - a.in_flight;
+        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (before >= 0) moe::mbar_wait(&s.weights_full[before % C::STAGES], (before / C::STAGES) & 1);
+        moe::mbar_arrive_expect_tx(&s.weights_full[st], kChunkBytes + (packed ? kScaleBytes : 0));
+        bulk_load(s.w[st], weights + (row * chunks + kb) * kChunkBytes, kChunkBytes, &s.weights_full[st], kPolicy);
+        if (packed)
+          bulk_load(s.scale[st], scales + (row * chunks + kb) * kScaleBytes, kScaleBytes, &s.weights_full[st], kPolicy);
+      }
+    }
+    item = next;
+  }
+  // The last block to run out of work opens the next launch.
+  if (atomicInc(reinterpret_cast<unsigned*>(a.ctrl) + 1, gridDim.x - 1) == gridDim.x - 1) {
+    a.ctrl[0] = 0;
+    a.ctrl[2] = s.epoch;
+  }
+}
+
+// Copies of one chunk's token rows: COLUMNS of each, 16 bytes a thread and step.
+template <int COLUMNS, class C>
+__device__ __forceinline__ void copy_tokens(Smem<C>& s, int st, const unsigned* rows, int n, const __nv_bfloat16* src,
+                                            int width, int t) {
+  constexpr int kParts = COLUMNS / 8, kStep = kFillThreads / kParts;
+  const int part = t % kParts;
+  const uint32_t half = moe::smem_u32(s.b[st]) + (part >> 3) * (C::NMAX * 128);
+  for (int c = t / kParts; c < n; c += kStep)
+    moe::cp_async_16(half + c * 128 + (((part & 7) ^ (c & 7)) << 4), src + (size_t)rows[c] * width + part * 8);
+}
+
+// Three warps: for each item, wait until its input exists, then copy it chunk by chunk.
+template <class C>
+__device__ __forceinline__ void feed_tokens(const Args& a, Smem<C>& s, int tiles, int t) {
+  const int lane = t & 31, groups = a.inter / 128;
+  int seq = 0;
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
+    const int item = s.ring[slot];
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+    if (item < 0) break;
+    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+    // Two copies, so that one barrier an item is enough: nobody is more than an item behind.
+    unsigned* rows = s.row[round & 1];
+    for (int c = t; c < tile.z; c += kFillThreads) {
+      int row = tile.y + c;
+      if (it.stage == 0) {
+        if constexpr (C::FUSED) row = s.route.slot_pair[row] / a.top_k;
+        else row = __ldg(a.sorted_pair + row) / a.top_k;
+      }
+      rows[c] = row;
+    }
+    if (it.stage == 1) {
+      bool ready;
+      do {
+        ready = true;
+        for (int f = lane; f < groups; f += 32) ready &= moe::ld_acquire(a.flags + it.tile * groups + f) == s.epoch;
+      } while (!__all_sync(0xffffffffu, ready));
+    }
+    moe::named_sync(2, kFillThreads);
+    const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(it.stage ? a.inter_q : a.x);
+    const int width = it.stage ? a.inter : a.hidden;
+    for (int slab = 0; slab < it.slabs; ++slab)
+      for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
+        const int st = seq % C::STAGES;
+        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (C::W2_BF16 && it.stage) copy_tokens<32, C>(s, st, rows, tile.z, src + kb * 32, width, t);
+        else copy_tokens<128, C>(s, st, rows, tile.z, src + kb * 128, width, t);
+        arrive_after_copies(&s.full[st]);
+      }
+  }
+  moe::cp_async_wait<0>();
+}
+
+template <int NT, class C>
+__device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int& seq, int& events) {
+  for (int slab = 0; slab < it.slabs; ++slab, ++it.block) process_item<NT, C>(a, s, it, tile, seq, events);
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
+  const int lane = threadIdx.x & 31;
+  int seq = 0, events = 0;
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
+    const int item = s.ring[slot];
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+    if (item < 0) break;
+    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+    const int n = tile.z;
+    if constexpr (C::NMAX == 16) {
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
+      else process_slabs<16, C>(a, s, it, tile, seq, events);
+    } else if constexpr (C::NMAX == 32) {
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
+      else if (n <= 16) process_slabs<16, C>(a, s, it, tile, seq, events);
+      else if (n <= 24) process_slabs<24, C>(a, s, it, tile, seq, events);
+      else process_slabs<32, C>(a, s, it, tile, seq, events);
+    } else if constexpr (C::NMAX == 64) {
+      if (n <= 32) process_slabs<32, C>(a, s, it, tile, seq, events);
+      else if (n <= 48) process_slabs<48, C>(a, s, it, tile, seq, events);
+      else process_slabs<64, C>(a, s, it, tile, seq, events);
+    } else {
+      if (n <= 64) process_slabs<64, C>(a, s, it, tile, seq, events);
+      else if (n <= 96) process_slabs<96, C>(a, s, it, tile, seq, events);
+      else if (n <= 112) process_slabs<112, C>(a, s, it, tile, seq, events);
+      else if (n <= 120) process_slabs<120, C>(a, s, it, tile, seq, events);
+      else process_slabs<128, C>(a, s, it, tile, seq, events);
+    }
+  }
+  if constexpr (C::FUSED) {
+    for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
+      const int slot = events % kRing;
+      if (events >= kRing) moe::mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+      if (threadIdx.x == 128) s.epi_tile[slot] = -1;
+      moe::mbar_arrive(&s.epi_full[slot]);
+    }
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<C>& s = *reinterpret_cast<Smem<C>*>(raw);  // swizzled tiles need the base aligned to 1024 bytes: checked below
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  constexpr bool kMoveRegisters = C::WARPGROUPS == 2;
+  if (tid == 0) {
+    if (moe::smem_u32(raw) & 1023) __trap();
+    for (int i = 0; i < C::STAGES; ++i) {
+      moe::mbar_init(&s.weights_full[i], 1);
+      moe::mbar_init(&s.full[i], kFillThreads);
+      moe::mbar_init(&s.empty[i], C::CONSUMERS / 32);
+    }
+    for (int i = 0; i < kRing; ++i) {
+      moe::mbar_init(&s.item_full[i], 1);
+      moe::mbar_init(&s.item_empty[i], 3 + C::CONSUMERS / 32);
+      moe::mbar_init(&s.epi_full[i], C::CONSUMERS);
+      moe::mbar_init(&s.epi_empty[i], 1);
+    }
+    moe::fence_mbar_init();
+  }
+  if (a.pdl) {
+    moe::pdl_launch();
+    moe::pdl_wait();
+  }
+  if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
+  int tiles;
+  if constexpr (C::FUSED) {
+    // The tokens go to the L2 before the weights' requests queue up in front of them.
+    const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
+    if (line < (size_t)a.tokens * a.hidden / 64) moe::prefetch_l2(static_cast<const char*>(a.x) + line * 128);
+    static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "threads and scratch of the sort");
+    moe::align_fused(a, s.route, s.w[0], C::NMAX);
+    moe::fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
+    __syncthreads();
+    tiles = s.route.num_tiles;
+  } else {
+    __syncthreads();
+    tiles = *a.num_tiles;
+  }
+
+  if (warp < 4) {
+    if constexpr (kMoveRegisters) moe::reg_dealloc<56>();
+    if (tid == 0) {
+      const int groups = a.inter / 128, slabs = a.hidden / 256;
+      feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
+    } else if (warp > 0) {
+      feed_tokens<C>(a, s, tiles, tid - 32);
+    }
+  } else if (warp < 4 + C::CONSUMERS / 32) {
+    if constexpr (kMoveRegisters) moe::reg_alloc<224>();
+    consume<C>(a, s, tiles);
+  } else if constexpr (C::FUSED) {
+    for (int t = blockIdx.x; t < a.tokens; t += gridDim.x)
+      if (s.route.token_pairs[t] == 0)
+        for (int i = tid - 128 - C::CONSUMERS; i < a.hidden / 2; i += 128)
+          reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
+    sum_tokens<C>(a, s, warp - 4 - C::CONSUMERS / 32, lane);
+  }
+}
+
+}  // namespace w4a16

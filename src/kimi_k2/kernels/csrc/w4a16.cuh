@@ -1,0 +1,116 @@
+// Arguments, shared memory, weight layout and work items of the INT4 expert kernel (w4a16.cu).
+//
+// Weights are stored in the order in which threads want them (kimi_k2.kernels.moe_w4a16_layout): a chunk is 256 rows by
+// 128 columns, 16 KB; in it, for each 64-row tile and each half of the columns, thread t of a warpgroup finds 4 words
+// at 16 t, one for each 16-column step, and the nibbles i and i + 4 of a word are register i of the left operand. The
+// chunk's scales are 2 KB: for each tile, warp and row g of 8, the pairs (row g, row g + 8) of its 4 groups. Row g of a
+// first-stage tile is a gate row and g + 8 the same up row. Second-stage weights in bf16 have chunks of 32 columns.
+#pragma once
+#include "moe_fp8.cuh"
+#include "w4a16_wgmma.cuh"
+
+namespace w4a16 {
+
+using moe::FusedRouting;
+using moe::kRing;
+
+constexpr int kChunkBytes = 16384;
+constexpr int kScaleBytes = 2048;
+constexpr int kFillThreads = 96;
+
+// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I], and xq, xs, inter_s are unused.
+struct Args : moe::Fp8Args {
+  int w2_bf16;    // second-stage weights are bf16
+  int in_flight;  // chunks of weights that a block may have requested and not yet received
+};
+
+template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>
+struct Config {
+  static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
+  static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_;
+  static constexpr int TILES = 4 / WARPGROUPS;            // 64-row tiles of a warpgroup
+  static constexpr int CONSUMERS = 128 * WARPGROUPS;
+  static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
+};
+
+template <class C>
+struct Smem {
+  alignas(1024) unsigned char b[C::STAGES][C::NMAX * 256];  // tokens: two halves of 64 columns, rows of 128 bytes, swizzled
+  alignas(128) unsigned char w[C::STAGES][kChunkBytes];
+  alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
+  alignas(16) float meta_w[C::NMAX];  // prepared mode: weight and pair of each token of the item
+  int meta_pair[C::NMAX];
+  unsigned row[2][C::NMAX];  // source row of each token of the item being filled
+  uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
+  uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
+  int ring[kRing];
+  int epi_tile[kRing], epi_slab[kRing];
+  int last, epoch;
+  moe::Routing<C::FUSED> route;
+};
+
+// A range of column chunks of one row block (first stage) or of `slabs` row blocks (second stage) of a tile.
+struct Item {
+  int stage, tile, block, slabs, split, kb0, kb1;
+};
+
+template <bool W2_BF16>
+__device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) {
+  const int groups = a.inter / 128, slabs = a.hidden / 256;
+  const int first = tiles * groups * a.splits1;
+  Item r;
+  r.stage = item >= first;
+  if (r.stage) item -= first;
+  const int splits = r.stage ? a.splits2 : a.splits1;
+  const int chunks = r.stage ? a.inter / (W2_BF16 ? 32 : 128) : a.hidden / 128;
+  r.slabs = r.stage ? a.item_slabs : 1;
+  r.split = item % splits;
+  item /= splits;
+  const int per_tile = r.stage ? slabs / a.item_slabs : groups;
+  r.block = item % per_tile * r.slabs;
+  r.tile = item / per_tile;
+  r.kb0 = r.split * chunks / splits;
+  r.kb1 = (r.split + 1) * chunks / splits;
+  return r;
+}
+
+// {expert, first slot, tokens, 0}
+template <bool FUSED, class S>
+__device__ __forceinline__ int4 load_tile(const Args& a, const S& s, int tile) {
+  if constexpr (FUSED) return make_int4(s.route.tile_expert[tile], s.route.tile_start[tile], s.route.tile_n[tile], 0);
+  else return __ldg(a.tiles + tile);
+}
+
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          moe::smem_u32(dst)),
+      "l"(src), "r"(bytes), "r"(moe::smem_u32(bar)), "l"(policy)
+      : "memory");
+}
+// The barrier counts this thread once its asynchronous copies so far have landed.
+__device__ __forceinline__ void arrive_after_copies(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(moe::smem_u32(bar)) : "memory");
+}
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// One word is 8 weights of rows g and g + 8; `scales` holds the scale of row g in its low half and of g + 8 in its high.
+__device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, __nv_bfloat162 scales) {
+  const __nv_bfloat162 scale[2] = {__low2bfloat162(scales), __high2bfloat162(scales)};
+  const uint32_t offset = 0x43084308u;  // 128 + 8
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t biased = ((word >> (4 * i)) & 0x000F000Fu) | 0x43004300u;  // bf16 128 + stored, exactly
+    const __nv_bfloat162 v = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&biased),
+                                     *reinterpret_cast<const __nv_bfloat162*>(&offset));
+    const __nv_bfloat162 d = __hmul2(v, scale[i & 1]);
+    a[i] = *reinterpret_cast<const uint32_t*>(&d);
+  }
+}
+
+}  // namespace w4a16

@@ -1,0 +1,178 @@
+// What the multiplying warpgroups do with a work item.
+#pragma once
+#include "w4a16.cuh"
+
+namespace w4a16 {
+
+// acc[m] += weights of 64-row tile m x tokens, over the item's chunks. Waits are arranged so that one matrix instruction
+// runs while the next one's weights are unpacked; a stage is handed back when the next has begun.
+template <int NT, bool BF16, class C>
+__device__ __forceinline__ void multiply(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+  const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127, row = t >> 2;
+  constexpr int STEPS = BF16 ? 2 : 8;
+  uint32_t a[2][4];
+  for (int kb = 0; kb < nk; ++kb, ++seq) {
+    const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
+    moe::mbar_wait(&s.weights_full[st], parity);
+    const uint4* w = reinterpret_cast<const uint4*>(s.w[st]) + wg * C::TILES * 256 + t;
+    uint4 scale[C::TILES];
+    if constexpr (!BF16)
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m)
+        scale[m] = reinterpret_cast<const uint4*>(s.scale[st])[(wg * C::TILES + m) * 32 + row];
+    moe::mbar_wait(&s.full[st], parity);
+    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
+    const uint64_t b = moe::desc_sw128(moe::smem_u32(s.b[st]));
+    uint4 word[C::TILES];
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m) {
+        constexpr int kPer = BF16 ? 1 : 4;  // steps that one 16-byte load serves
+        if (k % kPer == 0) word[m] = w[m * 256 + k / kPer * 128];
+        const int buffer = (k * C::TILES + m) & 1;
+        moe::wgmma_wait<1>();
+        if (k * C::TILES + m == 1 && kb > 0 && lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+        if constexpr (BF16) {
+          a[buffer][0] = word[m].x, a[buffer][1] = word[m].y, a[buffer][2] = word[m].z, a[buffer][3] = word[m].w;
+        } else {
+          const uint32_t one[4] = {word[m].x, word[m].y, word[m].z, word[m].w};
+          const uint32_t pair[4] = {scale[m].x, scale[m].y, scale[m].z, scale[m].w};
+          dequantize(a[buffer], one[k & 3], *reinterpret_cast<const __nv_bfloat162*>(&pair[k / 2]));
+        }
+        moe::wgmma_fence();
+        Wgmma<NT>::bf16(acc[m], a[buffer], b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
+        moe::wgmma_commit();
+      }
+    }
+  }
+  moe::wgmma_wait<0>();
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m) moe::fence_regs(acc[m]);
+  if (lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+}
+
+// Publish this split of a first-stage sum; true for the block that came last, which then holds the whole sum, added in
+// the order of the splits.
+template <int NT, class C>
+__device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, int split, int n,
+                                           float (&acc)[C::TILES][NT / 2]) {
+  const int tid = threadIdx.x - 128, q = tid & 3;
+  float4* base = reinterpret_cast<float4*>(a.partial) + (size_t)cell * a.splits1 * (C::NMAX * 64) + tid;
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j)
+      if (8 * j + 2 * q < n)
+        __stcg(base + (size_t)split * (C::NMAX * 64) + (m * (NT / 8) + j) * C::CONSUMERS,
+               make_float4(acc[m][4 * j], acc[m][4 * j + 1], acc[m][4 * j + 2], acc[m][4 * j + 3]));
+  moe::named_sync(1, C::CONSUMERS);
+  if (tid == 0) {  // the barrier hands the block's stores to this thread; its fence publishes them all
+    moe::fence_gpu();
+    s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
+    moe::fence_gpu();
+  }
+  moe::named_sync(1, C::CONSUMERS);
+  if (!s.last) return false;
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
+#pragma unroll 4
+  for (int c = 0; c < a.splits1; ++c)
+#pragma unroll
+    for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+      for (int j = 0; j < NT / 8; ++j)
+        if (8 * j + 2 * q < n) {
+          const float4 u =
+              __ldcg(base + (size_t)c * (C::NMAX * 64) + (m * (NT / 8) + j) * C::CONSUMERS);
+          acc[m][4 * j] += u.x;
+          acc[m][4 * j + 1] += u.y;
+          acc[m][4 * j + 2] += u.z;
+          acc[m][4 * j + 3] += u.w;
+        }
+  return true;
+}
+
+template <int NT, class C>
+__device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int& seq,
+                                             int& events) {
+  const int tid = threadIdx.x - 128, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int first = (warp >> 2) * C::TILES, w = warp & 3;  // 64-row tile, and 16-row part of it
+  const int n = tile.z;
+  float acc[C::TILES][NT / 2];
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
+
+  if (!C::FUSED && it.stage == 1 && tid < n) {
+    const int pair = __ldg(a.sorted_pair + tile.y + tid);
+    s.meta_pair[tid] = pair;
+    s.meta_w[tid] = __ldg(a.topk_weights + pair);
+  }
+  if (C::W2_BF16 && it.stage == 1) multiply<NT, true, C>(s, it.kb1 - it.kb0, seq, acc);
+  else multiply<NT, false, C>(s, it.kb1 - it.kb0, seq, acc);
+
+  if (it.stage == 0) {
+    const int groups = a.inter / 128, cell = it.tile * groups + it.block;
+    if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
+#pragma unroll
+    for (int m = 0; m < C::TILES; ++m) {
+      __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.block * 128 + (first + m) * 32 + w * 8 + 2 * q;
+#pragma unroll
+      for (int j = 0; j < NT / 8; ++j) {
+        const float* d = acc[m] + 4 * j;
+        const uint32_t v = moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]);
+        const uint32_t u = transpose_8x8(v);  // token 8j + g, columns 2q and 2q + 1
+        if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
+      }
+    }
+    moe::named_sync(1, C::CONSUMERS);
+    if (tid == 0) moe::st_release(a.flags + cell, s.epoch);
+  } else if constexpr (C::FUSED) {
+    const int slot = events % kRing;
+    if (events >= kRing) moe::mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int col = 8 * j + 2 * q + i;
+        if (col < n) {
+          const float weight = s.route.weight[tile.y + col];
+          float* dst = static_cast<float*>(a.contrib) +
+                       ((size_t)s.route.slot_pair[tile.y + col] * a.splits2 + it.split) * a.hidden + it.block * 256;
+#pragma unroll
+          for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              __stcg(dst + (first + m) * 64 + w * 16 + 4 * (g >> 1) + 2 * h + (g & 1), acc[m][4 * j + 2 * h + i] * weight);
+        }
+      }
+    if (tid == 0) {
+      s.epi_tile[slot] = it.tile;
+      s.epi_slab[slot] = it.block;
+    }
+    moe::mbar_arrive(&s.epi_full[slot]);
+    ++events;
+  } else {
+    moe::named_sync(1, C::CONSUMERS);  // the item's pairs and weights are in place
+    __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.contrib) + it.block * 256 + first * 64 + w * 16 + 4 * q;
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(s.meta_w + 8 * j + 2 * q);
+      __nv_bfloat16* dst = row + ((size_t)s.meta_pair[8 * j + g] * a.splits2 + it.split) * a.hidden;
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m) {
+        const float* d = acc[m] + 4 * j;
+        const uint2 v = make_uint2(transpose_8x8(moe::pack_bf16(d[0] * f.x, d[1] * f.y)),
+                                   transpose_8x8(moe::pack_bf16(d[2] * f.x, d[3] * f.y)));
+        if (8 * j + g < n) __stcg(reinterpret_cast<uint2*>(dst + m * 64), v);  // token 8j + g, rows 4q to 4q + 3
+      }
+    }
+    moe::named_sync(1, C::CONSUMERS);  // before the next item overwrites the pairs
+  }
+}
+
+}  // namespace w4a16

@@ -1,0 +1,216 @@
+"""INT4 (W4A16) routed experts on Hopper: `torch.ops.kimi_k2.moe_w4a16`.
+
+Replaces `kimi_k2.model.moe.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
+dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
+times scale rounded once; sums are float32; the intermediate is bfloat16. The second stage's weights may be bfloat16
+instead (`w2_bf16`). Weights must first be put in the kernel's order by `prepare_w4a16`. csrc/w4a16.cu says how the
+launch works. Capture-safe: scratch memory is allocated once a shape and device and kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import astuple
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import moe_fp8
+from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
+from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
+
+MAX_EXPERTS = moe_fp8.MAX_EXPERTS
+TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
+# Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
+# atomics and token loads wait behind them.
+IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
+
+
+class _Arguments(moe_fp8._Arguments):
+    """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("w2_bf16", "in_flight")]
+
+
+def expert_mode(
+    num_bits: int, group_size: int | None, strategy: str, type_: str, *, down_proj_quantized: bool = True
+) -> Literal["w4a16", "w2_bf16"] | None:
+    """Which mode serves experts quantized so, from the members of a checkpoint's `quantization_config`.
+
+    Args:
+        num_bits, group_size, strategy, type_: of `config_groups.group_0.weights`.
+        down_proj_quantized: whether that group covers the experts' down_proj (its `ignore` list may not).
+
+    Returns:
+        "w4a16", "w2_bf16" where the second stage stays in bfloat16, or None where the kernel does not apply.
+    """
+    if (num_bits, group_size, strategy, type_) != (4, GROUP, "group", "int"):
+        return None
+    return "w4a16" if down_proj_quantized else "w2_bf16"
+
+
+def check_arguments(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
+
+    def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            wanted = " or ".join(str(d) for d in dtypes)
+            raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
+        if not tensor.is_contiguous() or tensor.device != x.device:
+            raise KernelError(f"{name} must be contiguous and on {x.device}")
+
+    if x.dim() != 2 or topk_indices.dim() != 2 or gate_up_proj_packed.dim() != 3:
+        raise KernelError("x and topk_indices must have 2 dimensions and gate_up_proj_packed 3")
+    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
+    experts, inter = gate_up_proj_packed.shape[0], gate_up_proj_packed.shape[1] // 2
+    if hidden % CHUNK_ROWS or inter % CHUNK_COLUMNS or not inter or not 0 < experts <= MAX_EXPERTS:
+        raise KernelError(
+            f"hidden {hidden} must be a multiple of {CHUNK_ROWS}, intermediate {inter} of {CHUNK_COLUMNS}, experts"
+            f" {experts} at most {MAX_EXPERTS}"
+        )
+    expect("x", x, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj_packed", gate_up_proj_packed, (experts, 2 * inter, hidden // 8), torch.int32)
+    expect("gate_up_proj_scale", gate_up_proj_scale, (experts, 2 * inter, hidden // GROUP), torch.bfloat16)
+    if down_proj_scale is None:
+        expect("down_proj_packed", down_proj_packed, (experts, hidden, inter), torch.bfloat16)
+    else:
+        expect("down_proj_packed", down_proj_packed, (experts, hidden, inter // 8), torch.int32)
+        expect("down_proj_scale", down_proj_scale, (experts, hidden, inter // GROUP), torch.bfloat16)
+    expect("topk_indices", topk_indices, (tokens, top_k), torch.int64, torch.int32)
+    expect("topk_weights", topk_weights, (tokens, top_k), torch.float32)
+    if expert_map is not None:
+        expect("expert_map", expert_map, tuple(expert_map.shape[:1]), torch.int32)
+    return tokens, top_k, experts, hidden, inter
+
+
+def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
+    """Whether the kernel takes these sizes on this device (compute capability 9.0)."""
+    shape = hidden % CHUNK_ROWS == 0 and inter > 0 and inter % CHUNK_COLUMNS == 0 and 0 < experts <= MAX_EXPERTS
+    return shape and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def workspace_sizes(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Element count and dtype of every scratch buffer that one call needs."""
+    sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
+    unused = dict.fromkeys(("xq", "xs", "inter_s"), (0, torch.uint8))
+    pairs = tokens * top_k
+    contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
+    return sizes | unused | {"inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+
+
+@functools.cache
+def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
+    # As for the FP8 experts: zeros are written once, and launches of one shape must be ordered on one stream.
+    sizes = workspace_sizes(*shape, choice)
+    return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
+
+
+@functools.cache
+def _device(index: int) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise KernelError(f"moe_w4a16 needs compute capability 9.0, {properties.name} has {properties.major}.x")
+    return properties.name, properties.multi_processor_count
+
+
+@torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
+def moe_w4a16(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256.
+        gate_up_proj_packed: int32 [E, 2I, H/8] as `prepare_w4a16` ordered it; I a multiple of 128.
+        gate_up_proj_scale: bfloat16 [E, 2I, H/32], likewise.
+        down_proj_packed: int32 [E, H, I/8], likewise; or bfloat16 [E, H, I], likewise.
+        down_proj_scale: bfloat16 [E, H, I/32], likewise; None with bfloat16 weights.
+        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
+        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
+        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
+
+    Returns:
+        bfloat16 [T, H]; zeros for a token without a valid local pair.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shape = check_arguments(
+        x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
+        expert_map,
+    )  # fmt: skip
+    tokens, top_k, experts, hidden, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    name, multiprocessors = _device(x.device.index)
+    w2_bf16 = down_proj_scale is None
+    if choice is None:
+        dtype = TUNING_DTYPES[w2_bf16]
+        chosen = choose(tokens, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
+    else:
+        chosen = ExpertChoice(bool(choice[0]), *choice[1:])
+    chosen.check(tokens, top_k, hidden, inter)
+    tensors = dict(_workspace(x.device, shape, chosen))
+    tensors |= {"x": x, "topk_ids": topk_indices, "topk_weights": topk_weights, "out": out}
+    tensors |= {"w13": gate_up_proj_packed, "s13": gate_up_proj_scale, "w2": down_proj_packed}
+    if down_proj_scale is not None:
+        tensors["s2"] = down_proj_scale
+    if expert_map is not None:
+        tensors["expert_map"] = expert_map
+    arguments = _Arguments(**{field: tensor.data_ptr() for field, tensor in tensors.items()})
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
+    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
+    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
+    arguments.ids64 = topk_indices.dtype == torch.int64
+    arguments.grid, arguments.programmatic = multiprocessors, 1
+    arguments.w2_bf16, arguments.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    # Its sources include the FP8 experts' headers, so any change in csrc/ makes a new library.
+    status = load_library("w4a16_launch.cu", "").kimi_w4a16(ctypes.byref(arguments), stream)
+    if status:
+        raise KernelError(f"moe_w4a16 could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    return out
+
+
+@moe_w4a16.register_fake
+def _(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    check_arguments(
+        x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
+        expert_map,
+    )  # fmt: skip
+    return torch.empty_like(x)

@@ -1,0 +1,168 @@
+"""Order of INT4 expert weights in memory for `kimi_k2::moe_w4a16`: each thread's words next to each other.
+
+A chunk is 256 rows by 128 columns (16 KB of words, 2 KB of scales). The layout is a permutation of the checkpoint's
+nibbles and scales: shapes, dtypes and bytes stay the same, and `restore_w4a16` undoes it bit for bit.
+
+Rows are cut into blocks of 4 tiles of 4 warps of 16 rows: in gate_up_proj the 16 are 8 gate rows and the same 8 up
+rows; in down_proj row 4a + 2h + b of 16 is row 2a + b of half h. Columns are cut into chunks of 2 x 4 steps of
+2 x 4 x 2 (half, thread of four, pair). csrc/w4a16.cuh says what the kernel does with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.quantization.int4_group import dequantize_int4_group
+
+GROUP = 32
+CHUNK_ROWS, CHUNK_COLUMNS = 256, 128
+
+
+class PreparedW4A16(NamedTuple):
+    """Weights in the kernel's order; shapes as in the checkpoint's stacked tensors.
+
+    `down_proj_packed` is bfloat16 [E, H, I] and `down_proj_scale` None in the mixed mode.
+    """
+
+    gate_up_proj_packed: Tensor
+    gate_up_proj_scale: Tensor
+    down_proj_packed: Tensor
+    down_proj_scale: Tensor | None
+
+
+def _split_rows(matrix: Tensor, gate_up: bool) -> Tensor:
+    """[rows, columns] to [block, tile 4, warp 4, half 2, row 8, columns]."""
+    if gate_up:
+        return matrix.unflatten(0, (2, -1, 4, 4, 8)).permute(1, 2, 3, 0, 4, 5)
+    return matrix.unflatten(0, (-1, 4, 4, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5)
+
+
+def _join_rows(split: Tensor, gate_up: bool) -> Tensor:
+    """Undo `_split_rows`."""
+    if gate_up:
+        return split.permute(3, 0, 1, 2, 4, 5).flatten(0, 4)
+    return split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
+
+
+# Axes after both splits: block, tile, warp, half row, row, chunk, column half, step, half step, thread, pair.
+# In memory: block, chunk, tile, column half, warp, row, thread, step, then within a word pair, half step, half row.
+_WORDS = (0, 5, 1, 6, 2, 4, 9, 7, 10, 8, 3)
+# A step of bf16 weights stands where a column half does, and its register and pair where a word does.
+_BF16 = (0, 5, 1, 6, 2, 4, 8, 7, 3, 9)
+# Axes: block, tile, warp, half row, row, chunk, group. In memory: block, chunk, tile, warp, row, group, half row.
+_SCALES = (0, 5, 1, 2, 4, 6, 3)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(axis) for axis in range(len(order)))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    stored = packed.contiguous().view(torch.uint8)
+    return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
+
+
+def _words(nibbles: Tensor) -> Tensor:
+    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
+
+
+def _order_words(packed: Tensor, gate_up: bool) -> Tensor:
+    split = _split_rows(_nibbles(packed), gate_up).unflatten(-1, (-1, 2, 4, 2, 4, 2))
+    return _words(split.permute(_WORDS).reshape(packed.shape[0], -1))
+
+
+def _restore_words(ordered: Tensor, gate_up: bool) -> Tensor:
+    rows, columns = ordered.shape[0], ordered.shape[1] * 8
+    blocks, chunks = rows // CHUNK_ROWS, columns // CHUNK_COLUMNS
+    split = _nibbles(ordered).reshape(blocks, chunks, 4, 2, 4, 8, 4, 4, 2, 2, 2).permute(_inverse(_WORDS))
+    return _words(_join_rows(split.flatten(5), gate_up))
+
+
+def _order_scales(scale: Tensor, gate_up: bool) -> Tensor:
+    split = _split_rows(scale, gate_up).unflatten(-1, (-1, 4))
+    return split.permute(_SCALES).reshape(scale.shape)
+
+
+def _restore_scales(ordered: Tensor, gate_up: bool) -> Tensor:
+    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // 4
+    split = ordered.reshape(blocks, chunks, 4, 4, 8, 4, 2).permute(_inverse(_SCALES))
+    return _join_rows(split.flatten(5), gate_up)
+
+
+def _order_bf16(weight: Tensor) -> Tensor:
+    split = _split_rows(weight, False).unflatten(-1, (-1, 2, 2, 4, 2))
+    return split.permute(_BF16).reshape(weight.shape)
+
+
+def _checked(name: str, tensor: Tensor, dtype: torch.dtype, rows: int, columns: int) -> None:
+    if tensor.dim() != 3 or tensor.dtype != dtype or tensor.shape[1] % rows or tensor.shape[2] % columns:
+        shape = f"[E, multiple of {rows}, multiple of {columns}]"
+        raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
+
+
+def _each(function, tensor: Tensor, *extra: bool) -> Tensor:  # type: ignore[no-untyped-def]
+    """One expert at a time: the temporaries are several times an expert's weights."""
+    made = torch.empty_like(tensor)
+    for source, target in zip(tensor, made, strict=True):
+        target.copy_(function(source, *extra))
+    return made
+
+
+def prepare_w4a16(
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    w2_bf16: bool = False,
+) -> PreparedW4A16:
+    """Checkpoint order to kernel order, once at load.
+
+    Args:
+        gate_up_proj_packed: int32 [E, 2I, H/8], gate rows first; H a multiple of 256, I of 128.
+        gate_up_proj_scale: bfloat16 [E, 2I, H/32].
+        down_proj_packed: int32 [E, H, I/8]; or, where the checkpoint keeps it unquantized, bfloat16 [E, H, I].
+        down_proj_scale: bfloat16 [E, H, I/32]; None with bfloat16 weights.
+        w2_bf16: keep the second stage in bfloat16: packed weights are dequantized and rounded once.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _checked("gate_up_proj_packed", gate_up_proj_packed, torch.int32, CHUNK_ROWS, 2 * CHUNK_COLUMNS // 8)
+    _checked("gate_up_proj_scale", gate_up_proj_scale, torch.bfloat16, CHUNK_ROWS, 2 * CHUNK_COLUMNS // GROUP)
+    first = (_each(_order_words, gate_up_proj_packed, True), _each(_order_scales, gate_up_proj_scale, True))
+    if down_proj_packed.dtype == torch.bfloat16:
+        _checked("down_proj_packed", down_proj_packed, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS)
+        return PreparedW4A16(*first, _each(_order_bf16, down_proj_packed), None)
+    _checked("down_proj_packed", down_proj_packed, torch.int32, CHUNK_ROWS, CHUNK_COLUMNS // 8)
+    if down_proj_scale is None:
+        raise KernelError("down_proj_scale is None, expected the scales of the packed down_proj")
+    _checked("down_proj_scale", down_proj_scale, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS // GROUP)
+    if not w2_bf16:
+        second = (_each(_order_words, down_proj_packed, False), _each(_order_scales, down_proj_scale, False))
+        return PreparedW4A16(*first, *second)
+    experts, rows, words = down_proj_packed.shape
+    dense = torch.empty(experts, rows, words * 8, dtype=torch.bfloat16, device=down_proj_packed.device)
+    for packed, scale, target in zip(down_proj_packed, down_proj_scale, dense, strict=True):
+        target.copy_(_order_bf16(dequantize_int4_group(packed, scale, tuple(target.shape), GROUP, torch.bfloat16)))
+    return PreparedW4A16(*first, dense, None)
+
+
+def restore_w4a16(prepared: PreparedW4A16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The checkpoint's packed weights and scales again.
+
+    Raises:
+        KernelError: the second stage is in bfloat16, which no longer holds the packed weights.
+    """
+    words13, scale13, words2, scale2 = prepared
+    if scale2 is None:
+        raise KernelError("down_proj_packed is bfloat16: its packed form is gone")
+    return (
+        _each(_restore_words, words13, True),
+        _each(_restore_scales, scale13, True),
+        _each(_restore_words, words2, False),
+        _each(_restore_scales, scale2, False),
+    )

@@ -1,0 +1,109 @@
+"""The INT4 expert kernel against float64 over the dequantized weights. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kimi_k2.kernels.bench.moe import random_routing
+from kimi_k2.kernels.bench.w4a16 import random_packed
+from kimi_k2.kernels.moe_w4a16 import moe_w4a16
+from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
+from kimi_k2.quantization.int4_group import dequantize_int4_group
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+H, E = 1024, 32
+
+
+def random_weights(inter):
+    return (*random_packed(E, 2 * inter, H), *random_packed(E, H, inter))
+
+
+def dense(packed, scale, dtype=torch.float64):
+    return dequantize_int4_group(packed, scale, (packed.shape[0], packed.shape[1] * 8), dtype=dtype)
+
+
+def reference(x, weights, indices, scores, like_bf16=False, w2_bf16=False):
+    """In float64; `like_bf16`: weights, intermediate and each expert's output rounded to bf16, as a BF16 kernel's."""
+
+    def rounded(v, on=like_bf16):
+        return v.bfloat16().double() if on else v
+
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in indices.unique().tolist():
+        if e < 0:
+            continue
+        token, slot = torch.where(indices == e)
+        w13 = rounded(dense(weights[0][e], weights[1][e]))
+        w2 = rounded(dense(weights[2][e], weights[3][e]), like_bf16 or w2_bf16)
+        gate, up = (x[token].double() @ w13.T).chunk(2, -1)
+        y = rounded(F.silu(gate) * up) @ w2.T
+        out.index_add_(0, token, rounded(y * scores[token, slot, None].double()))
+    return rounded(out)
+
+
+def distance(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+CASES = [
+    (1, 8, None), (8, 8, [1, 16, 4, 1, 2]), (8, 8, [1, 16, 2, 2, 1]), (64, 8, None), (64, 8, [0, 32, 2, 2, 1]),
+    (300, 8, [0, 32, 1, 1, 4]), (1000, 8, [0, 64, 1, 1, 2]), (1000, 8, [0, 128, 1, 1, 1]),
+    (64, 1, None), (700, 1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("w2_bf16", [False, True])
+@pytest.mark.parametrize("inter", [256, 512])
+@pytest.mark.parametrize(("tokens", "top_k", "choice"), CASES)
+def test_no_further_from_float64_than_bf16(tokens, top_k, choice, inter, w2_bf16):
+    torch.manual_seed(tokens + inter)
+    weights = random_weights(inter)
+    indices, scores = random_routing(tokens, top_k, E)
+    if tokens > 2:
+        indices[1, 0], scores[tokens - 1] = -1, 0.0  # an invalid pair, and a padded token
+        indices[2 : tokens // 2, 0] = 5  # a crowded expert
+    x = torch.randn(tokens, H, device="cuda").bfloat16()
+    prepared = prepare_w4a16(*weights, w2_bf16=w2_bf16)
+    out = moe_w4a16(x, *prepared, indices, scores, choice=choice)
+    exact = reference(x, weights, indices, scores)
+    bf16 = distance(reference(x, weights, indices, scores, like_bf16=True), exact)
+    error = distance(out, exact)
+    print(f"T={tokens} k={top_k} I={inter} {choice} w2_bf16={w2_bf16}: {error:.5f}, all in BF16 {bf16:.5f}")
+    assert error < 1.02 * bf16
+    if tokens > 2:
+        assert not out[tokens - 1].any()
+    for _ in range(3):
+        assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores, choice=choice)), "not deterministic"
+
+
+def test_expert_parallel_ranks_sum_to_the_whole():
+    weights = random_weights(256)
+    indices, scores = random_routing(40, 8, E)
+    x = torch.randn(40, H, device="cuda").bfloat16()
+    total = torch.zeros(40, H, device="cuda")
+    for rank in range(2):
+        mine = torch.full((E,), -1, dtype=torch.int32, device="cuda")
+        mine[16 * rank : 16 * rank + 16] = torch.arange(16, device="cuda", dtype=torch.int32)
+        part = prepare_w4a16(*(w[16 * rank : 16 * rank + 16].contiguous() for w in weights))
+        total += moe_w4a16(x, *part, indices, scores, expert_map=mine).float()
+    assert distance(total, moe_w4a16(x, *prepare_w4a16(*weights), indices, scores).double()) < 5e-3
+
+
+def test_graph_replay_follows_its_inputs():
+    weights = prepare_w4a16(*random_weights(256))
+    x, (indices, scores) = torch.randn(4, H, device="cuda").bfloat16(), random_routing(4, 8, E)
+    moe_w4a16(x, *weights, indices, scores)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_w4a16(x, *weights, indices, scores)
+    for _ in range(3):
+        fresh = random_routing(4, 8, E)
+        indices.copy_(fresh[0])
+        scores.copy_(fresh[1])
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, moe_w4a16(x, *weights, indices, scores))

@@ -1,0 +1,233 @@
+"""What a machine without a GPU can hold of the INT4 expert kernel: weight order, shapes, refusals, the fake, ABI."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import build
+from kimi_k2.kernels.moe_tuning import ExpertChoice
+from kimi_k2.kernels.moe_w4a16 import _Arguments, check_arguments, expert_mode, moe_w4a16, supports, workspace_sizes
+from kimi_k2.kernels.moe_w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
+from kimi_k2.quantization.int4_group import dequantize_int4_group
+
+T, K, E, H, INTER = 4, 2, 2, 512, 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    """(int8 gate_up, int8 down, the four stacked tensors), packed by compressed-tensors."""
+    generator = torch.Generator().manual_seed(5)
+    values = [
+        torch.randint(-8, 8, s, generator=generator, dtype=torch.int8) for s in ((E, 2 * INTER, H), (E, H, INTER))
+    ]
+    packed = [torch.stack([pack_to_int32(expert, 4) for expert in v]) for v in values]
+    scales = [torch.rand(*v.shape[:2], v.shape[2] // 32, generator=generator).bfloat16() for v in values]
+    return *values, packed[0], scales[0], packed[1], scales[1]
+
+
+def lane_positions(chunk_columns):
+    """(block row, column) of every register element in the order of csrc/w4a16.cuh: tile, half, thread, step, register,
+    low or high; from the register layout of the m16k16 operand in the PTX manual."""
+    steps = 4
+    for tile in range(4):
+        for half in range(chunk_columns // 64):
+            for thread in range(128):
+                warp, g, q = thread // 32, thread % 32 // 4, thread % 4
+                for step in range(steps):
+                    for register in range(4):
+                        for high in range(2):
+                            row = g + 8 * (register & 1)
+                            column = half * 64 + step * 16 + 8 * (register >> 1) + 2 * q + high
+                            yield tile, warp, row, column
+
+
+def gate_up_row(block, tile, warp, row, inter):
+    """Rows 0-7 of 16 are gate rows, 8-15 the same up rows."""
+    return block * 128 + tile * 32 + warp * 8 + row % 8 + (inter if row >= 8 else 0)
+
+
+def down_row(block, tile, warp, row):
+    """After transposition a thread of four holds pairs 2q of both halves: they are rows 4q to 4q + 3."""
+    half, g = divmod(row, 8)
+    return block * 256 + tile * 64 + warp * 16 + 4 * (g // 2) + 2 * half + g % 2
+
+
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_every_thread_finds_its_weights(checkpoint, gate_up):
+    prepared = prepare_w4a16(*checkpoint[2:])
+    values, words = (checkpoint[0], prepared[0]) if gate_up else (checkpoint[1], prepared[2])
+    rows, columns = values.shape[1:]
+    flat = words[1].flatten().tolist()
+    for block in range(rows // 256):
+        for chunk in range(columns // 128):
+            base = (block * (columns // 128) + chunk) * 4096
+            for i, (tile, warp, row, column) in enumerate(lane_positions(128)):
+                register, high = i % 8 // 2, i % 2
+                stored = (flat[base + i // 8] >> (4 * (register + 4 * high))) & 0xF
+                where = gate_up_row(block, tile, warp, row, INTER) if gate_up else down_row(block, tile, warp, row)
+                if stored - 8 != values[1, where, chunk * 128 + column]:
+                    raise AssertionError((block, chunk, tile, warp, row, column))
+
+
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_every_thread_finds_its_scales(checkpoint, gate_up):
+    prepared = prepare_w4a16(*checkpoint[2:])
+    scales, ordered = (checkpoint[3], prepared[1]) if gate_up else (checkpoint[5], prepared[3])
+    rows, groups = scales.shape[1:]
+    flat, i = ordered[0].flatten(), 0
+    for block in range(rows // 256):
+        for chunk in range(groups // 4):
+            for tile in range(4):
+                for warp in range(4):
+                    for g in range(8):
+                        for group in range(4):
+                            for row in (g, g + 8):
+                                place = (block, tile, warp, row)
+                                where = gate_up_row(*place, INTER) if gate_up else down_row(*place)
+                                assert flat[i] == scales[0, where, chunk * 4 + group]
+                                i += 1
+    assert i == flat.numel()
+
+
+def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint):
+    original = checkpoint[2:]
+    prepared = prepare_w4a16(*original)
+    for before, after in zip(original, prepared, strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert not torch.equal(before, after)
+    for before, after in zip(original, restore_w4a16(prepared), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_mixed_mode_holds_the_dequantized_weights(checkpoint):
+    prepared = prepare_w4a16(*checkpoint[2:], w2_bf16=True)
+    dense = dequantize_int4_group(checkpoint[4], checkpoint[5], (H, INTER), dtype=torch.bfloat16)
+    assert prepared.down_proj_scale is None
+    flat, i = prepared.down_proj_packed[1].flatten(), 0
+    positions = [p for p in lane_positions(64) if p[3] < 32]
+    order = sorted(range(len(positions)), key=lambda j: (positions[j][0], positions[j][3] // 16, j))
+    for block in range(H // 256):
+        for chunk in range(INTER // 32):
+            for j in order:
+                tile, warp, row, column = positions[j]
+                assert flat[i] == dense[1, down_row(block, tile, warp, row), chunk * 32 + column]
+                i += 1
+    given = prepare_w4a16(*checkpoint[2:4], dense, None)
+    assert torch.equal(given.down_proj_packed, prepared.down_proj_packed)
+    with pytest.raises(KernelError, match="down_proj_packed"):
+        restore_w4a16(prepared)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "name"),
+    [
+        (0, torch.zeros(E, 2 * INTER, H), "gate_up_proj_packed"),
+        (0, torch.zeros(E, 384, H // 8, dtype=torch.int32), "gate_up_proj_packed"),
+        (1, torch.zeros(E, 2 * INTER, H // 32), "gate_up_proj_scale"),
+        (2, torch.zeros(E, H, 24, dtype=torch.int32), "down_proj_packed"),
+        (3, None, "down_proj_scale"),
+    ],
+)
+def test_weights_that_cannot_be_prepared_are_named(checkpoint, place, value, name):
+    given = list(checkpoint[2:])
+    given[place] = value
+    with pytest.raises(KernelError, match=name):
+        prepare_w4a16(*given)
+
+
+def arguments(**changes):
+    made = {
+        "x": torch.zeros(T, H, dtype=torch.bfloat16),
+        "gate_up_proj_packed": torch.zeros(E, 2 * INTER, H // 8, dtype=torch.int32),
+        "gate_up_proj_scale": torch.zeros(E, 2 * INTER, H // 32, dtype=torch.bfloat16),
+        "down_proj_packed": torch.zeros(E, H, INTER // 8, dtype=torch.int32),
+        "down_proj_scale": torch.zeros(E, H, INTER // 32, dtype=torch.bfloat16),
+        "topk_indices": torch.zeros(T, K, dtype=torch.int64),
+        "topk_weights": torch.zeros(T, K),
+        "expert_map": None,
+    }
+    return made | changes
+
+
+def test_good_arguments_give_the_shape():
+    assert check_arguments(**arguments()) == (T, K, E, H, INTER)
+    assert check_arguments(**arguments(expert_map=torch.zeros(9, dtype=torch.int32))) == (T, K, E, H, INTER)
+    mixed = {"down_proj_packed": torch.zeros(E, H, INTER, dtype=torch.bfloat16), "down_proj_scale": None}
+    assert check_arguments(**arguments(**mixed)) == (T, K, E, H, INTER)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("x", torch.zeros(T, H), "x is"),
+        ("x", torch.zeros(T, 384, dtype=torch.bfloat16), "hidden 384"),
+        ("gate_up_proj_packed", torch.zeros(E, 2 * INTER, H // 8), "gate_up_proj_packed"),
+        ("gate_up_proj_scale", torch.zeros(E, 2 * INTER, H // 32), "gate_up_proj_scale"),
+        ("down_proj_packed", torch.zeros(E, H, INTER, dtype=torch.bfloat16), "down_proj_packed"),
+        ("down_proj_scale", None, "down_proj_packed"),
+        ("topk_indices", torch.zeros(T, K, dtype=torch.int16), "topk_indices"),
+        ("topk_weights", torch.zeros(K, T).t(), "topk_weights"),
+        ("expert_map", torch.zeros(9), "expert_map"),
+    ],
+)
+def test_bad_arguments_are_named(name, value, said):
+    with pytest.raises(KernelError, match=said):
+        check_arguments(**arguments(**{name: value}))
+
+
+def test_fake_implementation_matches_the_contract():
+    with FakeTensorMode() as mode:
+        given = {k: mode.from_tensor(v) if v is not None else None for k, v in arguments().items()}
+        out = moe_w4a16(**given)
+        assert (out.shape, out.dtype) == ((T, H), torch.bfloat16)
+        with pytest.raises(KernelError, match="topk_weights"):
+            moe_w4a16(**(given | {"topk_weights": torch.zeros(T, K, dtype=torch.float16)}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_workspace_covers_the_worst_routing(fused):
+    rows = 16 if fused else 32
+    sizes = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(fused, rows, 2, 2, 1))
+    tiles = max(320, -(-320 // rows))  # all pairs on distinct experts, or all on one
+    assert sizes["flags"][0] >= tiles * 4
+    assert sizes["partial"][0] >= tiles * 4 * 2 * rows * 256
+    assert sizes["contrib"] == (320 * 2 * 7168, torch.float32 if fused else torch.bfloat16)
+    assert sizes["inter_q"] == (320 * 512, torch.bfloat16)
+
+
+def test_ctypes_structure_follows_the_cuda_one():
+    """Both add the same integers, in the same order, after the FP8 kernel's arguments."""
+    text = (build.SOURCES / "w4a16.cuh").read_text()
+    body = re.search(r"struct Args : moe::Fp8Args \{(.*?)\n\};", text, re.S).group(1)
+    assert re.findall(r"^\s*int (\w+);", body, re.M) == [name for name, _ in _Arguments._fields_]
+    assert _Arguments.w2_bf16.offset % 8 == 0  # no padding that the two languages could place differently
+
+
+@pytest.mark.parametrize(
+    ("given", "down", "mode"),
+    [
+        ((4, 32, "group", "int"), True, "w4a16"),
+        ((4, 32, "group", "int"), False, "w2_bf16"),
+        ((8, 32, "group", "int"), True, None),
+        ((4, 128, "group", "int"), True, None),
+        ((4, None, "channel", "int"), True, None),
+        ((4, 32, "group", "float"), True, None),
+    ],
+)
+def test_mode_follows_the_quantization(given, down, mode):
+    assert expert_mode(*given, down_proj_quantized=down) == mode
+
+
+def test_support_needs_a_hopper_gpu():
+    assert not supports(7168, 512, 384, torch.device("cpu"))
+
+
+def test_prepared_order_is_that_of_the_operation():
+    names = moe_w4a16._opoverload._schema.arguments[1:5]
+    assert tuple(argument.name for argument in names) == PreparedW4A16._fields
