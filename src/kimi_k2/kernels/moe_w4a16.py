@@ -33,7 +33,7 @@ IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
 class _Arguments(moe_fp8._Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("w2_bf16", "in_flight")]
+    _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int)]  # noqa: RUF012
 
 
 def expert_mode(
