@@ -13,9 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import dispatch
-from kimi_k2.model import linear, moe, router
+from kimi_k2.model import attention, linear, moe, router
 
-PLAIN = {"fp8_linear": linear.fp8_linear, "route": router.route, "routed_experts": moe.routed_experts}
+PLAIN = {
+    "fp8_linear": linear.fp8_linear,
+    "mla_absorbed_attention": attention.mla_absorbed_attention,
+    "route": router.route,
+    "routed_experts": moe.routed_experts,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +42,7 @@ def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -
 def test_the_order_is_the_tables() -> None:
     assert {op: [entry.name for entry in entries] for op, entries in dispatch.TABLE.items()} == {
         "fp8_linear": ["triton_decode"],
+        "mla_absorbed_attention": ["mla_decode"],
         "route": ["router_decode"],
         "routed_experts": ["moe_fp8"],
     }

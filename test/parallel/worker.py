@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -29,6 +30,9 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, rendez
     # Without it one process may close its sockets while another still sends.
     dist.barrier()
     dist.destroy_process_group()
+    # gloo's threads may still run, and an interpreter that unloads around them aborts.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

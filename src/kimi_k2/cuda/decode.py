@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.kernels.fused_linear import fused_linear, supports_fp8_linear
+from kimi_k2.kernels.mla_decode import mla_decode
+from kimi_k2.kernels.mla_decode import supports as supports_mla
+from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports
 from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
@@ -75,8 +78,12 @@ class LayerStep:
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
         """x [B, H], positions int64 [B], rotation ([B, D / 2], [B, D / 2]), cache [B, T, cache_dim]: [B, H]."""
-        x = x + self.reduce(self.attend(x, positions, rotation, cache))
-        normed = self.layer.post_attention_layernorm(x)
+        attended, norm = self.reduce(self.attend(x, positions, rotation, cache)), self.layer.post_attention_layernorm
+        if supports(x, self.w_uk, cache):
+            x, normed = add_norm(x, attended, norm.weight, norm.eps)
+        else:
+            x = x + attended
+            normed = norm(x)
         return x + self.reduce(self.feed_forward(normed))
 
     def attend(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
@@ -87,19 +94,33 @@ class LayerStep:
         else:
             q_a, kv_a = project(x, attention.q_a_proj, norm), project(x, attention.kv_a_proj_with_mqa, norm)
         q = project(q_a.contiguous(), attention.q_b_proj, attention.q_a_layernorm)
-        q = q.view(x.shape[0], -1, config.qk_head_dim)
+        if supports(x, self.w_uk, cache):
+            norm = attention.kv_a_layernorm
+            query = absorb_and_store(q, kv_a, norm.weight, *rotation, positions, self.w_uk, cache, norm.eps)
+        else:
+            query = self.queries(q, kv_a, positions, rotation, cache)
+        seq_lens = (positions + 1).to(torch.int32)
+        if supports_mla(query, cache, seq_lens):
+            summed = mla_decode(query, cache, seq_lens, config.softmax_scale)
+        else:
+            latent, rope = query.unsqueeze(1).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+            summed = mla_absorbed_attention(latent, rope, cache, positions[:, None], config.softmax_scale).squeeze(1)
+        out = torch.bmm(summed.transpose(0, 1), self.w_uv).transpose(0, 1)
+        return project(out.flatten(1), attention.o_proj)
+
+    def queries(
+        self, q: Tensor, kv_a: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor
+    ) -> Tensor:
+        """`absorb_and_store` in plain operations: [B, heads, cache_dim]."""
+        attention, config = self.attention, self.attention.config
+        q = q.view(q.shape[0], -1, config.qk_head_dim)
         q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         latent, k_rope = kv_a.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         cos, sin = rotation
         entry = torch.cat((attention.kv_a_layernorm(latent), apply_rotary_interleaved(k_rope, cos, sin)), dim=-1)
-        cache[torch.arange(x.shape[0], device=x.device), positions] = entry.to(cache.dtype)
+        cache[torch.arange(q.shape[0], device=q.device), positions] = entry.to(cache.dtype)
         q_rope = apply_rotary_interleaved(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
-        summed = mla_absorbed_attention(
-            q_latent.unsqueeze(1), q_rope.unsqueeze(1), cache, positions.unsqueeze(1), config.softmax_scale
-        )
-        out = torch.bmm(summed.squeeze(1).transpose(0, 1), self.w_uv).transpose(0, 1)
-        return project(out.flatten(1), attention.o_proj)
+        return torch.cat((torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1), q_rope), dim=-1)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The other half from its normed input [B, H], before the sum over ranks."""

@@ -52,6 +52,7 @@ class Implementation:
 # The order within an operation is the order of preference; the plain function follows by itself.
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.fused_linear"),),
+    "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
     "route": (Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),),
     "routed_experts": (Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels import mla_decode
 from kimi_k2.kernels.moe_fp8 import BLOCK, MAX_EXPERTS, SLAB, moe_fp8
 from kimi_k2.kernels.router_gemm import MAX_FUSED_EXPERTS, MAX_TOKENS, router_decode
 
@@ -55,6 +56,25 @@ def route(
     )
 
 
+def supports_mla_absorbed_attention(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+) -> bool:
+    """One new token a sequence, in BF16, of sizes that `mla_decode` takes; the cache in one piece."""
+    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not _is_hopper(cache):
+        return False
+    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
+    return mla_decode.supports(query, cache, positions.squeeze(1).int())
+
+
+def mla_absorbed_attention(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+) -> Tensor:
+    """`mla_decode` with the plain function's arguments; padding attends to slot 0, as there."""
+    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
+    seq_lens = (positions.squeeze(1).clamp(min=0) + 1).int()
+    return mla_decode.mla_decode(query, cache, seq_lens, softmax_scale).unsqueeze(1)
+
+
 def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
     """FP8 blocks of 128x128 kept as stored, BF16 tokens."""
     down = experts.down_proj if "down_proj_scale_inv" in experts._buffers else None
@@ -72,14 +92,15 @@ def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_
 
 def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_fp8` over the experts that this rank holds."""
-    local = topk_indices - experts.first_expert
-    here = (local >= 0) & (local < experts.num_experts)
+    if experts.num_experts < experts.total_experts:
+        local = topk_indices - experts.first_expert
+        topk_indices = torch.where((local >= 0) & (local < experts.num_experts), local, -1)
     return moe_fp8(
         x.contiguous(),
         experts.gate_up_proj,
         experts.gate_up_proj_scale_inv,
         experts.down_proj,
         experts.down_proj_scale_inv,
-        torch.where(here, local, -1),
+        topk_indices,
         topk_weights.float(),
     )

@@ -1,6 +1,7 @@
-"""FP8-block and BF16 products for few tokens, bound by reading the weight once: Triton (replaces `model.linear`).
+"""FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-A program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and rounded to bfloat16,
+Up to 4 tokens FP8 goes to csrc/linear_decode.cu, where Triton left half of the time on the table. The rest is Triton: a
+program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and rounded to bfloat16,
 multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
 split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
 the weight of the norm multiplies the tokens, and each program computes the statistics itself.
@@ -8,6 +9,7 @@ the weight of the norm multiplies the tokens, and each program computes the stat
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 from typing import Any
@@ -16,9 +18,12 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.build import find_nvcc, load_library
 
 BLOCK = 128
 MAX_TOKENS = 16
+DECODE_TOKENS = 4
+DECODE_COLUMNS = (256, 512, 1024, 1536, 2048, 2304, 4096, 7168)
 
 
 def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
@@ -41,11 +46,11 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: 
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def choose_splits(rows: int, columns: int, block_rows: int, multiprocessors: int = 132) -> int:
-    """Parts of the input dimension, so that about two programs a multiprocessor share the weight evenly."""
-    blocks = columns // BLOCK
-    wanted = max(1, 2 * multiprocessors // -(-rows // block_rows))
-    return max(d for d in range(1, blocks + 1) if blocks % d == 0 and d <= wanted)
+def choose_launch(rows: int, columns: int) -> tuple[int, int]:
+    """(splits, block_rows) for Triton: the best of a sweep on H200 at T=8, as a rule over the real shapes."""
+    block_rows = 16 if rows <= 1536 else 32
+    limit = max(1, min(224 // -(-rows // block_rows), columns // 1024))
+    return max(d for d in range(1, limit + 1) if columns // BLOCK % d == 0), block_rows
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor | None, norm_weight: Tensor | None) -> None:
@@ -81,7 +86,7 @@ def fused_linear(
         x: bfloat16 [T, K], T up to 16, K a multiple of 128.
         weight: e4m3 [N, K] with `weight_scale_inv` float32 [ceil(N/128), K/128], or bfloat16 [N, K] without.
         norm_weight: bfloat16 [K]: the quotient is rounded to bfloat16 before it is applied, as the plain norm does.
-        splits, block_rows: launch; 0 splits chooses.
+        splits, block_rows: launch of the Triton kernel, to pin it; 0 splits chooses kernel and launch.
 
     Returns:
         bfloat16 [T, N].
@@ -94,8 +99,12 @@ def fused_linear(
     out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
     if not tokens:
         return out
-    splits = splits or choose_splits(rows, columns, block_rows)
+    if weight_scale_inv is not None and not splits and takes_decode(x, columns):
+        _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
+        return out
     kernels = _kernels()
+    if not splits:
+        splits, block_rows = choose_launch(rows, columns)
     parts = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
     kernels.product[(-(-rows // block_rows), splits)](
         x, weight, weight_scale_inv, norm_weight, parts, tokens, rows, eps,
@@ -119,6 +128,23 @@ def _(
 ) -> Tensor:
     _check(x, weight, weight_scale_inv, norm_weight)
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def takes_decode(x: Tensor, columns: int) -> bool:
+    """Whether the CUDA kernel takes it: few tokens of a width it is compiled for, on a Hopper GPU."""
+    few = x.shape[0] <= DECODE_TOKENS and columns in DECODE_COLUMNS
+    return few and torch.cuda.get_device_capability(x.device) == (9, 0) and find_nvcc() is not None
+
+
+def _launch_decode(
+    x: Tensor, weight: Tensor, scale: Tensor, norm_weight: Tensor | None, out: Tensor, eps: float
+) -> None:
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, weight, scale, norm_weight, out)]
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    sizes = x.shape[0], weight.shape[0], weight.shape[1], ctypes.c_float(eps)
+    status = load_library("linear_decode.cu", "linear_").kimi_linear_decode(*pointers, *sizes, stream)
+    if status:
+        raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.norm import RMSNorm
@@ -33,6 +34,7 @@ def causal_softmax(scores: Tensor, positions: Tensor, softmax_scale: float) -> T
     return (scores * softmax_scale).masked_fill_(hidden, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
 
 
+@dispatched("mla_absorbed_attention")
 def mla_absorbed_attention(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
 ) -> Tensor:

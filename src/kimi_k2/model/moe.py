@@ -55,6 +55,7 @@ class Experts(nn.Module):
         self.quantization = config.quantization
         # A rank of expert parallelism holds experts first_expert .. first_expert + num_experts - 1.
         self.first_expert, self.num_experts = 0, config.n_routed_experts
+        self.total_experts = config.n_routed_experts
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))

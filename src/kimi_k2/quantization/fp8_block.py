@@ -136,7 +136,9 @@ def work_rows(use: int, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=like.device)
     key = (use, like.device)
     if key not in _BUFFERS.by_use:
-        _BUFFERS.by_use[key] = torch.empty(CHUNK_VALUES, dtype=dtype, device=like.device)
+        # Made in inference mode it could be written in inference mode only.
+        with torch.inference_mode(False):
+            _BUFFERS.by_use[key] = torch.empty(CHUNK_VALUES, dtype=dtype, device=like.device)
     return _BUFFERS.by_use[key][: rows * columns].view(rows, columns)
 
 

@@ -1,0 +1,140 @@
+"""What lies between attention's products at decode, one launch each (replaces lines of `model.attention`, `.norm`).
+
+`absorb_and_store`: kv_a norm, RoPE of key and queries, cache write, W_UK absorbed into the queries.
+`add_norm`: residual sum and the norm after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+
+NOPE, ROPE, RANK = 128, 64, 512
+
+
+def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
+    """BF16 on a GPU with Triton, and the real head sizes."""
+    return (
+        x.is_cuda
+        and importlib.util.find_spec("triton") is not None
+        and x.dtype == w_uk.dtype == cache.dtype == torch.bfloat16
+        and tuple(w_uk.shape[1:]) == (NOPE, RANK)
+        and cache.shape[-1] == RANK + ROPE
+    )
+
+
+@functools.cache
+def _kernels() -> Any:
+    from kimi_k2.kernels import rope_cache_triton
+
+    return rope_cache_triton
+
+
+def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions: Tensor, cache: Tensor) -> None:
+    batch, heads = q.shape[0], w_uk.shape[0]
+    for name, tensor, shape in (
+        ("q", q, (batch, heads * (NOPE + ROPE))),
+        ("kv_a", kv_a, (batch, RANK + ROPE)),
+        ("w_uk", w_uk, (heads, NOPE, RANK)),
+        ("cos", cos, (batch, ROPE // 2)),
+        ("positions", positions, (batch,)),
+        ("cache", cache, (batch, cache.shape[1], RANK + ROPE)),
+    ):
+        if tuple(tensor.shape) != shape or (name != "kv_a" and not tensor.is_contiguous()):
+            raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}, contiguous")
+        if name != "positions" and tensor.dtype != torch.bfloat16:
+            raise KernelError(f"{name} is {tensor.dtype}, expected torch.bfloat16")
+    if kv_a.stride(1) != 1:
+        raise KernelError("kv_a must be contiguous along its last dimension")
+
+
+@torch.library.custom_op("kimi_k2::absorb_and_store", mutates_args=("cache",), device_types="cuda")
+def absorb_and_store(
+    q: Tensor,
+    kv_a: Tensor,
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    eps: float,
+) -> Tensor:
+    """Store the new token's entry and make its query.
+
+    Args:
+        q: bfloat16 [B, H * 192], unturned.
+        kv_a: bfloat16 [B, 576], latent before its norm | key before RoPE; rows may be strided.
+        norm_weight: bfloat16 [512].
+        cos, sin: bfloat16 [B, 32] at `positions`.
+        positions: int64 [B], slots to write; a negative one writes nothing.
+        w_uk: bfloat16 [H, 128, 512].
+        cache: bfloat16 [B, T, 576], written.
+
+    Returns:
+        bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check_absorb(q, kv_a, w_uk, cos, positions, cache)
+    batch, heads = q.shape[0], w_uk.shape[0]
+    query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
+    if batch:
+        _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps,
+            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, num_warps=4,
+        )  # fmt: skip
+    return query
+
+
+@absorb_and_store.register_fake
+def _(
+    q: Tensor,
+    kv_a: Tensor,
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    eps: float,
+) -> Tensor:
+    _check_absorb(q, kv_a, w_uk, cos, positions, cache)
+    return q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE))
+
+
+def _check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
+    if x.shape != delta.shape or x.dim() != 2 or tuple(weight.shape) != (x.shape[1],):
+        raise KernelError(f"{list(x.shape)}, {list(delta.shape)}, {list(weight.shape)}: expected [T, H], [T, H], [H]")
+    if not x.dtype == delta.dtype == weight.dtype == torch.bfloat16:
+        raise KernelError(f"{x.dtype}, {delta.dtype}, {weight.dtype}: expected torch.bfloat16")
+    if not (x.is_contiguous() and delta.is_contiguous()):
+        raise KernelError("x and delta must be contiguous")
+
+
+@torch.library.custom_op("kimi_k2::add_norm", mutates_args=(), device_types="cuda")
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta and its RMSNorm, both bfloat16 [T, H].
+
+    Raises:
+        KernelError: shapes or dtypes differ from bfloat16 [T, H], [T, H], [H].
+    """
+    _check_add(x, delta, weight)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    if x.shape[0]:
+        width = 1 << (x.shape[1] - 1).bit_length()
+        _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
+    return total, normed
+
+
+@add_norm.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _check_add(x, delta, weight)
+    return torch.empty_like(x), torch.empty_like(x)

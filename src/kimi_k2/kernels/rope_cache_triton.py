@@ -1,0 +1,61 @@
+"""Triton kernels of `rope_cache`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# Triton takes no annotations but its own.
+@triton.jit
+def absorb(  # type: ignore[no-untyped-def]
+    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry."""
+    job, batch = tl.program_id(0), tl.program_id(1)
+    parts: tl.constexpr = RANK // WIDTH
+    pair = tl.arange(0, ROPE // 2)
+    c = tl.load(cos + batch * (ROPE // 2) + pair).to(tl.float32)
+    s = tl.load(sin + batch * (ROPE // 2) + pair).to(tl.float32)
+    if job < HEADS * parts:
+        head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
+        row = tl.arange(0, NOPE)
+        a = tl.load(q + (batch * HEADS + head) * (NOPE + ROPE) + row).to(tl.float32)
+        w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :]).to(tl.float32)
+        place = query + (batch * HEADS + head) * (RANK + ROPE) + column
+        tl.store(place, tl.sum(a[:, None] * w, 0).to(tl.bfloat16))
+    elif job < HEADS * parts + HEADS:
+        head = job - HEADS * parts
+        source = q + (batch * HEADS + head) * (NOPE + ROPE) + NOPE + 2 * pair
+        even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
+        place = query + (batch * HEADS + head) * (RANK + ROPE) + RANK + 2 * pair
+        tl.store(place, (even * c - odd * s).to(tl.bfloat16))
+        tl.store(place + 1, (odd * c + even * s).to(tl.bfloat16))
+    else:
+        position = tl.load(positions + batch)
+        here = (position >= 0) & (position < capacity)
+        column = tl.arange(0, RANK)
+        latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
+        quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(tl.bfloat16).to(tl.float32)
+        entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
+        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(tl.bfloat16), here)
+        source = kv + batch * kv_stride + RANK + 2 * pair
+        even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
+        tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(tl.bfloat16), here)
+        tl.store(entry + RANK + 2 * pair + 1, (odd * c + even * s).to(tl.bfloat16), here)
+
+
+@triton.jit
+def add_norm(x, delta, weight, total, normed, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One token: the sum rounded to bfloat16, and its norm."""
+    column = tl.arange(0, WIDTH)
+    inside = column < size
+    at = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)
+    value = value.to(tl.bfloat16)
+    tl.store(total + at, value, inside)
+    wide = value.to(tl.float32)
+    quotient = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(tl.bfloat16).to(tl.float32)
+    scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    tl.store(normed + at, scaled.to(tl.bfloat16), inside)
