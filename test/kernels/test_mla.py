@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import mla_decode as mla
-from kimi_k2.kernels.bench.mla import random_inputs
+from kimi_k2.kernels.bench import mla as bench
 from kimi_k2.model.attention import mla_absorbed_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -64,13 +64,13 @@ def test_fake_operation_has_the_plain_ones_shape(heads):
     q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
     wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
     with FakeTensorMode():
-        one = random_inputs(3, heads, 100, device="cpu")
+        one = bench.random_inputs(3, heads, 100, device="cpu")
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table)
     assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
 
 
 def test_cpu_tensors_are_left_to_the_plain_operation():
-    one = random_inputs(2, 64, 128, device="cpu")
+    one = bench.random_inputs(2, 64, 128, device="cpu")
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 
@@ -79,8 +79,22 @@ def test_cpu_tensors_are_left_to_the_plain_operation():
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
 def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
     launch = mla.choose_launch(batch, heads, capacity, 132)
-    assert mla.PAGE % launch.block_n == 0, "a step within a page"
     resident = 2 if launch.block_n == 32 else 1
     assert 1 <= launch.splits <= max(1, 132 * resident // batch)
     assert (launch.splits - 1) * launch.block_n < capacity
     assert launch.block_h >= heads
+
+
+@pytest.mark.parametrize("changes", [{"stages": 1}, {"block_n": 128}, {"block_n": 48}, {"splits": 0}, {"splits": 129}])
+def test_launches_known_to_fail_are_refused(changes):
+    with pytest.raises(KernelError, match="stages >= 2"):
+        mla.Launch(**({"block_h": 64, "block_n": 64, "splits": 2, "warps": 8, "stages": 2} | changes))
+
+
+def test_benchmark_has_every_target_once(monkeypatch):
+    monkeypatch.setattr(bench, "time_mla", lambda call, batch, heads, context: 1.0)
+    rows = list(bench.rows(with_peers=False))
+    assert sorted(row.target for row in rows if row.target) == sorted(bench.TARGETS.values())
+    one = next(row for row in rows if row.case == "64 heads, B=16, T=8192")
+    shapes = ((16, 64, 576), (16, 8192, 576), (16, 64, 512))
+    assert one.bytes == sum(torch.empty(shape, dtype=BF16, device="meta").nbytes for shape in shapes)

@@ -36,7 +36,7 @@ class Launch:
         block_n: cache rows of a step, a divisor of the page.
         splits: parts of the context.
         warps: warps of a block of `attend`.
-        stages: blocks of the cache in flight.
+        stages: depth of the pipeline of loads, at least 2: Triton 3.6 reads out of bounds with 1 and `tma`.
         narrow: cache rows, not heads, along the 64 rows of a matrix instruction.
         tma: whole blocks through the tensor memory accelerator, else through cp.async.
     """
@@ -48,6 +48,10 @@ class Launch:
     stages: int
     narrow: bool = False
     tma: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stages < 2 or PAGE % self.block_n or not 1 <= self.splits <= 128:
+            raise KernelError(f"{self}: expected stages >= 2, block_n a divisor of {PAGE}, splits 1 to 128")
 
 
 def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> Launch:
