@@ -12,7 +12,7 @@ from rich.console import Console
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.compare import TOLERANCES, compare
-from kimi_k2.parity.golden import check_model, check_size, load_golden, save_golden
+from kimi_k2.parity.golden import check_model, check_size, checkpoint_identity, load_golden, save_golden
 from kimi_k2.parity.logits import random_tokens
 from kimi_k2.parity.report import as_json, plot, print_report
 from kimi_k2.parity.run import BACKENDS, run
@@ -58,7 +58,7 @@ def capture(
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), _layers(layers, config), positions)
     check_size(config, inputs)
     trace = run(backend.value, checkpoint, inputs, dtype.value, greedy=greedy)
-    save_golden(golden, trace, config, backend.value, dtype.value)
+    save_golden(golden, trace, config, backend.value, dtype.value, checkpoint)
     console.print(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
 
 
@@ -88,6 +88,8 @@ def compare_command(
     config = KimiK2Config.from_pretrained(checkpoint)
     for difference in check_model(expected, config):
         console.print(f"[yellow]configurations differ:[/yellow] {difference}", highlight=False)
+    if checkpoint_identity(checkpoint) != expected.checkpoint:
+        console.print("[yellow]other weights[/yellow] than in the golden run, or other files of the same ones")
     names = list(TOLERANCES)
     if {dtype.value, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from kimi_k2 import __version__
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.backends import run_plain
 from kimi_k2.parity.compare import compare
-from kimi_k2.parity.golden import DESCRIPTION, TENSORS, check_model, check_size, load_golden, save_golden
+from kimi_k2.parity.golden import (
+    DESCRIPTION,
+    TENSORS,
+    check_model,
+    check_size,
+    checkpoint_identity,
+    load_golden,
+    save_golden,
+)
 from kimi_k2.parity.logits import check_logits, random_tokens
 from kimi_k2.parity.run import run
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
@@ -28,13 +38,17 @@ SMALL = Inputs(random_tokens(512, 12, 0), random_tokens(512, 3, 1), kept_positio
 def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("golden")
     config = KimiK2Config.from_pretrained(checkpoints["fp8"])
-    save_golden(directory, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32")
+    save_golden(
+        directory, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32", checkpoints["fp8"]
+    )
     return directory
 
 
 def test_same_run_same_bytes(checkpoints: dict[str, Path], golden: Path, tmp_path: Path) -> None:
     config = KimiK2Config.from_pretrained(checkpoints["fp8"])
-    save_golden(tmp_path, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32")
+    save_golden(
+        tmp_path, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32", checkpoints["fp8"]
+    )
     for name in (TENSORS, DESCRIPTION):
         assert (tmp_path / name).read_bytes() == (golden / name).read_bytes()
     loaded = load_golden(golden)
@@ -73,7 +87,7 @@ def test_only_chosen_layers_are_kept(checkpoints: dict[str, Path]) -> None:
         (lambda d: (d / DESCRIPTION).write_text((d / DESCRIPTION).read_text()[:200]), "not a golden description"),
         (lambda d: (d / TENSORS).write_bytes((d / TENSORS).read_bytes()[:999]), "cannot be read"),
         (lambda d: (d / DESCRIPTION).write_text('{"schema": "other/9"}'), "schema 'other/9'"),
-        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/1"}'), "not a golden description"),
+        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/2"}'), "not a golden description"),
     ],
 )
 def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: str) -> None:
@@ -86,7 +100,9 @@ def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: st
 
 def test_tensors_of_another_run(golden: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     config = KimiK2Config.from_pretrained(checkpoints["bf16"])
-    save_golden(tmp_path, run("cpu", checkpoints["bf16"], SMALL, "float32"), config, "cpu", "float32")
+    save_golden(
+        tmp_path, run("cpu", checkpoints["bf16"], SMALL, "float32"), config, "cpu", "float32", checkpoints["bf16"]
+    )
     (tmp_path / DESCRIPTION).write_bytes((golden / DESCRIPTION).read_bytes())
     with pytest.raises(ParityError, match="SHA-256"):
         load_golden(tmp_path)
@@ -116,6 +132,30 @@ def test_unequal_tokens_and_nan(golden: Path, checkpoints: dict[str, Path]) -> N
     broken.values["decode/lm_head"][1, 7] = torch.nan
     with pytest.raises(ParityError, match="logits of the run: NaN at step 2"):
         compare(broken, expected, model.config)
+
+
+def test_infinite_logits_are_refused() -> None:
+    """In both runs at the same place their difference is NaN; a maximum over it must not let the pair pass."""
+    expected = torch.linspace(-1, 1, 100).repeat(2, 1)
+    expected[1, 0] = -torch.inf
+    with pytest.raises(ParityError, match="logits of the golden: infinity at step 1"):
+        check_logits(expected.clone(), expected)
+
+
+def test_identity_is_of_the_weights(golden: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """One other bit of a weight is another checkpoint; the same files elsewhere are not."""
+    source = checkpoints["fp8"]
+    own = load_golden(golden)
+    assert own.version == __version__
+    copy = shutil.copytree(source, tmp_path / "copy")
+    assert checkpoint_identity(copy) == own.checkpoint
+    shard = next(iter(sorted(copy.glob("*.safetensors"))))
+    with shard.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    assert checkpoint_identity(copy) != own.checkpoint
 
 
 def test_a_nan_inside_is_a_divergence(golden: Path, checkpoints: dict[str, Path]) -> None:
@@ -160,4 +200,6 @@ def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     other = run_command(app, ["parity", "compare", str(tmp_path / "g"), str(checkpoints["bf16"]), "--backend", "cpu"])
     assert other.exit_code == 1
     assert "first divergence" in other.output
+    assert "other weights" in other.output
+    assert "other weights" not in done.output
     assert isinstance(run_command(app, ["parity", "capture", source, "x", "--backend", "nxdi"]).exception, KimiK2Error)

@@ -11,12 +11,16 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kimi_k2 import __version__
+from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
-SCHEMA = "kimi-k2-golden/1"
+SCHEMA = "kimi-k2-golden/2"
 MAX_BYTES = 2 * 10**9
+# Bytes at each end of a shard that tell one checkpoint from another; a whole read of 1 TB takes an hour.
+IDENTITY_BYTES = 1 << 16
 TENSORS, DESCRIPTION = "golden.safetensors", "golden.json"
 # What two models must share for their activations to have the same shapes.
 STRUCTURE = (
@@ -32,12 +36,34 @@ class Golden:
     Attributes:
         config: the model's configuration, as `KimiK2Config.model_dump`.
         backend, dtype: what made it.
+        checkpoint: `checkpoint_identity` of the weights.
+        version: of this package.
     """
 
     trace: Trace
     config: dict[str, Any]
     backend: str
     dtype: str
+    checkpoint: str
+    version: str
+
+
+def checkpoint_identity(directory: str | Path) -> str:
+    """SHA-256 of every shard's name, size, first and last bytes: the header and some weights, wherever the files lie.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a shard is missing.
+    """
+    digest = hashlib.sha256()
+    for shard in CheckpointIndex.open(directory).shards:
+        path = Path(directory) / shard
+        size = path.stat().st_size
+        digest.update(f"{shard}:{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(IDENTITY_BYTES))
+            file.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def check_size(config: KimiK2Config, inputs: Inputs) -> int:
@@ -52,8 +78,14 @@ def check_size(config: KimiK2Config, inputs: Inputs) -> int:
     return size
 
 
-def save_golden(directory: str | Path, trace: Trace, config: KimiK2Config, backend: str, dtype: str) -> None:
-    """Write both files, each under a temporary name first; the description last, so that it stands for a whole pair."""
+def save_golden(
+    directory: str | Path, trace: Trace, config: KimiK2Config, backend: str, dtype: str, checkpoint: str | Path
+) -> None:
+    """Write both files, each under a temporary name first; the description last, so that it stands for a whole pair.
+
+    Args:
+        checkpoint: the directory that the weights came from.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / TENSORS
@@ -63,6 +95,8 @@ def save_golden(directory: str | Path, trace: Trace, config: KimiK2Config, backe
     inputs = asdict(trace.inputs)
     description = {
         "schema": SCHEMA,
+        "version": __version__,
+        "checkpoint": checkpoint_identity(checkpoint),
         "backend": backend,
         "dtype": dtype,
         "inputs": {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in inputs.items()},
@@ -85,6 +119,7 @@ def load_golden(directory: str | Path) -> Golden:
             raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
         inputs = Inputs(**stored["inputs"])
         config, backend, dtype, digest = (stored[name] for name in ("config", "backend", "dtype", "sha256"))
+        checkpoint, version = stored["checkpoint"], stored["version"]
     except FileNotFoundError:
         raise ParityError(f"{path}: no such file; `kimi-k2 parity capture` writes it") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -98,7 +133,7 @@ def load_golden(directory: str | Path) -> Golden:
         raise ParityError(f"{tensors}: cannot be read: {error}") from None
     if found != digest:
         raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")
-    return Golden(Trace(inputs, values), config, backend, dtype)
+    return Golden(Trace(inputs, values), config, backend, dtype, checkpoint, version)
 
 
 def check_model(golden: Golden, config: KimiK2Config) -> list[str]:

@@ -47,13 +47,16 @@ def check_logits(actual: Tensor, expected: Tensor) -> LogitCheck:
     """Compare [steps, vocab_size] logits.
 
     Raises:
-        ParityError: numbers of steps or vocabularies differ, or there is a NaN.
+        ParityError: numbers of steps or vocabularies differ, or there is a NaN or an infinity.
     """
     if actual.shape != expected.shape:
         raise ParityError(f"logits: expected {list(expected.shape)} (steps, vocabulary), got {list(actual.shape)}")
     for name, logits in (("golden", expected), ("run", actual)):
-        if bool(logits.isnan().any()):
-            raise ParityError(f"logits of the {name}: NaN at step {int(logits.isnan().any(-1).nonzero()[0])}")
+        finite = logits.isfinite()
+        if not bool(finite.all()):
+            # Of two infinities the difference is NaN, which a maximum may hide.
+            what = "NaN" if bool(logits.isnan().any()) else "infinity"
+            raise ParityError(f"logits of the {name}: {what} at step {int((~finite).any(-1).nonzero()[0])}")
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).abs()
     excess = {}
