@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,15 @@ def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert "other weights" in other.output
     assert "other weights" not in done.output
     assert isinstance(run_command(app, ["parity", "capture", source, "x", "--backend", "nxdi"]).exception, KimiK2Error)
+
+
+def test_without_matplotlib_a_pass_stays_a_pass(
+    golden: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    source, out = str(checkpoints["fp8"]), tmp_path / "out"
+    command = ["parity", "compare", str(golden), source, "--backend", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "no plot" in done.output
+    assert [path.name for path in out.iterdir()] == ["parity.json"]
