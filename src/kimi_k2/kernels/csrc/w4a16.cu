@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     // The tokens go to the L2 before the weights' requests queue up in front of them.
     const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
     if (line < (size_t)a.tokens * a.hidden / 64) moe::prefetch_l2(static_cast<const char*>(a.x) + line * 128);
-    static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "threads and scratch of the sort");
+    static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "needs of the sort");
     moe::align_fused(a, s.route, s.w[0], C::NMAX);
     moe::fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
     __syncthreads();

@@ -99,18 +99,28 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   return r;
 }
 
-// One word is 8 weights of rows g and g + 8; `scales` holds the scale of row g in its low half and of g + 8 in its high.
-__device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, __nv_bfloat162 scales) {
-  const __nv_bfloat162 scale[2] = {__low2bfloat162(scales), __high2bfloat162(scales)};
-  const uint32_t offset = 0x43084308u;  // 128 + 8
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t biased = ((word >> (4 * i)) & 0x000F000Fu) | 0x43004300u;  // bf16 128 + stored, exactly
-    const __nv_bfloat162 v = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&biased),
-                                     *reinterpret_cast<const __nv_bfloat162*>(&offset));
-    const __nv_bfloat162 d = __hmul2(v, scale[i & 1]);
-    a[i] = *reinterpret_cast<const uint32_t*>(&d);
+// Both constants of the unpacking, hidden in registers: one instruction takes only one of them as an immediate.
+struct Unpack {
+  uint32_t mask, one;
+  __device__ __forceinline__ Unpack() {
+    asm volatile("mov.b32 %0, 0x000F000F;" : "=r"(mask));
+    asm volatile("mov.b32 %0, 0x43004300;" : "=r"(one));
   }
-}
+  // One word is 8 weights of rows g and g + 8; `scales` holds the scale of row g in its low half and of g + 8 in its
+  // high. bf16 128 + stored and its difference to 136 are exact; the product is rounded.
+  __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word, __nv_bfloat162 scales) const {
+    const __nv_bfloat162 scale[2] = {__low2bfloat162(scales), __high2bfloat162(scales)};
+    const uint32_t offset = 0x43084308u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t biased;
+      asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(biased) : "r"(word >> (4 * i)), "r"(mask), "r"(one));
+      const __nv_bfloat162 v = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&biased),
+                                       *reinterpret_cast<const __nv_bfloat162*>(&offset));
+      const __nv_bfloat162 d = __hmul2(v, scale[i & 1]);
+      a[i] = *reinterpret_cast<const uint32_t*>(&d);
+    }
+  }
+};
 
 }  // namespace w4a16

@@ -1,56 +1,8 @@
 // What the multiplying warpgroups do with a work item.
 #pragma once
-#include "w4a16.cuh"
+#include "w4a16_multiply.cuh"
 
 namespace w4a16 {
-
-// acc[m] += weights of 64-row tile m x tokens, over the item's chunks. Waits are arranged so that one matrix instruction
-// runs while the next one's weights are unpacked; a stage is handed back when the next has begun.
-template <int NT, bool BF16, class C>
-__device__ __forceinline__ void multiply(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
-  const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127, row = t >> 2;
-  constexpr int STEPS = BF16 ? 2 : 8;
-  uint32_t a[2][4];
-  for (int kb = 0; kb < nk; ++kb, ++seq) {
-    const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
-    moe::mbar_wait(&s.weights_full[st], parity);
-    const uint4* w = reinterpret_cast<const uint4*>(s.w[st]) + wg * C::TILES * 256 + t;
-    uint4 scale[C::TILES];
-    if constexpr (!BF16)
-#pragma unroll
-      for (int m = 0; m < C::TILES; ++m)
-        scale[m] = reinterpret_cast<const uint4*>(s.scale[st])[(wg * C::TILES + m) * 32 + row];
-    moe::mbar_wait(&s.full[st], parity);
-    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
-    const uint64_t b = moe::desc_sw128(moe::smem_u32(s.b[st]));
-    uint4 word[C::TILES];
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-#pragma unroll
-      for (int m = 0; m < C::TILES; ++m) {
-        constexpr int kPer = BF16 ? 1 : 4;  // steps that one 16-byte load serves
-        if (k % kPer == 0) word[m] = w[m * 256 + k / kPer * 128];
-        const int buffer = (k * C::TILES + m) & 1;
-        moe::wgmma_wait<1>();
-        if (k * C::TILES + m == 1 && kb > 0 && lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
-        if constexpr (BF16) {
-          a[buffer][0] = word[m].x, a[buffer][1] = word[m].y, a[buffer][2] = word[m].z, a[buffer][3] = word[m].w;
-        } else {
-          const uint32_t one[4] = {word[m].x, word[m].y, word[m].z, word[m].w};
-          const uint32_t pair[4] = {scale[m].x, scale[m].y, scale[m].z, scale[m].w};
-          dequantize(a[buffer], one[k & 3], *reinterpret_cast<const __nv_bfloat162*>(&pair[k / 2]));
-        }
-        moe::wgmma_fence();
-        Wgmma<NT>::bf16(acc[m], a[buffer], b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
-        moe::wgmma_commit();
-      }
-    }
-  }
-  moe::wgmma_wait<0>();
-#pragma unroll
-  for (int m = 0; m < C::TILES; ++m) moe::fence_regs(acc[m]);
-  if (lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
-}
 
 // Publish this split of a first-stage sum; true for the block that came last, which then holds the whole sum, added in
 // the order of the splits.
@@ -117,7 +69,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
 
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.block;
-    if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
+    if constexpr (C::NMAX <= 32)  // with more tokens there is work enough without splits
+      if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
 #pragma unroll
     for (int m = 0; m < C::TILES; ++m) {
       __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.block * 128 + (first + m) * 32 + w * 8 + 2 * q;

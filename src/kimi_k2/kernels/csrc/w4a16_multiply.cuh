@@ -1,0 +1,128 @@
+// Weights times tokens over an item's chunks, by warps for few tokens and by warpgroups for many.
+#pragma once
+#include "w4a16.cuh"
+
+namespace w4a16 {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
+}
+__device__ __forceinline__ void mma_16816(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// One step's left operand: the words as they are (bf16), or word k of four unpacked.
+template <bool BF16>
+__device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, const uint4& scales, int k,
+                                          const Unpack& unpack) {
+  if constexpr (BF16) {
+    a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
+  } else {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, pair[4] = {scales.x, scales.y, scales.z, scales.w};
+    unpack(a, word[k & 3], *reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]));
+  }
+}
+
+// Warps on their own, each with its 16 rows of every tile: the instruction's latency is hidden by the other warps.
+template <int NT, bool BF16, class C>
+__device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+  const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
+  constexpr int STEPS = BF16 ? 2 : 8;
+  const Unpack unpack;
+  const int token = lane & 7, part = lane >> 3;
+  for (int kb = 0; kb < nk; ++kb, ++seq) {
+    const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
+    moe::mbar_wait(&s.weights_full[st], parity);
+    const uint4* w = reinterpret_cast<const uint4*>(s.w[st]) + wg * C::TILES * 256 + t;
+    uint4 scale[C::TILES], word[C::TILES][2];
+#pragma unroll
+    for (int m = 0; m < C::TILES; ++m) {
+      scale[m] = BF16 ? make_uint4(0, 0, 0, 0)
+                      : reinterpret_cast<const uint4*>(s.scale[st])[(wg * C::TILES + m) * 32 + (t >> 2)];
+      word[m][0] = w[m * 256];
+      word[m][1] = w[m * 256 + 128];
+    }
+    moe::mbar_wait(&s.full[st], parity);
+    const uint32_t row = moe::smem_u32(s.b[st]) + token * 128;
+#pragma unroll
+    for (int k = 0; k < STEPS; k += 2) {
+      uint32_t b[NT / 8][4];  // two steps
+#pragma unroll
+      for (int j = 0; j < NT / 8; ++j)
+        ldmatrix_x4(b[j], row + j * 1024 + (k >> 2) * (C::NMAX * 128) + ((((k & 2) * 2 + part) ^ token) << 4));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int m = 0; m < C::TILES; ++m) {
+          uint32_t a[4];
+          load_step<BF16>(a, word[m][BF16 ? i : k >> 2], scale[m], k + i, unpack);
+#pragma unroll
+          for (int j = 0; j < NT / 8; ++j) mma_16816(acc[m] + 4 * j, a, b[j][2 * i], b[j][2 * i + 1]);
+        }
+    }
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.empty[st]);
+  }
+}
+
+// Warpgroups: DEPTH - 1 matrix instructions are under way while the next one's weights are unpacked; a stage is handed
+// back when the next has begun.
+template <int NT, bool BF16, class C>
+__device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+  const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
+  constexpr int STEPS = BF16 ? 2 : 8, DEPTH = NT > 64 ? 2 : 4;  // no more fits the registers
+  const Unpack unpack;
+  uint32_t a[DEPTH][4];
+  for (int kb = 0; kb < nk; ++kb, ++seq) {
+    const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
+    moe::mbar_wait(&s.weights_full[st], parity);
+    const unsigned char* w = s.w[st] + wg * C::TILES * 4096 + t * 16;
+    const unsigned char* scales = s.scale[st] + wg * C::TILES * 512 + (t >> 2) * 16;
+    moe::mbar_wait(&s.full[st], parity);
+    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
+    const uint64_t b = moe::desc_sw128(moe::smem_u32(s.b[st]));
+    uint2 word[C::TILES];
+    __nv_bfloat162 scale[C::TILES];
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m) {
+        const int step = k * C::TILES + m;
+        uint32_t(&now)[4] = a[step % DEPTH];
+        uint4 bf16;
+        if constexpr (BF16) {
+          bf16 = *reinterpret_cast<const uint4*>(w + m * 4096 + k * 2048);
+        } else if (k % 2 == 0) {
+          word[m] = *reinterpret_cast<const uint2*>(w + m * 4096 + (k >> 2) * 2048 + (k & 2) * 4);
+          scale[m] = *reinterpret_cast<const __nv_bfloat162*>(scales + m * 512 + k * 2);
+        }
+        moe::wgmma_wait<DEPTH - 1>();
+        if (step == DEPTH - 1 && kb > 0 && lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+        if constexpr (BF16) now[0] = bf16.x, now[1] = bf16.y, now[2] = bf16.z, now[3] = bf16.w;
+        else unpack(now, k % 2 ? word[m].y : word[m].x, scale[m]);
+        moe::wgmma_fence();
+        Wgmma<NT>::bf16(acc[m], now, b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
+        moe::wgmma_commit();
+      }
+  }
+  moe::wgmma_wait<0>();
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m) moe::fence_regs(acc[m]);
+  if (lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+}
+
+// acc[m] += weights of 64-row tile m x tokens.
+template <int NT, bool BF16, class C>
+__device__ __forceinline__ void multiply(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+  if constexpr (C::NMAX <= 32) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
+  else multiply_by_warpgroups<NT, BF16, C>(s, nk, seq, acc);
+}
+
+}  // namespace w4a16
