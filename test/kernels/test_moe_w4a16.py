@@ -12,7 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import build
 from kimi_k2.kernels.moe_tuning import ExpertChoice
-from kimi_k2.kernels.moe_w4a16 import _Arguments, check_arguments, expert_mode, moe_w4a16, supports, workspace_sizes
+from kimi_k2.kernels.moe_w4a16 import (
+    _Arguments,
+    check_arguments,
+    check_choice,
+    expert_mode,
+    moe_w4a16,
+    supports,
+    workspace_sizes,
+)
 from kimi_k2.kernels.moe_w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
@@ -231,3 +239,11 @@ def test_support_needs_a_hopper_gpu():
 def test_prepared_order_is_that_of_the_operation():
     names = moe_w4a16._opoverload._schema.arguments[1:5]
     assert tuple(argument.name for argument in names) == PreparedW4A16._fields
+
+
+def test_splits_that_no_launch_sums_are_refused():
+    check_choice(ExpertChoice(False, 32, 2, 1, 1))
+    check_choice(ExpertChoice(False, 128, 1, 1, 1))
+    for rows in (64, 128):
+        with pytest.raises(KernelError, match="splits1 is 2"):
+            check_choice(ExpertChoice(False, rows, 2, 1, 1))

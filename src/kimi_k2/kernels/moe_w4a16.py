@@ -107,10 +107,11 @@ def workspace_sizes(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Element count and dtype of every scratch buffer that one call needs."""
     sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
-    unused = dict.fromkeys(("xq", "xs", "inter_s"), (0, torch.uint8))
+    unused = dict.fromkeys(("xs", "inter_s"), (0, torch.uint8))
     pairs = tokens * top_k
+    sort = (2 * MAX_EXPERTS + 1, torch.int32)
     contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
-    return sizes | unused | {"inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+    return sizes | unused | {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
 
 
 @functools.cache
@@ -126,6 +127,16 @@ def _device(index: int) -> tuple[str, int]:
     if (properties.major, properties.minor) != (9, 0):
         raise KernelError(f"moe_w4a16 needs compute capability 9.0, {properties.name} has {properties.major}.x")
     return properties.name, properties.multi_processor_count
+
+
+def check_choice(choice: ExpertChoice) -> None:
+    """Refuse a split first stage for many tokens an expert: csrc/w4a16_item.cuh sums splits for at most 32.
+
+    Raises:
+        KernelError: naming the field.
+    """
+    if choice.splits1 > 1 and choice.max_tokens > 32:
+        raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
 
 
 @torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
@@ -175,6 +186,7 @@ def moe_w4a16(
     else:
         chosen = ExpertChoice(bool(choice[0]), *choice[1:])
     chosen.check(tokens, top_k, hidden, inter)
+    check_choice(chosen)
     tensors = dict(_workspace(x.device, shape, chosen))
     tensors |= {"x": x, "topk_ids": topk_indices, "topk_weights": topk_weights, "out": out}
     tensors |= {"w13": gate_up_proj_packed, "s13": gate_up_proj_scale, "w2": down_proj_packed}

@@ -72,8 +72,8 @@ def candidates(tokens: int, top_k: int = TOP_K, inter: int = INTER) -> list[Expe
     return found
 
 
-def rows() -> Iterator[Row]:
-    """Every token count of the issue, with the tuned choices."""
+def rows(with_peers: bool = True) -> Iterator[Row]:
+    """Every token count with a target, with the tuned choices; no peer of this operation is known here."""
     weights = random_experts()
     for tokens, target in TARGETS.items():
         microseconds, weight_bytes = time_experts(weights, tokens)

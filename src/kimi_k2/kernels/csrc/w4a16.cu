@@ -51,6 +51,61 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
   }
 }
 
+// Until every 128-column group of the tile's intermediate is written. All lanes of a warp.
+__device__ __forceinline__ void wait_for_tile(const Args& a, int tile, int epoch, int lane) {
+  const int groups = a.inter / 128;
+  bool ready;
+  do {
+    ready = true;
+    for (int f = lane; f < groups; f += 32) ready &= moe::ld_acquire(a.flags + tile * groups + f) == epoch;
+  } while (!__all_sync(0xffffffffu, ready));
+}
+
+// Source row of token c of the tile; for a prepared second-stage item also its pair and weight, for the epilogue.
+template <class C>
+__device__ __forceinline__ int token_row(const Args& a, Smem<C>& s, const Item& it, const int4& tile, int slot, int c) {
+  int row = tile.y + c;
+  if constexpr (C::FUSED) return it.stage ? row : s.route.slot_pair[row] / a.top_k;
+  const int pair = __ldg(a.sorted_pair + row);
+  if (it.stage == 0) return pair / a.top_k;
+  s.meta_pair[slot][c] = pair;
+  s.meta_w[slot][c] = __ldg(a.topk_weights + pair);
+  return row;
+}
+
+// One warp, a lane a token: for each item, wait until its input exists, then request it chunk by chunk.
+template <class C>
+__device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int tiles, int lane) {
+  int seq = 0;
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
+    const int item = s.ring[slot];
+    if (item < 0) break;
+    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+    const int width = it.stage ? a.inter : a.hidden, columns = C::W2_BF16 && it.stage ? 32 : 128;
+    const char* src = static_cast<const char*>(it.stage ? a.inter_q : a.x);
+    if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, slot, lane) * width * 2;
+    if (it.stage == 1) {
+      wait_for_tile(a, it.tile, s.epoch, lane);
+      fence_proxy_global();
+    }
+    for (int slab = 0; slab < it.slabs; ++slab)
+      for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
+        const int st = seq % C::STAGES;
+        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        __syncwarp();
+        if (lane == 0) moe::mbar_arrive_expect_tx(&s.full[st], tile.z * columns * 2);
+        __syncwarp();
+        if (lane < tile.z)
+          bulk_load(s.b[st] + lane * C::PITCH, src + kb * columns * 2, columns * 2, &s.full[st], moe::kEvictNormal);
+      }
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+  }
+}
+
 // Copies of one chunk's token rows: COLUMNS of each, 16 bytes a thread and step.
 template <int COLUMNS, class C>
 __device__ __forceinline__ void copy_tokens(Smem<C>& s, int st, const unsigned* rows, int n, const __nv_bfloat16* src,
@@ -62,37 +117,22 @@ __device__ __forceinline__ void copy_tokens(Smem<C>& s, int st, const unsigned* 
     moe::cp_async_16(half + c * 128 + (((part & 7) ^ (c & 7)) << 4), src + (size_t)rows[c] * width + part * 8);
 }
 
-// Three warps: for each item, wait until its input exists, then copy it chunk by chunk.
+// The same by three warps with ordinary asynchronous copies, which can write the swizzled rows of gathered tokens.
 template <class C>
-__device__ __forceinline__ void feed_tokens(const Args& a, Smem<C>& s, int tiles, int t) {
-  const int lane = t & 31, groups = a.inter / 128;
+__device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int tiles, int t) {
+  const int lane = t & 31;
   int seq = 0;
   for (int round = 0;; ++round) {
     const int slot = round % kRing;
     moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
     const int item = s.ring[slot];
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
     const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
     // Two copies, so that one barrier an item is enough: nobody is more than an item behind.
     unsigned* rows = s.row[round & 1];
-    for (int c = t; c < tile.z; c += kFillThreads) {
-      int row = tile.y + c;
-      if (it.stage == 0) {
-        if constexpr (C::FUSED) row = s.route.slot_pair[row] / a.top_k;
-        else row = __ldg(a.sorted_pair + row) / a.top_k;
-      }
-      rows[c] = row;
-    }
-    if (it.stage == 1) {
-      bool ready;
-      do {
-        ready = true;
-        for (int f = lane; f < groups; f += 32) ready &= moe::ld_acquire(a.flags + it.tile * groups + f) == s.epoch;
-      } while (!__all_sync(0xffffffffu, ready));
-    }
+    for (int c = t; c < tile.z; c += kFillThreads) rows[c] = token_row(a, s, it, tile, slot, c);
+    if (it.stage == 1) wait_for_tile(a, it.tile, s.epoch, lane);
     moe::named_sync(2, kFillThreads);
     const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(it.stage ? a.inter_q : a.x);
     const int width = it.stage ? a.inter : a.hidden;
@@ -104,13 +144,16 @@ __device__ __forceinline__ void feed_tokens(const Args& a, Smem<C>& s, int tiles
         else copy_tokens<128, C>(s, st, rows, tile.z, src + kb * 128, width, t);
         arrive_after_copies(&s.full[st]);
       }
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
   }
   moe::cp_async_wait<0>();
 }
 
 template <int NT, class C>
-__device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int& seq, int& events) {
-  for (int slab = 0; slab < it.slabs; ++slab, ++it.block) process_item<NT, C>(a, s, it, tile, seq, events);
+__device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int slot, int& seq,
+                                              int& events) {
+  for (int slab = 0; slab < it.slabs; ++slab, ++it.block) process_item<NT, C>(a, s, it, tile, slot, seq, events);
 }
 
 template <class C>
@@ -121,38 +164,39 @@ __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
     const int slot = round % kRing;
     moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
     const int item = s.ring[slot];
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
     const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
     const int n = tile.z;
     if constexpr (C::NMAX == 16) {
-      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
-      else process_slabs<16, C>(a, s, it, tile, seq, events);
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, slot, seq, events);
+      else process_slabs<16, C>(a, s, it, tile, slot, seq, events);
     } else if constexpr (C::NMAX == 32) {
-      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
-      else if (n <= 16) process_slabs<16, C>(a, s, it, tile, seq, events);
-      else if (n <= 24) process_slabs<24, C>(a, s, it, tile, seq, events);
-      else process_slabs<32, C>(a, s, it, tile, seq, events);
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 16) process_slabs<16, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 24) process_slabs<24, C>(a, s, it, tile, slot, seq, events);
+      else process_slabs<32, C>(a, s, it, tile, slot, seq, events);
     } else if constexpr (C::NMAX == 64) {
-      if (n <= 32) process_slabs<32, C>(a, s, it, tile, seq, events);
-      else if (n <= 48) process_slabs<48, C>(a, s, it, tile, seq, events);
-      else process_slabs<64, C>(a, s, it, tile, seq, events);
+      if (n <= 32) process_slabs<32, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 48) process_slabs<48, C>(a, s, it, tile, slot, seq, events);
+      else process_slabs<64, C>(a, s, it, tile, slot, seq, events);
     } else {
-      if (n <= 64) process_slabs<64, C>(a, s, it, tile, seq, events);
-      else if (n <= 96) process_slabs<96, C>(a, s, it, tile, seq, events);
-      else if (n <= 112) process_slabs<112, C>(a, s, it, tile, seq, events);
-      else if (n <= 120) process_slabs<120, C>(a, s, it, tile, seq, events);
-      else process_slabs<128, C>(a, s, it, tile, seq, events);
+      if (n <= 64) process_slabs<64, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 96) process_slabs<96, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 112) process_slabs<112, C>(a, s, it, tile, slot, seq, events);
+      else if (n <= 120) process_slabs<120, C>(a, s, it, tile, slot, seq, events);
+      else process_slabs<128, C>(a, s, it, tile, slot, seq, events);
     }
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);  // its pairs and weights are no longer needed
   }
   if constexpr (C::FUSED) {
     for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
       const int slot = events % kRing;
       if (events >= kRing) moe::mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
       if (threadIdx.x == 128) s.epi_tile[slot] = -1;
-      moe::mbar_arrive(&s.epi_full[slot]);
+      __syncwarp();
+      if (lane == 0) moe::mbar_arrive(&s.epi_full[slot]);
     }
   }
 }
@@ -167,13 +211,13 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if (moe::smem_u32(raw) & 1023) __trap();
     for (int i = 0; i < C::STAGES; ++i) {
       moe::mbar_init(&s.weights_full[i], 1);
-      moe::mbar_init(&s.full[i], kFillThreads);
+      moe::mbar_init(&s.full[i], C::FEW ? 1 : kFillThreads);
       moe::mbar_init(&s.empty[i], C::CONSUMERS / 32);
     }
     for (int i = 0; i < kRing; ++i) {
       moe::mbar_init(&s.item_full[i], 1);
-      moe::mbar_init(&s.item_empty[i], 3 + C::CONSUMERS / 32);
-      moe::mbar_init(&s.epi_full[i], C::CONSUMERS);
+      moe::mbar_init(&s.item_empty[i], (C::FEW ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
+      moe::mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
       moe::mbar_init(&s.epi_empty[i], 1);
     }
     moe::fence_mbar_init();
@@ -203,8 +247,9 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
       feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
-    } else if (warp > 0) {
-      feed_tokens<C>(a, s, tiles, tid - 32);
+    } else if (C::FEW ? warp == 1 : warp > 0) {
+      if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
+      else feed_many_tokens<C>(a, s, tiles, tid - 32);
     }
   } else if (warp < 4 + C::CONSUMERS / 32) {
     if constexpr (kMoveRegisters) moe::reg_alloc<224>();

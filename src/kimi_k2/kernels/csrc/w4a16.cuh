@@ -16,10 +16,10 @@ using moe::kRing;
 
 constexpr int kChunkBytes = 16384;
 constexpr int kScaleBytes = 2048;
-constexpr int kFillThreads = 96;
+constexpr int kFillThreads = 96;  // of many tokens; of few, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
-// s13 and s2 are bf16, inter_q is bf16 [T*k, I], and xq, xs, inter_s are unused.
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I], xq is the sort's scratch, and xs and inter_s are unused.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
@@ -31,17 +31,20 @@ struct Config {
   static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_;
   static constexpr int TILES = 4 / WARPGROUPS;            // 64-row tiles of a warpgroup
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
+  static constexpr bool FEW = NMAX <= 32;                 // tokens: one lane each can request them
+  static constexpr int PITCH = FEW ? 272 : 256;           // bytes of a token's 128 columns in shared memory
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
 template <class C>
 struct Smem {
-  alignas(1024) unsigned char b[C::STAGES][C::NMAX * 256];  // tokens: two halves of 64 columns, rows of 128 bytes, swizzled
+  // Tokens. Few: a row each. Many: two halves of 64 columns, rows of 128 bytes, swizzled.
+  alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
   alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
-  alignas(16) float meta_w[C::NMAX];  // prepared mode: weight and pair of each token of the item
-  int meta_pair[C::NMAX];
-  unsigned row[2][C::NMAX];  // source row of each token of the item being filled
+  alignas(16) float meta_w[kRing][C::NMAX];  // prepared mode: weight and pair of each token of an item
+  int meta_pair[kRing][C::NMAX];
+  unsigned row[2][C::FEW ? 1 : C::NMAX];  // source row of each token of the item being filled
   uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
@@ -89,6 +92,8 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t b
       "l"(src), "r"(bytes), "r"(moe::smem_u32(bar)), "l"(policy)
       : "memory");
 }
+// Orders ordinary accesses of global memory with those of the copy engine.
+__device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // The barrier counts this thread once its asynchronous copies so far have landed.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(moe::smem_u32(bar)) : "memory");

@@ -48,7 +48,7 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
 }
 
 template <int NT, class C>
-__device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int& seq,
+__device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int slot, int& seq,
                                              int& events) {
   const int tid = threadIdx.x - 128, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int first = (warp >> 2) * C::TILES, w = warp & 3;  // 64-row tile, and 16-row part of it
@@ -59,17 +59,12 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
 
-  if (!C::FUSED && it.stage == 1 && tid < n) {
-    const int pair = __ldg(a.sorted_pair + tile.y + tid);
-    s.meta_pair[tid] = pair;
-    s.meta_w[tid] = __ldg(a.topk_weights + pair);
-  }
   if (C::W2_BF16 && it.stage == 1) multiply<NT, true, C>(s, it.kb1 - it.kb0, seq, acc);
   else multiply<NT, false, C>(s, it.kb1 - it.kb0, seq, acc);
 
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.block;
-    if constexpr (C::NMAX <= 32)  // with more tokens there is work enough without splits
+    if constexpr (C::FEW)  // with more tokens there is work enough without splits
       if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
 #pragma unroll
     for (int m = 0; m < C::TILES; ++m) {
@@ -82,11 +77,12 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
       }
     }
+    if constexpr (C::FEW) fence_proxy_global();  // the copy engine reads it
     moe::named_sync(1, C::CONSUMERS);
     if (tid == 0) moe::st_release(a.flags + cell, s.epoch);
   } else if constexpr (C::FUSED) {
-    const int slot = events % kRing;
-    if (events >= kRing) moe::mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+    const int event = events % kRing;
+    if (events >= kRing) moe::mbar_wait(&s.epi_empty[event], ((events / kRing) - 1) & 1);
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
@@ -104,18 +100,18 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         }
       }
     if (tid == 0) {
-      s.epi_tile[slot] = it.tile;
-      s.epi_slab[slot] = it.block;
+      s.epi_tile[event] = it.tile;
+      s.epi_slab[event] = it.block;
     }
-    moe::mbar_arrive(&s.epi_full[slot]);
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.epi_full[event]);
     ++events;
   } else {
-    moe::named_sync(1, C::CONSUMERS);  // the item's pairs and weights are in place
     __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.contrib) + it.block * 256 + first * 64 + w * 16 + 4 * q;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j) {
-      const float2 f = *reinterpret_cast<const float2*>(s.meta_w + 8 * j + 2 * q);
-      __nv_bfloat16* dst = row + ((size_t)s.meta_pair[8 * j + g] * a.splits2 + it.split) * a.hidden;
+      const float2 f = *reinterpret_cast<const float2*>(s.meta_w[slot] + 8 * j + 2 * q);
+      __nv_bfloat16* dst = row + ((size_t)s.meta_pair[slot][8 * j + g] * a.splits2 + it.split) * a.hidden;
 #pragma unroll
       for (int m = 0; m < C::TILES; ++m) {
         const float* d = acc[m] + 4 * j;
@@ -124,7 +120,6 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         if (8 * j + g < n) __stcg(reinterpret_cast<uint2*>(dst + m * 64), v);  // token 8j + g, rows 4q to 4q + 3
       }
     }
-    moe::named_sync(1, C::CONSUMERS);  // before the next item overwrites the pairs
   }
 }
 

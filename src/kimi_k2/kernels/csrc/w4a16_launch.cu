@@ -1,11 +1,10 @@
 // Host side of the INT4 experts: the launches behind one C function.
-#include "moe_fp8_prepare.cuh"
 #include "w4a16.cu"
+#include "w4a16_prepare.cuh"
 
 namespace w4a16 {
 
-template <class A>
-static int launch(void (*kernel)(A), dim3 grid, int threads, size_t smem, cudaStream_t stream, const A& args) {
+static int launch(void (*kernel)(Args), dim3 grid, int threads, size_t smem, cudaStream_t stream, const Args& args) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -17,6 +16,7 @@ template <class C>
 static int launch_main(const Args& a, cudaStream_t stream) {
   constexpr size_t kSmem = sizeof(Smem<C>);
   static_assert(kSmem <= 232448, "shared memory of one block");
+  if (a.splits1 > 1 && C::NMAX > 32) return 1004;
   if (a.in_flight < 1 || a.in_flight > C::STAGES) return 1003;
   if (int rc = cudaFuncSetAttribute(w4a16_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem)) return rc;
   return launch(w4a16_kernel<C>, dim3(a.grid), C::THREADS, kSmem, stream, a);
@@ -25,14 +25,16 @@ static int launch_main(const Args& a, cudaStream_t stream) {
 template <bool W2_BF16>
 static int launch_all(const Args& a, cudaStream_t stream) {
   if (a.fused) return launch_main<Config<16, 8, 4, true, W2_BF16>>(a, stream);
-  if (int rc = launch<moe::Fp8Args>(moe::prepare_kernel, dim3(1), 1024, 0, stream, a)) return rc;
+  const int blocks = min(a.grid, (a.tokens * a.top_k + kSortThreads - 1) / kSortThreads);
+  if (int rc = launch(count_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
+  if (int rc = launch(scatter_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   int rc = 1002;
   if (a.nmax == 32) rc = launch_main<Config<32, 8, 4, false, W2_BF16>>(a, stream);
   if (a.nmax == 64) rc = launch_main<Config<64, 6, 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 128) rc = launch_main<Config<128, 4, 2, false, W2_BF16>>(a, stream);
   if (rc) return rc;
   const dim3 grid(a.tokens, (a.hidden + 1023) / 1024);
-  return launch<moe::Fp8Args>(moe::combine_kernel, grid, 128, 0, stream, a);
+  return launch(sum_kernel, grid, 128, 0, stream, a);
 }
 
 }  // namespace w4a16

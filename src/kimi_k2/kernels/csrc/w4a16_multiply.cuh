@@ -50,13 +50,13 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
       word[m][1] = w[m * 256 + 128];
     }
     moe::mbar_wait(&s.full[st], parity);
-    const uint32_t row = moe::smem_u32(s.b[st]) + token * 128;
+    const uint32_t row = moe::smem_u32(s.b[st]) + token * C::PITCH + part * 16;
 #pragma unroll
     for (int k = 0; k < STEPS; k += 2) {
       uint32_t b[NT / 8][4];  // two steps
 #pragma unroll
       for (int j = 0; j < NT / 8; ++j)
-        ldmatrix_x4(b[j], row + j * 1024 + (k >> 2) * (C::NMAX * 128) + ((((k & 2) * 2 + part) ^ token) << 4));
+        ldmatrix_x4(b[j], row + j * 8 * C::PITCH + k * 32);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
 // acc[m] += weights of 64-row tile m x tokens.
 template <int NT, bool BF16, class C>
 __device__ __forceinline__ void multiply(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
-  if constexpr (C::NMAX <= 32) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
+  if constexpr (C::FEW) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
   else multiply_by_warpgroups<NT, BF16, C>(s, nk, seq, acc);
 }
 
