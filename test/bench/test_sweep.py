@@ -92,15 +92,30 @@ def test_environment_names_no_path_and_no_host(monkeypatch: pytest.MonkeyPatch) 
     assert "--model-type=transformer --cache_dir=... -O1" in text
 
 
-def bench(out: Path, *options: str) -> list[str]:
-    code = "from kimi_k2.cli import main; main()"
+def bench(out: Path, *options: str, before: str = "pass") -> list[str]:
+    code = f"from kimi_k2.cli import main; {before}; main()"
     return [sys.executable, "-c", code, "bench", "tiny", "--out", str(out), *options]
+
+
+# The first run of 20 tokens does not come back, so that the kill comes in its middle on a slow machine, too.
+HANG = """
+import time
+from kimi_k2.bench import sweep
+run = sweep.time_run
+sweep.time_run = lambda *a, **k: (run(*a, **k), a[2] < 20 or time.sleep(600))[0]
+"""
 
 
 def test_killed_sweep_continues(tmp_path: Path) -> None:
     """SIGKILL in the middle: finished cells are kept to the bit, the file is whole, the rest is done by the rerun."""
-    command = bench(tmp_path, "--output-lengths", "2,3,4,200", "--prompt-lengths", "4", "--runs", "2")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    options = ("--output-lengths", "2,3,4,20", "--prompt-lengths", "4", "--runs", "2")
+    command = bench(tmp_path, *options)
+    process = subprocess.Popen(
+        bench(tmp_path, *options, before=f"exec({HANG!r})"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("[3/4]"):

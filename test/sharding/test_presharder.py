@@ -38,8 +38,28 @@ import torch
 from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
 torch.set_num_threads(1)
-print("ready", flush=True)
 Presharder(sys.argv[1], sys.argv[2], Layout(2, 2)).run()
+"""
+# Goes on only when it is told to: at every expert, after every layer, before and after the manifest is written.
+STEPPING = """
+import os, sys
+import torch
+from kimi_k2.sharding import presharder
+from kimi_k2.sharding.plan import Layout
+
+def step(*_):
+    os.write(1, b".")
+    if not os.read(0, 1):
+        os._exit(1)
+
+def write_json(path, value, write=presharder.write_json):
+    step()
+    write(path, value)
+    step()
+
+torch.set_num_threads(1)
+presharder.write_json = write_json
+presharder.Presharder(sys.argv[1], sys.argv[2], Layout(2, 2), on_bytes=step, on_layer=step).run()
 """
 
 
@@ -121,45 +141,48 @@ def test_cuda_keeps_the_stored_bytes(checkpoints: dict[str, Path], tmp_path: Pat
 
 
 def test_kill_and_resume(tmp_path: Path) -> None:
-    """SIGKILL at random moments of a run, before its end; what finished before the kill came is tried again."""
+    """SIGKILL at random moments of a run, always before its end: the worker waits for leave to go past them."""
     source = tmp_path / "source"
     config = tiny_config(num_hidden_layers=12)
     write_synthetic_checkpoint(source, config)
 
-    def start(output: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WORKER, str(source), str(output)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
+    def start(output: Path, leave: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", STEPPING, str(source), str(output)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pipesize=2**16, bufsize=0
+        )
+        assert process.stdin is not None
+        process.stdin.write(b"g" * leave)
         return process
 
-    whole = start(tmp_path / "whole")
-    began = time.monotonic()
-    assert whole.wait() == 0
-    duration = time.monotonic() - began
+    whole = start(tmp_path / "whole", 10_000)
+    steps = len(whole.communicate()[0])
+    assert whole.returncode == 0
+    assert 100 < steps < 10_000
     expected = contents(tmp_path / "whole")
     chooser = random.Random(0)
-    killed = resumed_layers = 0
-    for attempt in range(10 * KILLS):
-        output = tmp_path / f"killed{attempt}"
-        process = start(output)
-        time.sleep(chooser.uniform(0.0, duration))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (output / MANIFEST).exists():
-            continue
-        killed += 1
+    resumed_layers = 0
+    # The last one dies between the manifest and the journal's removal.
+    for kill, last in enumerate([*(chooser.randrange(1, steps) for _ in range(KILLS - 1)), steps]):
+        output = tmp_path / f"killed{kill}"
+        process = start(output, last - 1)
+        assert process.stdout is not None
+        for _ in range(last):
+            assert process.stdout.read(1)
+        time.sleep(chooser.uniform(0.0, 0.01))  # the thread that flushes has not stopped
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
         journal = output / JOURNAL
-        resumed_layers += journal.read_bytes().count(b"\n") > 1 if journal.exists() else 0
+        assert journal.exists()
+        assert (output / MANIFEST).exists() == (last == steps)
+        resumed_layers += journal.read_bytes().count(b"\n") > 1
         Presharder(source, output, Layout(2, 2)).run()
         assert contents(output) == expected
         for name in expected:
             (output / name).unlink()
-        if killed == KILLS:
-            break
-    print(f"\n{killed} kills before the end, {resumed_layers} of them with finished layers to go on from")
-    assert killed == KILLS
+    print(f"\n{KILLS} kills before the end, {resumed_layers} of them with finished layers to go on from")
 
 
 def test_full_disk_keeps_finished_layers(

@@ -84,6 +84,7 @@ class Presharder:
             manifest = dict(json.loads((self.output / MANIFEST).read_text(encoding="utf-8")))
             if manifest.get("made_from") != self.made_from:
                 raise ConfigError("holds a conversion of another source or other options", file=self.output)
+            (self.output / JOURNAL).unlink(missing_ok=True)  # a run may have died between the two
             return manifest
         weights = self.output / WEIGHTS
         journal = self.output / JOURNAL
