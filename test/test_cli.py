@@ -25,7 +25,7 @@ def kimi(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProce
     """The real command in a process of its own."""
     command = [sys.executable, "-c", "from kimi_k2.cli import main; main()", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=environment, timeout=600)
 
 
 @pytest.mark.parametrize("command", ["generate", "make-checkpoint", "inspect", "demo"])
