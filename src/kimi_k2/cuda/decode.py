@@ -1,21 +1,24 @@
 """One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it.
 
-The same modules, weights and operations as `model`, arranged for few tokens: norms inside the products, q_a and kv_a in
-one, the shared expert beside the routed ones on a second stream. Works on a CPU too, where it is tested.
+The same modules, weights and operations as `model`, arranged for few tokens: norms and residual sums inside the
+products, q_a and kv_a in one, the shared expert as one more of the routed ones or beside them on a second stream. Works
+on a CPU too, where it is tested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k2.kernels.fused_linear import fused_linear, supports_fp8_linear
+from kimi_k2.kernels import dispatch, moe_decode, value_rows
+from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_fp8_linear
 from kimi_k2.kernels.mla_decode import mla_decode
 from kimi_k2.kernels.mla_decode import supports as supports_mla
-from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports
+from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports, supports_sum
 from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
@@ -27,12 +30,44 @@ from kimi_k2.model.rope import apply_rotary_interleaved
 Reduce = Callable[[Tensor], Tensor]
 
 
+class Place(NamedTuple):
+    """Where the new tokens stand: positions int64 [B], seq_lens int32 [B] = positions + 1, cos and sin [B, D / 2]."""
+
+    positions: Tensor
+    seq_lens: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def takes(x: Tensor, linear: Linear) -> bool:
+    """Whether the FP8 kernel takes x [B, K] times this weight."""
+    scale = getattr(linear, "weight_scale_inv", x)
+    return linear.quantized and supports_fp8_linear(x, linear.weight, scale, (128, 128))
+
+
 def project(x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> Tensor:
     """linear(norm(x)) for x [B, K], in one launch where the kernel takes it."""
-    if linear.quantized and supports_fp8_linear(x, linear.weight, getattr(linear, "weight_scale_inv", x), (128, 128)):
+    if takes(x, linear):
         eps = 1e-6 if norm is None else norm.eps
         return fused_linear(x, linear.weight, linear.weight_scale_inv, None if norm is None else norm.weight, eps)
     return linear(x if norm is None else norm(x))
+
+
+def add_project(x: Tensor, delta: Tensor | None, linear: Linear, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """linear(norm(x + delta)) and x + delta, in one launch where the kernel takes it; None is no delta."""
+    if delta is None:
+        return project(x, linear, norm), x
+    if takes(x, linear):
+        return fused_add_linear(x, delta, linear.weight, linear.weight_scale_inv, norm.weight, norm.eps)
+    return project(x + delta, linear, norm), x + delta
+
+
+def normed_sum(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + delta and its norm."""
+    if supports_sum(x):
+        return add_norm(x, delta, norm.weight, norm.eps)
+    total = x + delta
+    return total, norm(total)
 
 
 def stack_rows(first: Linear, second: Linear) -> Linear | None:
@@ -69,44 +104,54 @@ class LayerStep:
         mlp = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
         self.dense = mlp if isinstance(mlp, MLP) else None
         self.gate_up = None if self.dense is None else stack_rows(self.dense.gate_proj, self.dense.up_proj)
+        self.shared: tuple[Tensor, ...] | None = None
+        if self.dense is not None and self.gate_up is not None:
+            down = self.dense.down_proj
+            self.shared = (self.gate_up.weight, self.gate_up.weight_scale_inv, down.weight, down.weight_scale_inv)
         config = self.attention.config
         kv_b = self.attention.kv_b_proj.dequantized(layer.input_layernorm.weight.dtype)
         kv_b = kv_b.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        self.w_uk, self.w_uv = w_uk.contiguous(), w_uv.mT.contiguous()
+        self.w_uk, self.w_uv = w_uk.contiguous(), w_uv.contiguous()
         self.side = torch.cuda.Stream() if kv_b.is_cuda else None
 
-    def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
-        """x [B, H], positions int64 [B], rotation ([B, D / 2], [B, D / 2]), cache [B, T, cache_dim]: [B, H]."""
-        attended, norm = self.reduce(self.attend(x, positions, rotation, cache)), self.layer.post_attention_layernorm
-        if supports(x, self.w_uk, cache):
-            x, normed = add_norm(x, attended, norm.weight, norm.eps)
-        else:
-            x = x + attended
-            normed = norm(x)
-        return x + self.reduce(self.feed_forward(normed))
+    def __call__(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual x [B, H] and what is yet to be added to it, None for nothing; cache [B, T, cache_dim].
 
-    def attend(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
-        """The attention half from the residual x [B, H], before the sum over ranks."""
+        Returns:
+            The same two for the next layer.
+        """
+        attended, x = self.attend(x, delta, place, cache)
+        x, normed = normed_sum(x, self.reduce(attended), self.layer.post_attention_layernorm)
+        return x, self.reduce(self.feed_forward(normed))
+
+    def attend(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention half before the sum over ranks [B, H], and the residual x + delta."""
         attention, config, norm = self.attention, self.attention.config, self.layer.input_layernorm
         if self.qkv_a is not None:
-            q_a, kv_a = project(x, self.qkv_a, norm).split([config.q_lora_rank, config.cache_dim], dim=-1)
+            both, x = add_project(x, delta, self.qkv_a, norm)
+            q_a, kv_a = both.split([config.q_lora_rank, config.cache_dim], dim=-1)
         else:
-            q_a, kv_a = project(x, attention.q_a_proj, norm), project(x, attention.kv_a_proj_with_mqa, norm)
+            q_a, x = add_project(x, delta, attention.q_a_proj, norm)
+            kv_a = project(x, attention.kv_a_proj_with_mqa, norm)
         q = project(q_a.contiguous(), attention.q_b_proj, attention.q_a_layernorm)
+        rotation = place.cos, place.sin
         if supports(x, self.w_uk, cache):
             norm = attention.kv_a_layernorm
-            query = absorb_and_store(q, kv_a, norm.weight, *rotation, positions, self.w_uk, cache, norm.eps)
+            query = absorb_and_store(q, kv_a, norm.weight, *rotation, place.positions, self.w_uk, cache, norm.eps)
         else:
-            query = self.queries(q, kv_a, positions, rotation, cache)
-        seq_lens = (positions + 1).to(torch.int32)
-        if supports_mla(query, cache, seq_lens):
-            summed = mla_decode(query, cache, seq_lens, config.softmax_scale)
+            query = self.queries(q, kv_a, place.positions, rotation, cache)
+        if supports_mla(query, cache, place.seq_lens):
+            summed = mla_decode(query, cache, place.seq_lens, config.softmax_scale)
         else:
             latent, rope = query.unsqueeze(1).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-            summed = mla_absorbed_attention(latent, rope, cache, positions[:, None], config.softmax_scale).squeeze(1)
-        out = torch.bmm(summed.transpose(0, 1), self.w_uv).transpose(0, 1)
-        return project(out.flatten(1), attention.o_proj)
+            positions = place.positions[:, None]
+            summed = mla_absorbed_attention(latent, rope, cache, positions, config.softmax_scale).squeeze(1)
+        if value_rows.supports(summed, self.w_uv):
+            out = value_rows.value_rows(summed, self.w_uv)
+        else:
+            out = torch.bmm(summed.transpose(0, 1), self.w_uv.mT).transpose(0, 1).flatten(1, 2)
+        return project(out, attention.o_proj), x
 
     def queries(
         self, q: Tensor, kv_a: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor
@@ -129,6 +174,9 @@ class LayerStep:
             return self.swiglu(x)
         if self.dense is None:
             return routed_experts(x, mlp.experts, *mlp.gate(x))
+        if self.shared is not None and self.joins(x, mlp):
+            indices, weights = mlp.gate(x)
+            return moe_decode.with_shared(x, mlp.experts, indices, weights, self.shared)
         if self.side is None:
             return self.swiglu(x) + routed_experts(x, mlp.experts, *mlp.gate(x))
         # Fork and join become edges of the graph: the shared expert fills what routing leaves idle.
@@ -139,6 +187,17 @@ class LayerStep:
         routed = routed_experts(x, mlp.experts, *mlp.gate(x))
         main.wait_stream(self.side)
         return routed + shared
+
+    def joins(self, x: Tensor, mlp: MoE) -> bool:
+        """Whether one operation takes the shared expert as one more of the routed ones."""
+        experts, top_k = mlp.experts, self.attention.config.num_experts_per_tok
+        stored = "down_proj_scale_inv" in experts._buffers and dispatch.allows("routed_experts", "moe_decode")
+        if x.dtype != torch.bfloat16 or not stored:
+            return False
+        _, hidden, inter = experts.down_proj.shape
+        assert self.shared is not None
+        same = tuple(self.shared[2].shape) == (hidden, inter)
+        return same and moe_decode.supports(x.shape[0], top_k, hidden, inter, x.device)
 
     def swiglu(self, x: Tensor) -> Tensor:
         """Dense MLP or shared expert, [B, H] to [B, H]."""
@@ -199,8 +258,11 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
-        x = self.model.model.embed_tokens(self.tokens)
+        x, delta = self.model.model.embed_tokens(self.tokens), None
         cos, sin = self.model.model.rotary(self.positions, x.dtype)
+        place = Place(self.positions, (self.positions + 1).to(torch.int32), cos, sin)
         for index, layer in enumerate(self.layers):
-            x = layer(x, self.positions, (cos, sin), self.cache.data[index])
-        return self.gather(F.linear(self.model.model.norm(x), self.model.lm_head.weight))
+            x, delta = layer(x, delta, place, self.cache.data[index])
+        assert delta is not None
+        _, normed = normed_sum(x, delta, self.model.model.norm)
+        return self.gather(F.linear(normed, self.model.lm_head.weight))

@@ -54,7 +54,10 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.fused_linear"),),
     "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
     "route": (Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),),
-    "routed_experts": (Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),),
+    "routed_experts": (
+        Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),
+        Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),
+    ),
 }
 _pins: dict[str, str] = {}
 _chosen: dict[str, dict[str, int]] = {}
@@ -83,6 +86,11 @@ def pin(text: str | None = None) -> None:
     _pins.clear()
     _pins.update(pins)
     _chosen.clear()
+
+
+def allows(operation: str, name: str) -> bool:
+    """Whether no pin keeps `operation` from the entry `name`, for callers that join it with another operation."""
+    return _pins.get(operation, name) == name
 
 
 def choose(operation: str, *arguments: Any, **keywords: Any) -> Implementation | None:

@@ -1,6 +1,6 @@
 """FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-Up to 4 tokens FP8 goes to csrc/linear_decode.cu, where Triton left half of the time on the table. The rest is Triton: a
+Up to 4 tokens FP8 goes to csrc/decode_linear.cu, where Triton left half of the time on the table. The rest is Triton: a
 program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and rounded to bfloat16,
 multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
 split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
@@ -137,14 +137,61 @@ def takes_decode(x: Tensor, columns: int) -> bool:
 
 
 def _launch_decode(
-    x: Tensor, weight: Tensor, scale: Tensor, norm_weight: Tensor | None, out: Tensor, eps: float
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> None:
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, weight, scale, norm_weight, out)]
+    tensors = (x, delta, weight, scale, norm_weight, out, total)
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     sizes = x.shape[0], weight.shape[0], weight.shape[1], ctypes.c_float(eps)
-    status = load_library("linear_decode.cu", "linear_").kimi_linear_decode(*pointers, *sizes, stream)
+    status = load_library("decode_linear.cu", "decode_").kimi_linear_decode(*pointers, *sizes, stream)
     if status:
         raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+
+
+@torch.library.custom_op("kimi_k2::fused_add_linear", mutates_args=(), device_types="cuda")
+def fused_add_linear(
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first product.
+
+    Args:
+        x, delta: bfloat16 [T, K], T up to 16; other arguments as `fused_linear` takes them.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, K].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check(x, weight, weight_scale_inv, norm_weight)
+    _check_delta(x, delta)
+    if not x.shape[0] or not takes_decode(x, x.shape[1]):
+        total = x + delta
+        return fused_linear(total, weight, weight_scale_inv, norm_weight, eps), total
+    out, total = x.new_empty(x.shape[0], weight.shape[0]), torch.empty_like(x)
+    _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps, delta, total)
+    return out, total
+
+
+@fused_add_linear.register_fake
+def _(
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    _check(x, weight, weight_scale_inv, norm_weight)
+    _check_delta(x, delta)
+    return x.new_empty((x.shape[0], weight.shape[0])), torch.empty_like(x)
+
+
+def _check_delta(x: Tensor, delta: Tensor) -> None:
+    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous():
+        raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
 
 
 @functools.cache

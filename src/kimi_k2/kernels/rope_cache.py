@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.build import find_nvcc, load_library
 
 NOPE, ROPE, RANK = 128, 64, 512
 
@@ -27,6 +29,11 @@ def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
         and tuple(w_uk.shape[1:]) == (NOPE, RANK)
         and cache.shape[-1] == RANK + ROPE
     )
+
+
+def supports_sum(x: Tensor) -> bool:
+    """Whether `add_norm` takes tokens like x: BF16 on a GPU with Triton."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -89,7 +96,8 @@ def absorb_and_store(
     if batch:
         _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
             q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps,
-            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, num_warps=4,
+            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
     return query
 
@@ -128,7 +136,14 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     """
     _check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    if x.shape[0]:
+    hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
+    if x.shape[0] and hopper and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        library = load_library("decode_norm.cu", "decode_")
+        if status := library.kimi_add_norm(*pointers, *x.shape, ctypes.c_float(eps), stream):
+            raise KernelError(f"add_norm could not be launched: CUDA error {status}")
+    elif x.shape[0]:
         width = 1 << (x.shape[1] - 1).bit_length()
         _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
     return total, normed

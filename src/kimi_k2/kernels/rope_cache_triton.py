@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 # Triton takes no annotations but its own.
@@ -11,21 +12,32 @@ import triton.language as tl
 def absorb(  # type: ignore[no-untyped-def]
     q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry."""
+    """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
+
+    OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has ended.
+    """
     job, batch = tl.program_id(0), tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
     pair = tl.arange(0, ROPE // 2)
-    c = tl.load(cos + batch * (ROPE // 2) + pair).to(tl.float32)
-    s = tl.load(sin + batch * (ROPE // 2) + pair).to(tl.float32)
     if job < HEADS * parts:
         head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
         row = tl.arange(0, NOPE)
-        a = tl.load(q + (batch * HEADS + head) * (NOPE + ROPE) + row).to(tl.float32)
         w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :]).to(tl.float32)
+        if OVERLAP:
+            gdc_wait()
+            gdc_launch_dependents()
+        a = tl.load(q + (batch * HEADS + head) * (NOPE + ROPE) + row).to(tl.float32)
         place = query + (batch * HEADS + head) * (RANK + ROPE) + column
         tl.store(place, tl.sum(a[:, None] * w, 0).to(tl.bfloat16))
-    elif job < HEADS * parts + HEADS:
+        return
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    c = tl.load(cos + batch * (ROPE // 2) + pair).to(tl.float32)
+    s = tl.load(sin + batch * (ROPE // 2) + pair).to(tl.float32)
+    if job < HEADS * parts + HEADS:
         head = job - HEADS * parts
         source = q + (batch * HEADS + head) * (NOPE + ROPE) + NOPE + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.cuda.decode import DecodeStep, Place
 from kimi_k2.kernels.bench.harness import event_times, graph_median
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
@@ -98,13 +98,13 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
     logits = step(tokens, positions)
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
     whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
-    x = torch.randn(batch, model.config.hidden_size, device=device).bfloat16()
-    rotation = model.model.rotary(positions, x.dtype)
+    x, delta = (torch.randn(batch, model.config.hidden_size, device=device).bfloat16() for _ in range(2))
+    place = Place(positions, (positions + 1).int(), *model.model.rotary(positions, x.dtype))
     moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
     dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
 
     def layers(chosen: list[tuple[int, object]]) -> float:
-        return graph_median([partial(step.layers[i], x, positions, rotation, cache.data[i]) for i, _ in chosen])
+        return graph_median([partial(step.layers[i], x, delta, place, cache.data[i]) for i, _ in chosen])
 
     def head() -> Tensor:
         return gather(torch.nn.functional.linear(model.model.norm(x), model.lm_head.weight))
@@ -113,7 +113,7 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
         whole,
         len(step.layers),
         layers(list(moe)),
-        graph_median([partial(layer.attend, x, positions, rotation, cache.data[i]) for i, layer in moe]),
+        graph_median([partial(layer.attend, x, delta, place, cache.data[i]) for i, layer in moe]),
         graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
         layers(list(dense)),
         graph_median([head]),

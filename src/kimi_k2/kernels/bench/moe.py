@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels import moe_decode
 from kimi_k2.kernels.bench.harness import graph_median
 from kimi_k2.kernels.bench.row import Row
 from kimi_k2.kernels.moe_fp8 import moe_fp8
@@ -63,7 +64,10 @@ def random_routing(tokens: int, top_k: int, experts: int, device: str = "cuda") 
 def time_experts(
     weights: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, top_k: int, choice: ExpertChoice | None = None
 ) -> Timing:
-    """Median of 25 replays of a graph of calls, each with its own tokens and routing."""
+    """Median of 25 replays of a graph of calls, each with its own tokens and routing.
+
+    Without `choice` the operation is the one that the model would take.
+    """
     experts, hidden, inter = weights[2].shape
     calls = 24 if tokens <= 8 else 6 if tokens <= 512 else 2
     pinned = None if choice is None else [int(v) for v in astuple(choice)]
@@ -71,7 +75,10 @@ def time_experts(
     for _ in range(calls):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         sets.append((x, *random_routing(tokens, top_k, experts)))
-    microseconds = graph_median([partial(moe_fp8, x, *weights, *routing, choice=pinned) for x, *routing in sets])
+    operation = partial(moe_fp8, choice=pinned)
+    if choice is None and moe_decode.supports(tokens, top_k, hidden, inter, weights[0].device):
+        operation = moe_decode.moe_decode
+    microseconds = graph_median([partial(operation, x, *weights, *routing) for x, *routing in sets])
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
     return Timing(microseconds, distinct * 3 * inter * hidden)
 

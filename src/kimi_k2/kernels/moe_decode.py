@@ -1,0 +1,185 @@
+"""FP8 experts for a few tokens on Hopper: `torch.ops.kimi_k2.moe_decode`.
+
+Replaces `kimi_k2.model.moe.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
+hardly any expert is chosen twice: every token-expert pair is a product of its own, bound by reading the weights once.
+Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
+csrc/decode_experts.cu says how its two launches work. Capture-safe: scratch is allocated once a shape and kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.moe_fp8 import BLOCK, check_arguments
+
+# Beyond, `moe_fp8` reads an expert that several tokens chose once.
+MAX_TOKENS = 4
+MAX_SLOTS = 17
+HIDDEN = (1024, 7168)
+_POINTERS = (
+    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
+    "shared_gate_up", "shared_gate_up_scale", "shared_down", "shared_down_scale", "intermediate", "out",
+)  # fmt: skip
+_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
+
+
+class _Arguments(ctypes.Structure):
+    """`decode::ExpertArguments` of csrc/decode_experts.cu, field for field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+
+
+def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
+    """Whether `moe_decode` is the operation for these sizes on this device (compute capability 9.0, nvcc)."""
+    return (
+        device.type == "cuda"
+        and 0 < tokens <= MAX_TOKENS
+        and top_k < MAX_SLOTS
+        and hidden in HIDDEN
+        and inter % BLOCK == 0
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and find_nvcc() is not None
+    )
+
+
+def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """FP8 blocks of 128x128 kept as stored, BF16 tokens, few of them."""
+    if x.dtype != torch.bfloat16 or "down_proj_scale_inv" not in experts._buffers:
+        return False
+    count, hidden, inter = experts.down_proj.shape
+    whole = tuple(experts.down_proj_scale_inv.shape) == (count, hidden // BLOCK, inter // BLOCK)
+    return whole and supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
+
+
+def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_decode` with the plain function's arguments, over the experts that this rank holds."""
+    return with_shared(x, experts, topk_indices, topk_weights, None)
+
+
+def with_shared(
+    x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor, shared: tuple[Tensor, ...] | None
+) -> Tensor:
+    """`routed_experts` plus a shared expert given as (gate_up, its scales, down, its scales)."""
+    if experts.num_experts < experts.total_experts:
+        local = topk_indices - experts.first_expert
+        topk_indices = torch.where((local >= 0) & (local < experts.num_experts), local, -1)
+    return moe_decode(
+        x.contiguous(), experts.gate_up_proj, experts.gate_up_proj_scale_inv, experts.down_proj,
+        experts.down_proj_scale_inv, topk_indices, topk_weights.float(), None, *(shared or ()),
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    shared: tuple[Tensor | None, ...],
+) -> tuple[int, int, int, int, int]:
+    shape = check_arguments(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
+    )
+    top_k, _, hidden, inter = shape[1:]
+    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
+        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+    blocks = ((2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK))
+    wanted = ((2 * inter, hidden), blocks[0], (hidden, inter), blocks[1])
+    if any(tensor is not None for tensor in shared):
+        for index, (tensor, size) in enumerate(zip(shared, wanted, strict=True)):
+            dtype = torch.float32 if index % 2 else torch.float8_e4m3fn
+            if tensor is None or tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
+                found = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise KernelError(f"shared expert's tensor {index} is {found}, expected contiguous {dtype} {size}")
+    return shape
+
+
+@functools.cache
+def _intermediate(device: torch.device, count: int) -> Tensor:
+    # Launches of one size share it: they must be ordered on one stream, as a model's layers are.
+    return torch.empty(count, dtype=torch.float32, device=device)
+
+
+@torch.library.custom_op("kimi_k2::moe_decode", mutates_args=(), device_types="cuda")
+def moe_decode(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)), and the shared expert's.
+
+    Args:
+        x .. expert_map: as `moe_fp8` takes them; H 1024 or 7168, k up to 16.
+        shared_gate_up: e4m3 [2I, H], gate rows first, of an expert that every token passes; None without one.
+        shared_gate_up_scale_inv: float32 [2I/128, H/128].
+        shared_down: e4m3 [H, I].
+        shared_down_scale_inv: float32 [H/128, I/128].
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
+    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    shape = _check(x, *weights, topk_indices, topk_weights, expert_map, shared)
+    tokens, top_k, experts, _, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    slots = top_k + (shared_gate_up is not None)
+    scratch = _intermediate(x.device, tokens * slots * inter)
+    given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, scratch, out)
+    pointers = {name: t.data_ptr() for name, t in zip(_POINTERS, given, strict=True) if t is not None}
+    arguments = _Arguments(**pointers)
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
+    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
+    arguments.ids64 = topk_indices.dtype == torch.int64
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    status = load_library("decode_experts.cu", "decode_").kimi_experts_decode(ctypes.byref(arguments), stream)
+    if status:
+        raise KernelError(f"moe_decode could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+    return out
+
+
+@moe_decode.register_fake
+def _(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
+) -> Tensor:
+    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
+    _check(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map,
+        shared,
+    )  # fmt: skip
+    return torch.empty_like(x)

@@ -1,0 +1,107 @@
+"""The kernels for a few tokens against float64, fresh random inputs. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k2.kernels.bench.moe import random_experts, random_routing
+from kimi_k2.kernels.fused_linear import fused_add_linear
+from kimi_k2.kernels.moe_decode import moe_decode
+from kimi_k2.kernels.value_rows import value_rows
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+def dense(weight: Tensor, scale: Tensor) -> Tensor:
+    wide = scale.double().repeat_interleave(128, 0)[: weight.shape[0]]
+    return weight.double() * wide.repeat_interleave(128, 1)
+
+
+def expert(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    gate, up = (x @ dense(weights[0], weights[1]).T).chunk(2, -1)
+    return (F.silu(gate) * up) @ dense(weights[2], weights[3]).T
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (2, 8), (4, 8), (8, 8), (3, 1), (1, 16)])
+@pytest.mark.parametrize(("hidden", "inter"), [(1024, 128), (1024, 640), (7168, 256), (7168, 2048)])
+@pytest.mark.parametrize("with_shared", [True, False])
+def test_experts(tokens: int, top_k: int, hidden: int, inter: int, with_shared: bool) -> None:
+    weights, shared = random_experts(20, inter, hidden), random_experts(1, inter, hidden)
+    indices, scores = random_routing(tokens, top_k, 20)
+    if tokens > 2:
+        indices[1, 0], scores[tokens - 1] = -1, 0.0  # an invalid pair, and a padded token
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    extra = tuple(w[0] for w in shared) if with_shared else ()
+    wanted = expert(x.double(), extra) if with_shared else torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    for token in range(tokens):
+        for slot in range(top_k):
+            if (chosen := int(indices[token, slot])) >= 0:
+                one = expert(x[token : token + 1].double(), tuple(w[chosen] for w in weights))
+                wanted[token] += one[0] * scores[token, slot].double()
+    out = moe_decode(x, *weights, indices, scores, None, *extra)
+    # Rounding the result to bfloat16 alone gives 1.7e-3.
+    assert distance(out, wanted) < 2.5e-3
+    assert torch.equal(out, moe_decode(x, *weights, indices.int(), scores, None, *extra))
+    if tokens > 2 and not with_shared:
+        assert not out[tokens - 1].any()
+
+
+def test_expert_parallel_ranks_sum_to_the_whole() -> None:
+    weights, x = random_experts(32, 256, 1024), torch.randn(4, 1024, device="cuda").bfloat16()
+    indices, scores = random_routing(4, 8, 32)
+    total = torch.zeros(4, 1024, device="cuda")
+    for rank in range(2):
+        mine = torch.full((32,), -1, dtype=torch.int32, device="cuda")
+        mine[16 * rank : 16 * rank + 16] = torch.arange(16, device="cuda", dtype=torch.int32)
+        part = tuple(w[16 * rank : 16 * rank + 16].contiguous() for w in weights)
+        total += moe_decode(x, *part, indices, scores, mine).float()
+    assert distance(total, moe_decode(x, *weights, indices, scores).double()) < 5e-3
+
+
+def test_graph_replay_follows_its_inputs() -> None:
+    weights = random_experts(32, 256, 1024)
+    x, (indices, scores) = torch.randn(2, 1024, device="cuda").bfloat16(), random_routing(2, 8, 32)
+    moe_decode(x, *weights, indices, scores)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Twice, so that the second first stage begins while the first second stage runs.
+        moe_decode(x, *weights, indices, scores)
+        out = moe_decode(x, *weights, indices, scores)
+    for _ in range(3):
+        fresh = random_routing(2, 8, 32)
+        indices.copy_(fresh[0])
+        scores.copy_(fresh[1])
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, moe_decode(x, *weights, indices, scores))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7170, 1024), (512, 2048), (72, 256)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
+def test_residual_norm_and_product(rows: int, columns: int, tokens: int) -> None:
+    x, delta = (torch.randn(tokens, columns, device="cuda").bfloat16() for _ in range(2))
+    weight = (torch.randn(rows, columns, device="cuda") * 20).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-rows // 128), columns // 128, device="cuda") * 0.01 + 0.01
+    norm = torch.rand(columns, device="cuda").bfloat16() + 0.5
+    out, total = fused_add_linear(x, delta, weight, scale, norm, 1e-6)
+    assert torch.equal(total, x + delta)
+    wide = total.double()
+    wanted = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
+    assert distance(out, wanted @ dense(weight, scale).T) < 5e-3
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (3, 8), (8, 64)])
+def test_value_rows(tokens: int, heads: int) -> None:
+    latent = torch.randn(tokens, heads, 512, device="cuda").bfloat16()
+    w_uv = torch.randn(heads, 128, 512, device="cuda").bfloat16()
+    wanted = torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)
+    assert distance(value_rows(latent, w_uv), wanted) < 2.5e-3

@@ -1,0 +1,88 @@
+"""What a machine without a GPU can see of the kernels for a few tokens: shapes, refusals, the interfaces to CUDA."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import build, moe_decode
+from kimi_k2.kernels.fused_linear import DECODE_COLUMNS, fused_add_linear
+from kimi_k2.kernels.value_rows import value_rows
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+TOKENS, HIDDEN, INTER, EXPERTS = 3, 1024, 256, 4
+
+
+def arguments() -> dict[str, Tensor | None]:
+    def weights(*lead: int) -> list[Tensor]:
+        shapes = (2 * INTER, HIDDEN), (2 * INTER // 128, HIDDEN // 128), (HIDDEN, INTER), (HIDDEN // 128, INTER // 128)
+        return [torch.empty(*lead, *s, dtype=torch.float32 if i % 2 else E4M3) for i, s in enumerate(shapes)]
+
+    names = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+    shared = ("shared_gate_up", "shared_gate_up_scale_inv", "shared_down", "shared_down_scale_inv")
+    return {
+        "x": torch.empty(TOKENS, HIDDEN, dtype=BF16),
+        **dict(zip(names, weights(EXPERTS), strict=True)),
+        "topk_indices": torch.zeros(TOKENS, 2, dtype=torch.int64),
+        "topk_weights": torch.zeros(TOKENS, 2),
+        "expert_map": None,
+        **dict(zip(shared, weights(), strict=True)),
+    }
+
+
+def test_fake_shapes() -> None:
+    with FakeTensorMode():
+        assert moe_decode.moe_decode(**arguments()).shape == (TOKENS, HIDDEN)
+        assert moe_decode.moe_decode(**{k: v for k, v in arguments().items() if "shared" not in k}).dtype == BF16
+        x, weight = torch.empty(2, 7168, dtype=BF16), torch.empty(2112, 7168, dtype=E4M3)
+        out, total = fused_add_linear(x, x, weight, torch.empty(17, 56), x[0], 1e-6)
+        assert (out.shape, total.shape) == ((2, 2112), x.shape)
+        assert value_rows(torch.empty(2, 8, 512, dtype=BF16), torch.empty(8, 128, 512, dtype=BF16)).shape == (2, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("shared_down", torch.empty(HIDDEN, 128, dtype=E4M3), "tensor 2"),
+        ("shared_gate_up_scale_inv", None, "tensor 1 is None"),
+        ("topk_indices", torch.zeros(TOKENS, 17, dtype=torch.int64), "topk_weights"),
+        ("x", torch.empty(TOKENS, 512, dtype=BF16), "gate_up_proj"),
+    ],
+)
+def test_refusals(name: str, value: Tensor | None, message: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(KernelError, match=message):
+        moe_decode.moe_decode(**(arguments() | {name: value}))
+
+
+def test_other_refusals() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 256, dtype=BF16)
+        with pytest.raises(KernelError, match="delta"):
+            fused_add_linear(x, x[:1], torch.empty(128, 256, dtype=E4M3), torch.empty(1, 2), x[0], 1e-6)
+        with pytest.raises(KernelError, match="512"):
+            value_rows(torch.empty(2, 8, 256, dtype=BF16), torch.empty(8, 128, 256, dtype=BF16))
+
+
+def test_ctypes_structure_follows_the_cuda_one() -> None:
+    """The two declarations are one interface: the same fields in the same order."""
+    body = re.search(r"struct ExpertArguments \{(.*?)\n\};", (build.SOURCES / "decode_experts.cu").read_text(), re.S)
+    assert body is not None
+    text = re.sub(r"//[^\n]*", "", body.group(1))
+    assert re.findall(r"\*\s*(\w+);", text) == list(moe_decode._POINTERS)
+    integers = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
+    assert integers is not None
+    assert integers.group(1).split(", ") == list(moe_decode._INTEGERS)
+
+
+def test_the_widths_are_those_that_have_an_instance() -> None:
+    def cases(source: str, switch: str) -> list[int]:
+        text = (build.SOURCES / source).read_text()
+        return [int(width) for width in re.findall(r"case (\d+):", text[text.index(switch) :])]
+
+    assert cases("decode_linear.cu", "switch (a.columns)") == list(DECODE_COLUMNS)
+    assert cases("decode_experts.cu", "switch (a->hidden)") == list(moe_decode.HIDDEN)
