@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -75,7 +75,7 @@ def time_experts(
     for _ in range(calls):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         sets.append((x, *random_routing(tokens, top_k, experts)))
-    operation = partial(moe_fp8, choice=pinned)
+    operation: Callable[..., Tensor] = partial(moe_fp8, choice=pinned)
     if choice is None and moe_decode.supports(tokens, top_k, hidden, inter, weights[0].device):
         operation = moe_decode.moe_decode
     microseconds = graph_median([partial(operation, x, *weights, *routing) for x, *routing in sets])
