@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build, moe_decode
+from kimi_k2.kernels import build, moe_decode, moe_w4a16
 from kimi_k2.kernels.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.value_rows import value_rows
 
@@ -68,15 +68,24 @@ def test_other_refusals() -> None:
             value_rows(torch.empty(2, 8, 256, dtype=BF16), torch.empty(8, 128, 256, dtype=BF16))
 
 
-def test_ctypes_structure_follows_the_cuda_one() -> None:
+@pytest.mark.parametrize(
+    ("source", "structure", "pointers", "integers"),
+    [
+        ("decode_experts.cu", "ExpertArguments", moe_decode._POINTERS, moe_decode._INTEGERS),
+        ("w4a16_decode.cu", "DecodeArguments", moe_w4a16.DECODE_POINTERS, moe_w4a16.DECODE_INTEGERS),
+    ],
+)
+def test_ctypes_structures_follow_the_cuda_ones(
+    source: str, structure: str, pointers: tuple[str, ...], integers: tuple[str, ...]
+) -> None:
     """The two declarations are one interface: the same fields in the same order."""
-    body = re.search(r"struct ExpertArguments \{(.*?)\n\};", (build.SOURCES / "decode_experts.cu").read_text(), re.S)
+    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", (build.SOURCES / source).read_text(), re.S)
     assert body is not None
     text = re.sub(r"//[^\n]*", "", body.group(1))
-    assert re.findall(r"\*\s*(\w+);", text) == list(moe_decode._POINTERS)
-    integers = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
-    assert integers is not None
-    assert integers.group(1).split(", ") == list(moe_decode._INTEGERS)
+    assert re.findall(r"\*\s*(\w+);", text) == list(pointers)
+    found = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
+    assert found is not None
+    assert found.group(1).split(", ") == list(integers)
 
 
 def test_the_widths_are_those_that_have_an_instance() -> None:
@@ -86,3 +95,4 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
 
     assert cases("decode_linear.cu", "switch (a.columns)") == list(DECODE_COLUMNS)
     assert cases("decode_experts.cu", "switch (a->hidden)") == list(moe_decode.HIDDEN)
+    assert cases("w4a16_decode.cu", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)

@@ -30,6 +30,16 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
 
 
+# Up to here the pairs are products of their own.
+DECODE_TOKENS = 4
+DECODE_HIDDEN = (1024, 7168)
+DECODE_POINTERS = (
+    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
+    "intermediate", "out",
+)  # fmt: skip
+DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
+
+
 class _Arguments(moe_fp8._Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
@@ -139,6 +149,45 @@ def check_choice(choice: ExpertChoice) -> None:
         raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
 
 
+class _DecodeArguments(ctypes.Structure):
+    """`w4a16::DecodeArguments` of csrc/w4a16_decode.cu, field for field."""
+
+    _fields_ = [(n, ctypes.c_void_p) for n in DECODE_POINTERS] + [(n, ctypes.c_int) for n in DECODE_INTEGERS]
+
+
+def takes_decode(tokens: int, top_k: int, hidden: int) -> bool:
+    """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
+    return tokens <= DECODE_TOKENS and top_k <= 16 and hidden in DECODE_HIDDEN
+
+
+@functools.cache
+def _intermediate(device: torch.device, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.bfloat16, device=device)
+
+
+def _launch_decode(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    shape: tuple[int, int, int, int, int],
+    out: Tensor,
+) -> None:
+    tokens, top_k, experts, _, inter = shape
+    scratch = _intermediate(x.device, tokens * top_k * inter)
+    given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)
+    arguments = _DecodeArguments(
+        **{name: t.data_ptr() for name, t in zip(DECODE_POINTERS, given, strict=True) if t is not None}
+    )
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
+    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
+    arguments.ids64 = topk_indices.dtype == torch.int64
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    if status := load_library("w4a16_decode.cu", "").kimi_w4a16_decode(ctypes.byref(arguments), stream):
+        raise KernelError(f"moe_w4a16 could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+
+
 @torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
 def moe_w4a16(
     x: Tensor,
@@ -180,6 +229,10 @@ def moe_w4a16(
         return out
     name, multiprocessors = _device(x.device.index)
     w2_bf16 = down_proj_scale is None
+    if choice is None and takes_decode(tokens, top_k, hidden):
+        weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)
+        _launch_decode(x, weights, topk_indices, topk_weights, expert_map, shape, out)
+        return out
     if choice is None:
         dtype = TUNING_DTYPES[w2_bf16]
         chosen = choose(tokens, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)

@@ -2,11 +2,10 @@
 // SiLU * mul, then down rows summed over a token's experts. Activations keep bf16 (they are not quantized), the
 // intermediate float32, and every sum has a fixed order. A shared expert of the same width may come along as one more
 // pair of weight one; its weights, known in advance, are asked for before the routing is there.
-#include "decode_common.cuh"
+#include "decode_routing.cuh"
 
 namespace decode {
 
-constexpr int kMaxSlots = 17;  // 16 routed experts of a token and the shared one
 constexpr int kDownRows = 4;   // rows of a warp in the second launch
 constexpr int kDownBatch = 5;  // 16-byte loads a lane and row in flight there: nine experts of width 256 need 4.5
 
@@ -30,18 +29,6 @@ struct ExpertArguments {
 
 __device__ __forceinline__ int slots_of(const ExpertArguments& a) { return a.top_k + (a.shared_gate_up != nullptr); }
 
-// Local expert of a token's slot, -1 if it does not count; the weight too. Past the first-level cache: the second launch
-// reads them while the first still runs, which the router's launch has preceded.
-__device__ __forceinline__ int routed_expert(const ExpertArguments& a, int token, int slot, float& weight) {
-    const int at = token * a.top_k + slot - (a.shared_gate_up != nullptr);
-    const long long id = a.ids64 ? __ldcg(static_cast<const long long*>(a.topk_indices) + at)
-                                 : __ldcg(static_cast<const int*>(a.topk_indices) + at);
-    weight = __ldcg(a.topk_weights + at);
-    if (id < 0 || id >= a.num_global || weight == 0.f) return -1;
-    const int expert = a.expert_map != nullptr ? __ldg(a.expert_map + id) : static_cast<int>(id);
-    return expert >= 0 && expert < a.experts ? expert : -1;
-}
-
 // One warp a row of the intermediate: its gate row and its up row. LOADS of 512 bytes a row, AHEAD of them in flight.
 template <int LOADS, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArguments a) {
@@ -56,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
         wait_for_previous();
         let_next_start();
         float weight;
-        const int expert = routed_expert(a, token, slot, weight);
+        const int expert = routed_expert(a, token * a.top_k + slot - (a.shared_gate_up != nullptr), weight);
         if (expert < 0) return;
         weights = a.gate_up + int64_t(expert) * 2 * a.inter * kColumns;
         scales = a.gate_up_scale + int64_t(expert) * (2 * a.inter / 128) * kBlocks;
@@ -102,25 +89,12 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
 // One warp kDownRows rows of the output over all experts of a token: no sum ever leaves the warp.
 __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a) {
     extern __shared__ float4 values[];  // the token's intermediate, quarter by quarter of each 16 values
-    __shared__ int chosen[kWarps][kMaxSlots];
-    __shared__ float chosen_weight[kWarps][kMaxSlots];
+    __shared__ Pairs pairs[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.y, slots = slots_of(a);
     const int row = (blockIdx.x * kWarps + warp) * kDownRows, per_slot = a.inter / 16, held = slots * per_slot;
     let_next_start();
 
-    int expert = -1;
-    float weight = 1.f;
-    const bool shared = a.shared_gate_up != nullptr && lane == 0;
-    if (lane < slots && !shared) expert = routed_expert(a, token, lane, weight);
-    const unsigned valid = __ballot_sync(kAll, expert >= 0 || shared);
-    if (valid >> lane & 1) {
-        const int at = __popc(valid & ((1u << lane) - 1));
-        chosen[warp][at] = lane << 16 | (shared ? 0xffff : expert);
-        chosen_weight[warp][at] = weight;
-    }
-    __syncwarp();
-
-    const int chunks = __popc(valid) * per_slot;
+    const int chunks = list_pairs(a, token, a.shared_gate_up != nullptr, pairs[warp]) * per_slot;
     float total[kDownRows] = {};
     bool waited = false;
     for (int base = 0; base < chunks || !waited; base += 32 * kDownBatch) {
@@ -132,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
             const int chunk = base + b * 32 + lane, which = chunk / per_slot, within = chunk % per_slot;
             place[b] = -1;
             if (chunk >= chunks) continue;
-            const int entry = chosen[warp][which];
-            const bool routed = (entry & 0xffff) != 0xffff;
+            const int entry = pairs[warp].entry[which];
+            const bool routed = (entry & 0xffff) != kShared;
             const int64_t of = routed ? entry & 0xffff : 0;
             const uint8_t* at = (routed ? a.down : a.shared_down) + (of * a.hidden + row) * a.inter + within * 16;
             const float* scale = (routed ? a.down_scale : a.shared_down_scale) +
@@ -141,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
             place[b] = (entry >> 16) * per_slot + within;
 #pragma unroll
             for (int r = 0; r < kDownRows; ++r) codes[b][r] = load_once(at + int64_t(r) * a.inter);
-            factor[b] = __ldg(scale) * chosen_weight[warp][which];
+            factor[b] = __ldg(scale) * pairs[warp].weight[which];
         }
         if (!waited) {
             wait_for_previous();
