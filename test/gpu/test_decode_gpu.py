@@ -87,16 +87,19 @@ def test_graph_replay_follows_its_inputs() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7170, 1024), (512, 2048), (72, 256)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
-def test_residual_norm_and_product(rows: int, columns: int, tokens: int) -> None:
+@pytest.mark.parametrize("fp8", [True, False])
+def test_residual_norm_and_product(rows: int, columns: int, tokens: int, fp8: bool) -> None:
     x, delta = (torch.randn(tokens, columns, device="cuda").bfloat16() for _ in range(2))
-    weight = (torch.randn(rows, columns, device="cuda") * 20).to(torch.float8_e4m3fn)
-    scale = torch.rand(-(-rows // 128), columns // 128, device="cuda") * 0.01 + 0.01
+    weight, scale = torch.randn(rows, columns, device="cuda") * 20, None
+    if fp8:
+        scale = torch.rand(-(-rows // 128), columns // 128, device="cuda") * 0.01 + 0.01
+    weight = weight.to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     norm = torch.rand(columns, device="cuda").bfloat16() + 0.5
     out, total = fused_add_linear(x, delta, weight, scale, norm, 1e-6)
     assert torch.equal(total, x + delta)
     wide = total.double()
     wanted = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
-    assert distance(out, wanted @ dense(weight, scale).T) < 5e-3
+    assert distance(out, wanted @ (weight.double() if scale is None else dense(weight, scale)).T) < 5e-3
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (3, 8), (8, 64)])

@@ -93,6 +93,6 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
         text = (build.SOURCES / source).read_text()
         return [int(width) for width in re.findall(r"case (\d+):", text[text.index(switch) :])]
 
-    assert cases("decode_linear.cu", "switch (a.columns)") == list(DECODE_COLUMNS)
+    assert cases("decode_linear.cu", "switch (a.columns)") == 2 * list(DECODE_COLUMNS)  # FP8, BF16
     assert cases("decode_experts.cu", "switch (a->hidden)") == list(moe_decode.HIDDEN)
     assert cases("w4a16_decode.cu", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.kernels import dispatch, moe_decode, value_rows
-from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_fp8_linear
+from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_bf16_linear, supports_fp8_linear
 from kimi_k2.kernels.mla_decode import mla_decode
 from kimi_k2.kernels.mla_decode import supports as supports_mla
 from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports, supports_sum
@@ -40,16 +40,19 @@ class Place(NamedTuple):
 
 
 def takes(x: Tensor, linear: Linear) -> bool:
-    """Whether the FP8 kernel takes x [B, K] times this weight."""
-    scale = getattr(linear, "weight_scale_inv", x)
-    return linear.quantized and supports_fp8_linear(x, linear.weight, scale, (128, 128))
+    """Whether a kernel for few tokens takes x [B, K] times this weight, FP8 or BF16."""
+    if not linear.quantized:
+        return supports_bf16_linear(x, linear.weight)
+    return "weight_scale_inv" in linear.suffixes and supports_fp8_linear(
+        x, linear.weight, linear.weight_scale_inv, (128, 128)
+    )
 
 
 def project(x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> Tensor:
     """linear(norm(x)) for x [B, K], in one launch where the kernel takes it."""
     if takes(x, linear):
-        eps = 1e-6 if norm is None else norm.eps
-        return fused_linear(x, linear.weight, linear.weight_scale_inv, None if norm is None else norm.weight, eps)
+        scale = linear.weight_scale_inv if linear.quantized else None
+        return fused_linear(x, linear.weight, scale, *((None, 1e-6) if norm is None else (norm.weight, norm.eps)))
     return linear(x if norm is None else norm(x))
 
 
@@ -58,7 +61,8 @@ def add_project(x: Tensor, delta: Tensor | None, linear: Linear, norm: RMSNorm) 
     if delta is None:
         return project(x, linear, norm), x
     if takes(x, linear):
-        return fused_add_linear(x, delta, linear.weight, linear.weight_scale_inv, norm.weight, norm.eps)
+        scale = linear.weight_scale_inv if linear.quantized else None
+        return fused_add_linear(x, delta, linear.weight, scale, norm.weight, norm.eps)
     return project(x + delta, linear, norm), x + delta
 
 
@@ -75,12 +79,20 @@ def stack_rows(first: Linear, second: Linear) -> Linear | None:
 
     `first` and `second` become views of it, so that nothing is held twice.
     """
+    fp8 = first.quantized and first.weight.dtype == torch.float8_e4m3fn
+    if first.quantized != second.quantized or (first.quantized and not fp8):
+        return None
     rows = first.weight.shape[0]
-    if not (first.quantized and first.weight.dtype == torch.float8_e4m3fn) or rows % 128:
+    if fp8 and rows % 128:
         return None
     both = Linear.__new__(Linear)
     nn.Module.__init__(both)
-    both.quantization, both.suffixes, both.quantized = first.quantization, first.suffixes, True
+    both.quantization, both.suffixes, both.quantized = first.quantization, first.suffixes, first.quantized
+    if not fp8:
+        both.weight = nn.Parameter(torch.cat((first.weight, second.weight)), requires_grad=False)
+        for part, slice_ in ((first, slice(None, rows)), (second, slice(rows, None))):
+            part.weight = nn.Parameter(both.weight[slice_], requires_grad=False)
+        return both
     both.weight = torch.cat((first.weight.view(torch.uint8), second.weight.view(torch.uint8))).view(first.weight.dtype)
     both.weight_scale_inv = torch.cat((first.weight_scale_inv, second.weight_scale_inv))
     first.weight, second.weight = both.weight[:rows], both.weight[rows:]
@@ -105,7 +117,7 @@ class LayerStep:
         self.dense = mlp if isinstance(mlp, MLP) else None
         self.gate_up = None if self.dense is None else stack_rows(self.dense.gate_proj, self.dense.up_proj)
         self.shared: tuple[Tensor, ...] | None = None
-        if self.dense is not None and self.gate_up is not None:
+        if self.dense is not None and self.gate_up is not None and self.gate_up.quantized:
             down = self.dense.down_proj
             self.shared = (self.gate_up.weight, self.gate_up.weight_scale_inv, down.weight, down.weight_scale_inv)
         config = self.attention.config

@@ -1,6 +1,6 @@
 """FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-Up to 4 tokens FP8 goes to csrc/decode_linear.cu, where Triton left half of the time on the table. The rest is Triton: a
+Up to 4 tokens go to csrc/decode_linear.cu, where Triton left half of the time on the table. The rest is Triton: a
 program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and rounded to bfloat16,
 multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
 split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
@@ -38,6 +38,11 @@ def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, blo
         and 0 < x.numel() // x.shape[-1] <= MAX_TOKENS
         and weight.shape[1] % BLOCK == 0
     )
+
+
+def supports_bf16_linear(x: Tensor, weight: Tensor) -> bool:
+    """Few BF16 tokens and a BF16 weight on a Hopper GPU, of a width that the CUDA kernel is compiled for."""
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.dim() == 2 and takes_decode(x, x.shape[1])
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
@@ -99,7 +104,7 @@ def fused_linear(
     out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
     if not tokens:
         return out
-    if weight_scale_inv is not None and not splits and takes_decode(x, columns):
+    if not splits and takes_decode(x, columns):
         _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
         return out
     kernels = _kernels()
@@ -139,7 +144,7 @@ def takes_decode(x: Tensor, columns: int) -> bool:
 def _launch_decode(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     norm_weight: Tensor | None,
     out: Tensor,
     eps: float,
@@ -157,7 +162,7 @@ def _launch_decode(
 
 @torch.library.custom_op("kimi_k2::fused_add_linear", mutates_args=(), device_types="cuda")
 def fused_add_linear(
-    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first product.
 
@@ -182,7 +187,7 @@ def fused_add_linear(
 
 @fused_add_linear.register_fake
 def _(
-    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     _check(x, weight, weight_scale_inv, norm_weight)
     _check_delta(x, delta)

@@ -1,65 +1,12 @@
 // y = RMSNorm(x + delta) W^T for one to four tokens, norm and delta optional: W is read once, ROWS rows by LANES lanes of
-// a warp. W is e4m3 with one float32 scale a 128x128 block. All of a lane's loads are issued before the tokens are
+// a warp. W is e4m3 with one float32 scale a 128x128 block, or bf16. All of a lane's loads are issued before the tokens are
 // waited for; their statistics are computed meanwhile, so that they hide behind the weights' latency.
-#include "decode_norm.cuh"
+#include "decode_tokens.cuh"
 
 namespace decode {
 
-struct LinearArguments {
-    const __nv_bfloat16* x;
-    const __nv_bfloat16* delta;
-    const uint8_t* weight;
-    const float* scale;
-    const __nv_bfloat16* norm;
-    __nv_bfloat16* out;
-    __nv_bfloat16* total;  // x + delta, written by the first block
-    int tokens, rows, columns;
-    float eps;
-};
-
-// Tokens to shared memory, after the launches before this one; ends with a barrier.
-template <int TOKENS>
-__device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, float (&sums)[TOKENS][kWarps]) {
-    const int thread = threadIdx.x, groups = a.columns / 8;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        float sum = 0;
-        for (int v = thread; v < groups; v += kThreads) {
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (t < a.tokens) {
-                const int at = t * groups + v;
-                value = __ldcg(reinterpret_cast<const uint4*>(a.x) + at);
-                if (a.delta != nullptr) {
-                    value = add8(value, __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-                    if (blockIdx.x == 0) reinterpret_cast<uint4*>(a.total)[at] = value;
-                }
-            }
-            sum += squares8(value);
-            token[t * groups + place_of(v, a.columns)] = value;
-        }
-        if (a.norm != nullptr) {
-            sum = sum_lanes(sum);
-            if (thread % 32 == 0) sums[t][thread / 32] = sum;
-        }
-    }
-    __syncthreads();
-    if (a.norm == nullptr) return;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += sums[t][w];
-        const float inverse = rsqrtf(sum / a.columns + a.eps);
-        for (int v = thread; v < groups; v += kThreads) {
-            uint4& value = token[t * groups + place_of(v, a.columns)];
-            value = normed8(value, inverse, __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
-        }
-    }
-    __syncthreads();
-}
-
-// LOADS 16-byte loads a lane and row: columns = 16 * LANES * LOADS. Rows of a warp are a multiple of ROWS apart from a
-// scale block's end.
+// LOADS 16-byte loads a lane and row: columns = 16 * LANES * LOADS. A warp's rows lie in one scale block: their number
+// divides 128.
 template <int TOKENS, int LOADS, int LANES, int ROWS>
 __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
     extern __shared__ uint4 token[];
@@ -67,7 +14,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
     const int thread = threadIdx.x, lane = thread % LANES;
     const int row = (blockIdx.x * (kThreads / LANES) + thread / LANES) * ROWS;
     uint4 codes[ROWS][LOADS];
-    const uint8_t* weights = a.weight + int64_t(row) * a.columns + lane * 16;
+    const uint8_t* weights = static_cast<const uint8_t*>(a.weight) + int64_t(row) * a.columns + lane * 16;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
 #pragma unroll
@@ -81,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
     const float second = mine + 32 < blocks ? __ldg(scales + mine + 32) : 0.f;
     wait_for_previous();
     let_next_start();
-    prepare<TOKENS>(a, token, sums);
+    prepare<TOKENS, true>(a, token, sums);
 
     float total[TOKENS][ROWS] = {};
 #pragma unroll
@@ -104,6 +51,64 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
             if (lane == 0 && row + r < a.rows && t < a.tokens)
                 a.out[int64_t(t) * a.rows + row + r] = __float2bfloat16(sum);
         }
+}
+
+// bf16 weights: a warp a row, LOADS of 512 bytes, AHEAD of them in flight.
+template <int TOKENS, int LOADS, int AHEAD>
+__global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments a) {
+    extern __shared__ uint4 token[];
+    __shared__ float sums[TOKENS][kWarps];
+    const int lane = threadIdx.x % 32, row = blockIdx.x * kWarps + threadIdx.x / 32;
+    const int64_t from = int64_t(row < a.rows ? row : 0) * (a.columns / 8) + lane;
+    const uint4* weights = static_cast<const uint4*>(a.weight) + from;
+    uint4 values[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) values[i] = load_once(weights + i * 32);
+    wait_for_previous();
+    let_next_start();
+    prepare<TOKENS, false>(a, token, sums);
+
+    float total[TOKENS] = {};
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        float w[8];
+        widen(values[i % AHEAD], w);
+        if (i + AHEAD < LOADS) values[i % AHEAD] = load_once(weights + (i + AHEAD) * 32);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            float x[8];
+            widen(token[t * (a.columns / 8) + i * 32 + lane], x);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) total[t] += w[j] * x[j];
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        const float sum = sum_lanes(total[t]);
+        if (lane == 0 && row < a.rows && t < a.tokens) a.out[int64_t(t) * a.rows + row] = __float2bfloat16(sum);
+    }
+}
+
+template <int TOKENS, int LOADS>
+int start_bf16(const LinearArguments& a, void* stream) {
+    constexpr int kAhead = LOADS < 7 ? LOADS : 7;
+    return launch(linear_bf16<TOKENS, LOADS, kAhead>, dim3((a.rows + kWarps - 1) / kWarps), kThreads,
+                  size_t(TOKENS) * a.columns * 2, a, stream);
+}
+
+template <int TOKENS>
+int by_columns_bf16(const LinearArguments& a, void* stream) {
+    switch (a.columns) {
+        case 256: return start_bf16<TOKENS, 1>(a, stream);
+        case 512: return start_bf16<TOKENS, 2>(a, stream);
+        case 1024: return start_bf16<TOKENS, 4>(a, stream);
+        case 1536: return start_bf16<TOKENS, 6>(a, stream);
+        case 2048: return start_bf16<TOKENS, 8>(a, stream);
+        case 2304: return start_bf16<TOKENS, 9>(a, stream);
+        case 4096: return start_bf16<TOKENS, 16>(a, stream);
+        case 7168: return start_bf16<TOKENS, 28>(a, stream);
+        default: return 1000;
+    }
 }
 
 template <int TOKENS, int LOADS, int LANES, int ROWS>
@@ -135,11 +140,12 @@ extern "C" int kimi_linear_decode(const void* x, const void* delta, const void* 
                                   float eps, void* stream) {
     const decode::LinearArguments a{
         static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(delta),
-        static_cast<const uint8_t*>(weight),  static_cast<const float*>(scale),
+        weight,                               static_cast<const float*>(scale),
         static_cast<const __nv_bfloat16*>(norm), static_cast<__nv_bfloat16*>(out),
         static_cast<__nv_bfloat16*>(total),   tokens, rows, columns, eps};
-    if (tokens == 1) return decode::by_columns<1>(a, stream);
-    if (tokens == 2) return decode::by_columns<2>(a, stream);
-    if (tokens <= 4) return decode::by_columns<4>(a, stream);
+    const bool bf16 = scale == nullptr;
+    if (tokens == 1) return bf16 ? decode::by_columns_bf16<1>(a, stream) : decode::by_columns<1>(a, stream);
+    if (tokens == 2) return bf16 ? decode::by_columns_bf16<2>(a, stream) : decode::by_columns<2>(a, stream);
+    if (tokens <= 4) return bf16 ? decode::by_columns_bf16<4>(a, stream) : decode::by_columns<4>(a, stream);
     return 1000;
 }
