@@ -7,6 +7,8 @@ import torch
 from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.cuda.decode import DecodeStep
 from kimi_k2.kernels.bench.model import synthetic_rank
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts
 from kimi_k2.sharding.plan import Layout, make_plan
 
 
@@ -25,3 +27,20 @@ def test_a_rank_of_two_stands_alone() -> None:
     logits = step(torch.tensor([5]), torch.tensor([3]))
     assert logits.shape == (1, config.vocab_size // 2)
     assert bool(logits.isfinite().all())
+
+
+def test_a_rank_of_experts_maps_the_models_numbers_to_its_own() -> None:
+    """What the kernels take for routing is the interval of which the plain function computes the experts."""
+    config = tiny_config("kimi-k2-instruct-0905")
+    count = config.n_routed_experts
+    for rank in range(2):
+        model = synthetic_rank(
+            config, Layout(1, 2, target="cuda", experts="bf16"), rank, communicate=False, device="cpu"
+        )
+        experts = next(module for module in model.modules() if isinstance(module, Experts))
+        found = experts.expert_map()
+        assert found is not None
+        local = torch.arange(count) - experts.first_expert
+        assert torch.equal(found.long(), torch.where((local >= 0) & (local < experts.num_experts), local, -1))
+        assert int((found >= 0).sum()) == count // 2 == experts.num_experts
+    assert KimiK2ForCausalLM(config).model.layers[-1].mlp.experts.expert_map() is None

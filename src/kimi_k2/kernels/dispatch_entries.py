@@ -92,9 +92,6 @@ def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_
 
 def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_fp8` over the experts that this rank holds."""
-    if experts.num_experts < experts.total_experts:
-        local = topk_indices - experts.first_expert
-        topk_indices = torch.where((local >= 0) & (local < experts.num_experts), local, -1)
     return moe_fp8(
         x.contiguous(),
         experts.gate_up_proj,
@@ -103,4 +100,5 @@ def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: 
         experts.down_proj_scale_inv,
         topk_indices,
         topk_weights.float(),
+        experts.expert_map(),
     )

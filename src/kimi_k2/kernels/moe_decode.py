@@ -67,12 +67,9 @@ def with_shared(
     x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor, shared: tuple[Tensor, ...] | None
 ) -> Tensor:
     """`routed_experts` plus a shared expert given as (gate_up, its scales, down, its scales)."""
-    if experts.num_experts < experts.total_experts:
-        local = topk_indices - experts.first_expert
-        topk_indices = torch.where((local >= 0) & (local < experts.num_experts), local, -1)
     return moe_decode(
         x.contiguous(), experts.gate_up_proj, experts.gate_up_proj_scale_inv, experts.down_proj,
-        experts.down_proj_scale_inv, topk_indices, topk_weights.float(), None, *(shared or ()),
+        experts.down_proj_scale_inv, topk_indices, topk_weights.float(), experts.expert_map(), *(shared or ()),
     )  # fmt: skip
 
 

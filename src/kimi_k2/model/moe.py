@@ -56,6 +56,7 @@ class Experts(nn.Module):
         # A rank of expert parallelism holds experts first_expert .. first_expert + num_experts - 1.
         self.first_expert, self.num_experts = 0, config.n_routed_experts
         self.total_experts = config.n_routed_experts
+        self._expert_map: Tensor | None = None
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
@@ -71,6 +72,16 @@ class Experts(nn.Module):
                 if suffix != "weight_shape":
                     stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
                     self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
+
+    def expert_map(self) -> Tensor | None:
+        """int32 [experts of the model] to the local expert, -1 elsewhere; None if all are held."""
+        if self.num_experts == self.total_experts:
+            return None
+        if self._expert_map is None:
+            numbers = torch.arange(self.total_experts, dtype=torch.int32) - self.first_expert
+            numbers[(numbers < 0) | (numbers >= self.num_experts)] = -1
+            self._expert_map = numbers.to(next(self.buffers()).device)
+        return self._expert_map
 
     def load(self, expert: int, projection: str, stored: dict[str, Tensor]) -> None:
         """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj."""
