@@ -44,7 +44,7 @@ def test_the_order_is_the_tables() -> None:
         "fp8_linear": ["triton_decode"],
         "mla_absorbed_attention": ["mla_decode"],
         "route": ["router_decode"],
-        "routed_experts": ["moe_decode", "moe_fp8"],
+        "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16"],
     }
 
 

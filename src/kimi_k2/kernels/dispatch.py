@@ -57,6 +57,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "routed_experts": (
         Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),
         Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),
+        Implementation("moe_w4a16", "kimi_k2.kernels.moe_w4a16"),
     ),
 }
 _pins: dict[str, str] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import astuple
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_fp8
 from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
-from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
+from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
 TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
@@ -110,6 +110,44 @@ def supports(hidden: int, inter: int, experts: int, device: torch.device) -> boo
     """Whether the kernel takes these sizes on this device (compute capability 9.0)."""
     shape = hidden % CHUNK_ROWS == 0 and inter > 0 and inter % CHUNK_COLUMNS == 0 and 0 < experts <= MAX_EXPERTS
     return shape and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """INT4 kept as stored, groups of 32 (the second projection may be BF16), BF16 tokens."""
+    held, quantization = experts._buffers, experts.quantization
+    if "gate_up_proj_packed" not in held or x.dtype != torch.bfloat16 or topk_indices.shape[1] > 16:
+        return False
+    packed = "down_proj_packed" in held
+    scheme = quantization.num_bits, quantization.group_size, quantization.strategy, quantization.type
+    if expert_mode(*scheme, down_proj_quantized=packed) is None:
+        return False
+    if not packed and held["down_proj"].dtype != torch.bfloat16:
+        return False
+    hidden, inter = experts.shapes["down_proj"]
+    return supports(hidden, inter, experts.num_experts, x.device)
+
+
+def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_w4a16` with the plain function's arguments, over the experts that this rank holds.
+
+    The first call of a module puts its weights into the kernel's order, in place.
+
+    Raises:
+        KernelError: that first call happens while a CUDA graph is captured.
+    """
+    held = experts._buffers
+    weights = (
+        held["gate_up_proj_packed"],
+        held["gate_up_proj_scale"],
+        held["down_proj_packed"] if "down_proj_packed" in held else held["down_proj"],
+        held.get("down_proj_scale"),
+    )
+    if not experts.kernel_order:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError("INT4 experts must be called once before a graph is captured: their order changes")
+        prepare_w4a16(*weights, in_place=True)
+        experts.kernel_order = True
+    return moe_w4a16(x.contiguous(), *weights, topk_indices, topk_weights.float(), experts.expert_map())
 
 
 def workspace_sizes(

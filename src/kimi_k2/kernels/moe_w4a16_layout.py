@@ -10,6 +10,7 @@ rows; in down_proj row 4a + 2h + b of 16 is row 2a + b of half h. Columns are cu
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -98,15 +99,31 @@ def _order_bf16(weight: Tensor) -> Tensor:
     return split.permute(_BF16).reshape(weight.shape)
 
 
+def _restore_bf16(ordered: Tensor) -> Tensor:
+    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // 32
+    split = ordered.reshape(blocks, chunks, 4, 2, 4, 8, 4, 2, 2, 2).permute(_inverse(_BF16))
+    return _join_rows(split.flatten(5), False)
+
+
+def checkpoint_order(stored: dict[str, Tensor], gate_up: bool) -> dict[str, Tensor]:
+    """One expert's projection, by suffix (`weight_packed` and `weight_scale`, or `weight`), from the kernel's order."""
+    if "weight" in stored:
+        return {"weight": _restore_bf16(stored["weight"])}
+    return {
+        "weight_packed": _restore_words(stored["weight_packed"], gate_up),
+        "weight_scale": _restore_scales(stored["weight_scale"], gate_up),
+    }
+
+
 def _checked(name: str, tensor: Tensor, dtype: torch.dtype, rows: int, columns: int) -> None:
     if tensor.dim() != 3 or tensor.dtype != dtype or tensor.shape[1] % rows or tensor.shape[2] % columns:
         shape = f"[E, multiple of {rows}, multiple of {columns}]"
         raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
-def _each(function, tensor: Tensor, *extra: bool) -> Tensor:  # type: ignore[no-untyped-def]
+def _each(function, tensor: Tensor, *extra: bool, in_place: bool = False) -> Tensor:  # type: ignore[no-untyped-def]
     """One expert at a time: the temporaries are several times an expert's weights."""
-    made = torch.empty_like(tensor)
+    made = tensor if in_place else torch.empty_like(tensor)
     for source, target in zip(tensor, made, strict=True):
         target.copy_(function(source, *extra))
     return made
@@ -118,6 +135,7 @@ def prepare_w4a16(
     down_proj_packed: Tensor,
     down_proj_scale: Tensor | None,
     w2_bf16: bool = False,
+    in_place: bool = False,
 ) -> PreparedW4A16:
     """Checkpoint order to kernel order, once at load.
 
@@ -127,22 +145,27 @@ def prepare_w4a16(
         down_proj_packed: int32 [E, H, I/8]; or, where the checkpoint keeps it unquantized, bfloat16 [E, H, I].
         down_proj_scale: bfloat16 [E, H, I/32]; None with bfloat16 weights.
         w2_bf16: keep the second stage in bfloat16: packed weights are dequantized and rounded once.
+        in_place: the arguments take the new order; nothing is held twice. Not with `w2_bf16` of packed weights.
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take.
     """
     _checked("gate_up_proj_packed", gate_up_proj_packed, torch.int32, CHUNK_ROWS, 2 * CHUNK_COLUMNS // 8)
     _checked("gate_up_proj_scale", gate_up_proj_scale, torch.bfloat16, CHUNK_ROWS, 2 * CHUNK_COLUMNS // GROUP)
-    first = (_each(_order_words, gate_up_proj_packed, True), _each(_order_scales, gate_up_proj_scale, True))
     if down_proj_packed.dtype == torch.bfloat16:
         _checked("down_proj_packed", down_proj_packed, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS)
-        return PreparedW4A16(*first, _each(_order_bf16, down_proj_packed), None)
-    _checked("down_proj_packed", down_proj_packed, torch.int32, CHUNK_ROWS, CHUNK_COLUMNS // 8)
-    if down_proj_scale is None:
-        raise KernelError("down_proj_scale is None, expected the scales of the packed down_proj")
-    _checked("down_proj_scale", down_proj_scale, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS // GROUP)
+    else:
+        _checked("down_proj_packed", down_proj_packed, torch.int32, CHUNK_ROWS, CHUNK_COLUMNS // 8)
+        if down_proj_scale is None:
+            raise KernelError("down_proj_scale is None, expected the scales of the packed down_proj")
+        _checked("down_proj_scale", down_proj_scale, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS // GROUP)
+    each = functools.partial(_each, in_place=in_place)
+    first = (each(_order_words, gate_up_proj_packed, True), each(_order_scales, gate_up_proj_scale, True))
+    if down_proj_packed.dtype == torch.bfloat16:
+        return PreparedW4A16(*first, each(_order_bf16, down_proj_packed), None)
+    assert down_proj_scale is not None
     if not w2_bf16:
-        second = (_each(_order_words, down_proj_packed, False), _each(_order_scales, down_proj_scale, False))
+        second = (each(_order_words, down_proj_packed, False), each(_order_scales, down_proj_scale, False))
         return PreparedW4A16(*first, *second)
     experts, rows, words = down_proj_packed.shape
     dense = torch.empty(experts, rows, words * 8, dtype=torch.bfloat16, device=down_proj_packed.device)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.kernels.moe_w4a16_layout import checkpoint_order
 from kimi_k2.model.linear import Linear, dequantize_stored
 from kimi_k2.model.router import Router
 
@@ -44,7 +45,11 @@ class Experts(nn.Module):
     """The routed experts of a layer, stacked.
 
     Plain: `gate_up_proj` [E, 2I, H] (gate rows first) and `down_proj` [E, H, I]. With `keep_quantized` the stored form
-    is held instead: FP8 adds `*_scale_inv` (float32, one value a block), INT4 has `*_packed` (int32) and `*_scale`.
+    is held instead: FP8 adds `*_scale_inv` (float32, one value a block), INT4 has `*_packed` (int32) and `*_scale`. A
+    projection that the checkpoint leaves unquantized stays plain.
+
+    Attributes:
+        kernel_order: the INT4 kernel has put the weights into its own order (`kernels.moe_w4a16`), in place.
     """
 
     gate_up_proj: Tensor
@@ -61,9 +66,11 @@ class Experts(nn.Module):
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
         down = list(linear_specs(config, f"{module}.experts.0.down_proj", hidden, intermediate))
-        self.quantized = keep_quantized and len(gate) > 1
+        self.kernel_order = False
+        self.quantized: dict[str, bool] = {}
         for target, specs, parts in (("gate_up_proj", gate, 2), ("down_proj", down, 1)):
-            if not self.quantized:
+            self.quantized[target] = keep_quantized and len(specs) > 1
+            if not self.quantized[target]:
                 shape = (self.num_experts, *self.shapes[target])
                 self.register_buffer(target, torch.empty(shape, dtype=dtype))
                 continue
@@ -86,7 +93,7 @@ class Experts(nn.Module):
     def load(self, expert: int, projection: str, stored: dict[str, Tensor]) -> None:
         """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj."""
         target = "down_proj" if projection == "down_proj" else "gate_up_proj"
-        if not self.quantized:
+        if not self.quantized[target]:
             destination = getattr(self, target)[expert]
             stored = {"weight": dequantize_stored(stored, self.quantization, destination.dtype)}
         for suffix, tensor in stored.items():
@@ -99,10 +106,10 @@ class Experts(nn.Module):
 
     def weight(self, target: str, expert: int, dtype: torch.dtype) -> Tensor:
         """`gate_up_proj` [2I, H] or `down_proj` [H, I] of one expert, dequantized to `dtype`."""
-        if not self.quantized:
-            return getattr(self, target)[expert].to(dtype)
         names = [name for name in self._buffers if name.startswith(target)]
         stored = {"weight" + name.removeprefix(target): getattr(self, name)[expert] for name in names}
+        if self.kernel_order:
+            stored = checkpoint_order(stored, target == "gate_up_proj")
         if "weight_packed" in stored:
             stored["weight_shape"] = torch.tensor(self.shapes[target])
         return dequantize_stored(stored, self.quantization, dtype)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.cuda.decode import DecodeStep, Place
+from kimi_k2.kernels import moe_w4a16
 from kimi_k2.kernels.bench.harness import event_times, graph_median
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.moe import MoE
+from kimi_k2.model.moe import Experts, MoE
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last, parallelize
 from kimi_k2.sharding.plan import Layout
@@ -57,14 +58,17 @@ def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
         torch.float8_e4m3fn: (noise * 60).clamp(-448, 448).to(torch.float8_e4m3fn),
         torch.bfloat16: (noise * 0.02).bfloat16(),
         torch.float32: noise[: 2**22].abs() * (0.02 / 60),
+        torch.int32: torch.randint(-(2**31), 2**31, (2**24,), device=device, generator=generator, dtype=torch.int32),
     }
+    int4_scale = (noise[: 2**22].abs() * (0.02 / 4.6)).bfloat16()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith("e_score_correction_bias"):
             tensor.copy_(noise[: tensor.numel()] * 0.05)
         else:
-            flat, pattern = tensor.view(-1), patterns[tensor.dtype]
+            flat = tensor.view(-1)
+            pattern = int4_scale if name.endswith("_proj_scale") else patterns[tensor.dtype]
             for start in range(0, flat.numel(), pattern.numel()):
                 part = flat[start : start + pattern.numel()]
                 part.copy_(pattern[: part.numel()])
@@ -81,6 +85,11 @@ def synthetic_rank(
     left = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     assert not left, left
     fill_random(model, rank)
+    for module in model.modules():
+        if isinstance(module, Experts) and "gate_up_proj_packed" in module._buffers:
+            hidden, inter = module.shapes["down_proj"]
+            # Random words are as good in one order as in another.
+            module.kernel_order = moe_w4a16.supports(hidden, inter, module.num_experts, torch.device(device))
     return model.eval()
 
 

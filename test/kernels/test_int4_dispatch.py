@@ -1,0 +1,81 @@
+"""INT4 experts as the model holds them: which kernel takes them, and their values in the kernel's order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels import dispatch, moe_w4a16
+from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts
+from kimi_k2.quantization.config import Int4GroupQuantization
+
+
+def config_of(mixed: bool) -> KimiK2Config:
+    config = tiny_config("kimi-k2-thinking", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=2)
+    config = with_format(config, "int4")
+    assert isinstance(config.quantization, Int4GroupQuantization)
+    if not mixed:
+        return config
+    ignore = (*config.quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
+    return config.model_copy(update={"quantization": config.quantization.model_copy(update={"ignore": ignore})})
+
+
+def experts_of(model: KimiK2ForCausalLM) -> Experts:
+    return next(module for module in model.modules() if isinstance(module, Experts))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["int4", "w2_bf16"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("int4")
+    write_synthetic_checkpoint(directory, config_of(request.param))
+    return directory
+
+
+@torch.inference_mode()
+def test_the_kernels_order_changes_no_value(source: Path) -> None:
+    """Ordered in place, an expert still has the checkpoint's weights, and the model the logits of the plain one."""
+    plain = KimiK2ForCausalLM.from_pretrained(source)
+    kept = KimiK2ForCausalLM.from_pretrained(source, keep_quantized=True)
+    experts, wanted = experts_of(kept), experts_of(plain)
+    packed = "down_proj_packed" in experts._buffers
+    assert packed == ("down_proj" not in experts._buffers)
+    if not packed:
+        experts.down_proj = experts.down_proj.bfloat16()
+    before = {name: tensor.clone() for name, tensor in experts.named_buffers()}
+    down = experts.down_proj_packed if packed else experts.down_proj
+    scale = experts.down_proj_scale if packed else None
+    prepare_w4a16(experts.gate_up_proj_packed, experts.gate_up_proj_scale, down, scale, in_place=True)
+    experts.kernel_order = True
+    for name, tensor in experts.named_buffers():
+        assert not torch.equal(tensor, before[name]), name
+    for expert in range(experts.num_experts):
+        for target in ("gate_up_proj", "down_proj"):
+            assert torch.equal(experts.weight(target, expert, torch.float32), getattr(wanted, target)[expert])
+    ids = torch.randint(0, kept.config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(kept(ids), plain(ids))
+
+
+def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a Hopper GPU would be: INT4 with groups of 32 is taken, second projection packed or BF16; no other."""
+    monkeypatch.setattr(moe_w4a16, "supports", lambda *_: True)
+    model = KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16, keep_quantized=True)
+    experts = experts_of(model)
+    x, indices, weights = torch.zeros(1, 256).bfloat16(), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
+    takes = [
+        entry.name
+        for entry in dispatch.TABLE["routed_experts"]
+        if entry.takes("routed_experts", (x, experts, indices, weights), {})
+    ]
+    assert takes == ["moe_w4a16"]
+    assert not moe_w4a16.supports_routed_experts(x.float(), experts, indices, weights)
+    assert isinstance(experts.quantization, Int4GroupQuantization)
+    experts.quantization = experts.quantization.model_copy(update={"group_size": 64})
+    assert not moe_w4a16.supports_routed_experts(x, experts, indices, weights)
+    plain = experts_of(KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+    assert not moe_w4a16.supports_routed_experts(x, plain, indices, weights)
