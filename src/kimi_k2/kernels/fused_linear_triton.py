@@ -35,8 +35,8 @@ def product(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, CHUNK)
         a = tl.load(x + token[:, None] * COLUMNS + column[None, :], token_here[:, None], 0.0)
         if norm is not None:
-            a = (a.to(tl.float32) * rstd[:, None]).to(tl.bfloat16).to(tl.float32)
-            a = (a * tl.load(norm + column)[None, :].to(tl.float32)).to(tl.bfloat16)
+            a = (a.to(tl.float32) * rstd[:, None]).to(x.dtype.element_ty).to(tl.float32)
+            a = (a * tl.load(norm + column)[None, :].to(tl.float32)).to(x.dtype.element_ty)
         w = tl.load(weight + offset[:, None] + column[None, :], row_here[:, None], 0.0)
         if scale is None:
             total = tl.dot(a, tl.trans(w), total)
@@ -44,9 +44,9 @@ def product(  # type: ignore[no-untyped-def]
             s = tl.load(scale + scale_row + start // 128 + tl.arange(0, BLOCKS))
             wide = tl.reshape(w.to(tl.float32), (ROWS, BLOCKS, 128)) * s[None, :, None]
             if BLOCKS == 1:
-                total += tl.dot(a, tl.trans(w.to(tl.bfloat16))) * tl.sum(s, 0)
+                total += tl.dot(a, tl.trans(w.to(x.dtype.element_ty))) * tl.sum(s, 0)
             else:
-                total = tl.dot(a, tl.trans(tl.reshape(wide, (ROWS, CHUNK)).to(tl.bfloat16)), total)
+                total = tl.dot(a, tl.trans(tl.reshape(wide, (ROWS, CHUNK)).to(x.dtype.element_ty)), total)
     place = parts + (part * tokens + token[:, None]) * rows + row[None, :]
     tl.store(place, total.to(parts.dtype.element_ty), token_here[:, None] & row_here[None, :])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ ROPE = 64
 ROW = LATENT + ROPE
 PAGE = 64
 HEADS = (8, 16, 32, 64)
+CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 LOG2_E = 1.4426950408889634
 
 
@@ -68,8 +69,13 @@ def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 
     return Launch(block_h, block_n, splits, warps, stages, narrow)
 
 
+def for_codes(launch: Launch) -> Launch:
+    """The launch for an e4m3 cache, whose codes become bfloat16 in registers: not where TMA would put them."""
+    return replace(launch, tma=False)
+
+
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
-    """Whether `mla_decode` takes these arguments: BF16 on a Hopper GPU with Triton, sizes within the limits."""
+    """Whether `mla_decode` takes these arguments on a Hopper GPU with Triton: dtypes, sizes within the limits."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
     if importlib.util.find_spec("triton") is None:
@@ -83,10 +89,10 @@ def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | N
 
 def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
     """KernelError naming the argument that the kernel does not take, and what was expected."""
-    for name, tensor in (("q", q), ("cache", cache)):
-        if tensor.dim() != 3 or tensor.dtype != torch.bfloat16 or tensor.shape[-1] != ROW:
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise KernelError(f"{name} is {found}, expected torch.bfloat16 of 3 dimensions, the last {ROW}")
+    for name, tensor, dtypes in (("q", q, CACHE_DTYPES[:1]), ("cache", cache, CACHE_DTYPES)):
+        if tensor.dim() != 3 or tensor.dtype not in dtypes or tensor.shape[-1] != ROW:
+            found, wanted = f"{tensor.dtype} {tuple(tensor.shape)}", " or ".join(map(str, dtypes))
+            raise KernelError(f"{name} is {found}, expected {wanted} of 3 dimensions, the last {ROW}")
     if q.shape[1] not in HEADS:
         raise KernelError(f"{q.shape[1]} heads: expected one of {HEADS}")
     batch = q.shape[0]
@@ -128,16 +134,22 @@ def _multiprocessors(index: int) -> int:
 
 @torch.library.custom_op("kimi_k2::mla_decode", mutates_args=(), device_types="cuda")
 def mla_decode(
-    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None = None
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None = None,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """Attention of one query a sequence over its cached rows.
 
     Args:
         q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64.
-        cache: bfloat16, pages [P, 64, 576] with `block_table`, else [B, T, 576].
+        cache: bfloat16 or e4m3, pages [P, 64, 576] with `block_table`, else [B, T, 576].
         seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros.
         softmax_scale: multiplies the scores.
         block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
+        cache_scale: of an e4m3 cache, whose values are codes times it.
 
     Returns:
         bfloat16 [B, H, 512], sums of latents.
@@ -148,11 +160,20 @@ def mla_decode(
     _check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     launch = choose_launch(q.shape[0], q.shape[1], capacity, _multiprocessors(q.device.index))
-    return run(q, cache, seq_lens, softmax_scale, block_table, launch)
+    if cache.dtype != q.dtype:
+        launch = for_codes(launch)
+    return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
 
 
 @mla_decode.register_fake
-def _(q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None = None) -> Tensor:
+def _(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None = None,
+    cache_scale: float = 1.0,
+) -> Tensor:
     _check_arguments(q, cache, seq_lens, block_table)
     return q.new_empty(*q.shape[:2], LATENT)
 
@@ -165,15 +186,21 @@ def run(
     block_table: Tensor | None,
     launch: Launch,
     part_dtype: torch.dtype = torch.float32,
+    overlap: bool = True,
+    cache_scale: float = 1.0,
 ) -> Tensor:
-    """`mla_decode` with the launch pinned, arguments unchecked: for the sweep and the tests."""
+    """`mla_decode` with the launch pinned, arguments unchecked: for the sweep and the tests.
+
+    Without `overlap` the launches do not use programmatic dependence, which Triton's interpreter lacks.
+    """
     kernels = _triton()
     batch, heads = q.shape[:2]
     splits = launch.splits
     out = q.new_empty(batch, heads, LATENT)
     if batch == 0:
         return out
-    paged = block_table is not None
+    paged, quantized = block_table is not None, cache.dtype == torch.float8_e4m3fn
+    scale = softmax_scale * LOG2_E * (cache_scale if quantized else 1.0)
     capacity = block_table.shape[1] * PAGE if block_table is not None else cache.shape[1]
     parts = q.new_empty(batch, heads, splits, LATENT, dtype=part_dtype) if splits > 1 else out
     sums = q.new_empty(batch, heads, splits, dtype=torch.float32) if splits > 1 else out
@@ -185,14 +212,15 @@ def run(
         ropes = descriptor.from_tensor(rows, [launch.block_n, ROPE])
     kernels.attend[(splits, -(-heads // launch.block_h), batch)](
         q, cache, latents, ropes, block_table if paged else seq_lens, seq_lens, out, parts, sums,
-        heads, block_table.shape[1] if block_table is not None else 0, capacity, softmax_scale * LOG2_E, splits,
+        heads, block_table.shape[1] if block_table is not None else 0, capacity, scale, cache_scale, splits,
         BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, SINGLE=splits == 1, PAGED=paged, TMA=launch.tma,
-        STAGES=launch.stages, NARROW=launch.narrow, num_warps=launch.warps, launch_pdl=True,
+        STAGES=launch.stages, NARROW=launch.narrow, QUANTIZED=quantized, OVERLAP=overlap, num_warps=launch.warps,
+        launch_pdl=overlap,
     )  # fmt: skip
     if splits > 1:
         padded = 1 << (splits - 1).bit_length()
         width = min(LATENT, 4096 // padded)
         kernels.join[(batch * heads, LATENT // width)](
-            parts, sums, out, splits, PADDED=padded, WIDTH=width, num_warps=4, launch_pdl=True
+            parts, sums, out, splits, PADDED=padded, WIDTH=width, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
         )
     return out

@@ -64,29 +64,30 @@ def last_rows(cache: tl.tensor, base: tl.tensor, here: tl.tensor, BLOCK_N: tl.co
 def attend(
     q: tl.tensor, cache: tl.tensor, latents: tl.tensor, ropes: tl.tensor, table: tl.tensor, lengths: tl.tensor,
     out: tl.tensor, parts: tl.tensor, sums: tl.tensor,
-    heads: tl.tensor, table_stride: tl.tensor, capacity: tl.tensor, scale: tl.tensor, splits: tl.tensor,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, NARROW: tl.constexpr,
+    heads: tl.tensor, table_stride: tl.tensor, capacity: tl.tensor, scale: tl.tensor, cache_scale: tl.tensor,
+    splits: tl.tensor, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE: tl.constexpr, PAGED: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr, QUANTIZED: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_H heads of one request over one of `splits` parts of its context.
 
     Writes the normalised part and the base-2 logarithm of its sum of exponentials (-inf for an empty part, whose values
     are left unwritten); with one part, the result. Only the last block of a context is masked: what lies past its end,
-    NaN too, is never multiplied.
+    NaN too, is never multiplied. Of a QUANTIZED cache, values are codes times `cache_scale`, which `scale` contains.
     """
     split, request = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     within = head < heads
     row = request.to(tl.int64) * heads + head
     column, turned = tl.arange(0, 512), 512 + tl.arange(0, 64)
-    gdc_wait()
-    gdc_launch_dependents()
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     length = tl.minimum(tl.load(lengths + request), capacity)
     blocks = tl.cdiv(length, BLOCK_N)
     begin, end = blocks * split // splits * BLOCK_N, tl.minimum(blocks * (split + 1) // splits * BLOCK_N, length)
     if end <= begin:
         if SINGLE:
-            empty = tl.zeros((BLOCK_H, 512), tl.bfloat16)
+            empty = tl.zeros((BLOCK_H, 512), out.dtype.element_ty)
             tl.store(out + row[:, None] * 512 + column[None, :], empty, within[:, None])
         else:
             tl.store(sums + row * splits + split, tl.full((BLOCK_H,), float("-inf"), tl.float32), within)
@@ -107,6 +108,7 @@ def attend(
             place = cache + (base + slot)[:, None] * 576
             latent = tl.load(place + column[None, :])
             rope = tl.load(place + turned[None, :])
+        latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
         top, total, acc = step(q_latent, q_rope, latent, rope, slot < 0, top, total, acc, scale, False, NARROW)
     if NARROW:
         # At most one block; a loop, because only a loop's loads go straight to shared memory.
@@ -114,17 +116,21 @@ def attend(
             base = first_row(table, request, start, table_stride, capacity, PAGED)
             here = slot < end - start
             latent, rope = last_rows(cache, base, here, BLOCK_N)
+            latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
             top, total, acc = step(q_latent, q_rope, latent, rope, here, top, total, acc, scale, True, True)
     elif whole < end:
         base = first_row(table, request, whole, table_stride, capacity, PAGED)
         here = slot < end - whole
         latent, rope = last_rows(cache, base, here, BLOCK_N)
+        latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
         top, total, acc = step(q_latent, q_rope, latent, rope, here, top, total, acc, scale, True, False)
     if NARROW:
         acc = tl.trans(acc)
     acc = acc / total[:, None]
+    if QUANTIZED:
+        acc *= cache_scale
     if SINGLE:
-        tl.store(out + row[:, None] * 512 + column[None, :], acc.to(tl.bfloat16), within[:, None])
+        tl.store(out + row[:, None] * 512 + column[None, :], acc.to(out.dtype.element_ty), within[:, None])
     else:
         place = parts + (row * splits + split)[:, None] * 512 + column[None, :]
         tl.store(place, acc.to(parts.dtype.element_ty), within[:, None])
@@ -133,13 +139,15 @@ def attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def join(
-    parts: tl.tensor, sums: tl.tensor, out: tl.tensor, splits: tl.tensor, PADDED: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
+    parts: tl.tensor, sums: tl.tensor, out: tl.tensor, splits: tl.tensor, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """WIDTH columns of one head of one request: the parts weighed by their sums, added in a fixed order."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PADDED)
-    gdc_wait()
+    if OVERLAP:
+        gdc_wait()
     # Parts that were not written are read, so that no load waits for another, and then dropped.
     value = tl.load(parts + (row * splits + split)[:, None] * 512 + column[None, :], (split < splits)[:, None], 0.0)
     logs = tl.load(sums + row * splits + split, split < splits, float("-inf"))
@@ -150,4 +158,4 @@ def join(
     total = tl.sum(weight, 0)
     acc = tl.sum(tl.where((weight > 0.0)[:, None], value * weight[:, None], 0.0), 0)
     acc = tl.where(total > 0.0, acc / total, 0.0)
-    tl.store(out + row * 512 + column, acc.to(tl.bfloat16))
+    tl.store(out + row * 512 + column, acc.to(out.dtype.element_ty))

@@ -30,7 +30,7 @@ def absorb(  # type: ignore[no-untyped-def]
             gdc_launch_dependents()
         a = tl.load(q + (batch * HEADS + head) * (NOPE + ROPE) + row).to(tl.float32)
         place = query + (batch * HEADS + head) * (RANK + ROPE) + column
-        tl.store(place, tl.sum(a[:, None] * w, 0).to(tl.bfloat16))
+        tl.store(place, tl.sum(a[:, None] * w, 0).to(query.dtype.element_ty))
         return
     if OVERLAP:
         gdc_wait()
@@ -42,20 +42,20 @@ def absorb(  # type: ignore[no-untyped-def]
         source = q + (batch * HEADS + head) * (NOPE + ROPE) + NOPE + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
         place = query + (batch * HEADS + head) * (RANK + ROPE) + RANK + 2 * pair
-        tl.store(place, (even * c - odd * s).to(tl.bfloat16))
-        tl.store(place + 1, (odd * c + even * s).to(tl.bfloat16))
+        tl.store(place, (even * c - odd * s).to(query.dtype.element_ty))
+        tl.store(place + 1, (odd * c + even * s).to(query.dtype.element_ty))
     else:
         position = tl.load(positions + batch)
         here = (position >= 0) & (position < capacity)
         column = tl.arange(0, RANK)
         latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
-        quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(tl.bfloat16).to(tl.float32)
+        quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
         entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
-        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(tl.bfloat16), here)
+        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(cache.dtype.element_ty), here)
         source = kv + batch * kv_stride + RANK + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
-        tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(tl.bfloat16), here)
-        tl.store(entry + RANK + 2 * pair + 1, (odd * c + even * s).to(tl.bfloat16), here)
+        tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(cache.dtype.element_ty), here)
+        tl.store(entry + RANK + 2 * pair + 1, (odd * c + even * s).to(cache.dtype.element_ty), here)
 
 
 @triton.jit
@@ -65,9 +65,9 @@ def add_norm(x, delta, weight, total, normed, size, eps, WIDTH: tl.constexpr):  
     inside = column < size
     at = tl.program_id(0).to(tl.int64) * size + column
     value = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)
-    value = value.to(tl.bfloat16)
+    value = value.to(x.dtype.element_ty)
     tl.store(total + at, value, inside)
     wide = value.to(tl.float32)
-    quotient = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(tl.bfloat16).to(tl.float32)
+    quotient = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(x.dtype.element_ty).to(tl.float32)
     scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(normed + at, scaled.to(tl.bfloat16), inside)
+    tl.store(normed + at, scaled.to(x.dtype.element_ty), inside)

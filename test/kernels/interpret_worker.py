@@ -1,0 +1,128 @@
+"""Runs our Triton kernels in Triton's interpreter on a CPU and prints their relative errors against float64 as JSON.
+
+A process of its own: what `TRITON_INTERPRET` says is read when a kernel is defined. Operands are float32 (the
+interpreter multiplies no bfloat16): what is compared is the arithmetic, the indices and the masks, not the rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels import fused_linear_triton, mla_decode, rope_cache_triton
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())).flatten(-2)
+
+
+def attention(q: Tensor, rows: Tensor, scale: float) -> Tensor:
+    rows = rows.double()
+    return torch.softmax(q.double() @ rows.T * scale, -1) @ rows[:, :512]
+
+
+def mla(launch: mla_decode.Launch, heads: int, paged: bool, dtype: torch.dtype = torch.float32) -> float:
+    """Lengths with a last block cut off, one block, none of a split, and zero."""
+    lengths = torch.tensor([150, 64, 17, 0], dtype=torch.int32)
+    q, batch, capacity = torch.randn(4, heads, 576), 4, 192
+    # What lies past a context's end must not matter, NaN included.
+    rows = torch.randn(batch, capacity, 576) * 0.3
+    codes = 0.25
+    rows = (rows / codes).to(dtype) if dtype == torch.float8_e4m3fn else rows
+    for b, length in enumerate(lengths.tolist()):
+        rows.view(torch.uint8)[b, length:] = 0xFF
+    table, cache = None, rows
+    if paged:
+        pages = rows.view(-1, 64, 576)
+        order = torch.randperm(len(pages))
+        cache = torch.empty_like(pages)
+        cache[order] = pages
+        table = order.view(batch, -1).int()
+    out = mla_decode.run(q, cache, lengths, 0.1, table, launch, overlap=False, cache_scale=codes)
+    assert not out[3].any(), "a context of length zero gives zeros"
+    values = rows.float() * codes if dtype == torch.float8_e4m3fn else rows
+    wanted = torch.stack([attention(q[b], values[b, : lengths[b]], 0.1) for b in range(3)])
+    return error(out[:3], wanted)
+
+
+def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
+    tokens, rows, columns = 3, 40, 1024
+    x, norm = torch.randn(tokens, columns), torch.rand(columns) + 0.5 if with_norm else None
+    weight = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn) if fp8 else torch.randn(rows, columns)
+    scale = torch.rand(1, columns // 128) if fp8 else None
+    parts, out = torch.empty(splits, tokens, rows), torch.empty(tokens, rows)
+    fused_linear_triton.product[(3, splits)](
+        x, weight, scale, norm, out if splits == 1 else parts, tokens, rows, 1e-6,
+        COLUMNS=columns, SPLITS=splits, ROWS=16, CHUNK=chunk,
+    )  # fmt: skip
+    if splits > 1:
+        fused_linear_triton.add[(1,)](parts, out, tokens * rows, SPLITS=splits, WIDTH=128)
+    wide = weight.double() if scale is None else weight.double() * scale.double().repeat_interleave(128, 1)
+    return error(out, (x.double() if norm is None else normed(x, norm)) @ wide.T)
+
+
+def absorb() -> dict[str, float]:
+    batch, heads = 3, 2
+    q, kv, w_uk = torch.randn(batch, heads * 192), torch.randn(batch, 600)[:, 24:], torch.randn(heads, 128, 512)
+    norm, cos, sin, positions = (
+        torch.rand(512),
+        torch.randn(batch, 32),
+        torch.randn(batch, 32),
+        torch.tensor([4, -1, 0]),
+    )
+    query, cache = torch.empty(batch, heads, 576), torch.randn(batch, 5, 576)
+    before = cache.double()
+    rope_cache_triton.absorb[(heads * 8 + heads + 1, batch)](
+        q, kv, norm, cos, sin, positions, w_uk, query, cache, kv.stride(0), 5, 1e-6,
+        HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, OVERLAP=False,
+    )  # fmt: skip
+    nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
+    latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
+    wanted = torch.cat((latent, turned(rope, cos[:, None], sin[:, None])), dim=-1)
+    entries = torch.cat((normed(kv[:, :512], norm), turned(kv[:, 512:], cos, sin)), dim=-1)
+    before[0, 4], before[2, 0] = entries[0], entries[2]
+    return {"absorb query": error(query, wanted), "absorb cache": error(cache, before)}
+
+
+def add_norm() -> dict[str, float]:
+    x, delta, weight = torch.randn(2, 300), torch.randn(2, 300), torch.rand(300)
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    rope_cache_triton.add_norm[(2,)](x, delta, weight, total, out, 300, 1e-6, WIDTH=512)
+    return {
+        "add_norm sum": error(total, x.double() + delta.double()),
+        "add_norm": error(out, normed(x + delta, weight)),
+    }
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    errors = {}
+    for paged in (False, True):
+        for narrow in (False, True):
+            for splits in (1, 3):
+                launch = mla_decode.Launch(16, 32, splits, 4, 2, narrow, tma=False)
+                errors[f"mla paged={paged} narrow={narrow} splits={splits}"] = mla(launch, 8, paged)
+    codes = mla_decode.for_codes(mla_decode.Launch(16, 64, 2, 4, 2))
+    errors["mla e4m3"] = mla(codes, 16, False, torch.float8_e4m3fn)
+    for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
+        errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
+    print(json.dumps(errors | absorb() | add_norm()))
+
+
+if __name__ == "__main__":
+    main()
