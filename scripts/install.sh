@@ -26,4 +26,12 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         pip install "$torch+cpu" 2>/dev/null || pip install "$torch" --index-url https://download.pytorch.org/whl/cpu
     fi
 fi
-pip install -c requirements.txt -e ".[$extra]"
+# PyTorch's CUDA build brings the Triton that it needs.
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+if "$venv/bin/python" -c 'import triton' 2>/dev/null; then
+    grep -v '^triton==' requirements.txt >"$constraints"
+else
+    cat requirements.txt >"$constraints"
+fi
+pip install -c "$constraints" -e ".[$extra]"

@@ -46,16 +46,18 @@ def absorb(  # type: ignore[no-untyped-def]
         tl.store(place + 1, (odd * c + even * s).to(query.dtype.element_ty))
     else:
         position = tl.load(positions + batch)
-        here = (position >= 0) & (position < capacity)
+        slot = tl.where(position < capacity, position, -1)
         column = tl.arange(0, RANK)
+        # Masks of the stored shape: Triton 3.9's interpreter takes no scalar one.
+        row_here, pair_here = slot + column >= column, slot + pair >= pair
         latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
         quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
         entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
-        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(cache.dtype.element_ty), here)
+        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(cache.dtype.element_ty), row_here)
         source = kv + batch * kv_stride + RANK + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
-        tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(cache.dtype.element_ty), here)
-        tl.store(entry + RANK + 2 * pair + 1, (odd * c + even * s).to(cache.dtype.element_ty), here)
+        tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(cache.dtype.element_ty), pair_here)
+        tl.store(entry + RANK + 2 * pair + 1, (odd * c + even * s).to(cache.dtype.element_ty), pair_here)
 
 
 @triton.jit
