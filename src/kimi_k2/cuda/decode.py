@@ -20,7 +20,7 @@ from kimi_k2.kernels.mla_decode import mla_decode
 from kimi_k2.kernels.mla_decode import supports as supports_mla
 from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports, supports_sum
 from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
-from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.cache import LatentCache, to_cache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE, routed_experts
@@ -158,7 +158,8 @@ class LayerStep:
         else:
             latent, rope = query.unsqueeze(1).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
             positions = place.positions[:, None]
-            summed = mla_absorbed_attention(latent, rope, cache, positions, config.softmax_scale).squeeze(1)
+            slots = cache.to(query.dtype)
+            summed = mla_absorbed_attention(latent, rope, slots, positions, config.softmax_scale).squeeze(1)
         if value_rows.supports(summed, self.w_uv):
             out = value_rows.value_rows(summed, self.w_uv)
         else:
@@ -175,7 +176,7 @@ class LayerStep:
         latent, k_rope = kv_a.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         cos, sin = rotation
         entry = torch.cat((attention.kv_a_layernorm(latent), apply_rotary_interleaved(k_rope, cos, sin)), dim=-1)
-        cache[torch.arange(q.shape[0], device=q.device), positions] = entry.to(cache.dtype)
+        cache[torch.arange(q.shape[0], device=q.device), positions] = to_cache(entry, cache.dtype)
         q_rope = apply_rotary_interleaved(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
         return torch.cat((torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1), q_rope), dim=-1)
 

@@ -18,14 +18,16 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 
 NOPE, ROPE, RANK = 128, 64, 512
+CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
-    """BF16 on a GPU with Triton, and the real head sizes."""
+    """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
     return (
         x.is_cuda
         and importlib.util.find_spec("triton") is not None
-        and x.dtype == w_uk.dtype == cache.dtype == torch.bfloat16
+        and x.dtype == w_uk.dtype == torch.bfloat16
+        and cache.dtype in CACHE_DTYPES
         and tuple(w_uk.shape[1:]) == (NOPE, RANK)
         and cache.shape[-1] == RANK + ROPE
     )
@@ -55,8 +57,9 @@ def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions:
     ):
         if tuple(tensor.shape) != shape or (name != "kv_a" and not tensor.is_contiguous()):
             raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}, contiguous")
-        if name != "positions" and tensor.dtype != torch.bfloat16:
-            raise KernelError(f"{name} is {tensor.dtype}, expected torch.bfloat16")
+        dtypes = CACHE_DTYPES if name == "cache" else CACHE_DTYPES[:1]
+        if name != "positions" and tensor.dtype not in dtypes:
+            raise KernelError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if kv_a.stride(1) != 1:
         raise KernelError("kv_a must be contiguous along its last dimension")
 
@@ -82,7 +85,7 @@ def absorb_and_store(
         cos, sin: bfloat16 [B, 32] at `positions`.
         positions: int64 [B], slots to write; a negative one writes nothing.
         w_uk: bfloat16 [H, 128, 512].
-        cache: bfloat16 [B, T, 576], written.
+        cache: bfloat16 or e4m3 [B, T, 576], written.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope.

@@ -53,7 +53,8 @@ def absorb(  # type: ignore[no-untyped-def]
         latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
         quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
         entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
-        tl.store(entry + column, (quotient * tl.load(norm + column).to(tl.float32)).to(cache.dtype.element_ty), row_here)
+        entry_latent = quotient * tl.load(norm + column).to(tl.float32)
+        tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
         source = kv + batch * kv_stride + RANK + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
         tl.store(entry + RANK + 2 * pair, (even * c - odd * s).to(cache.dtype.element_ty), pair_here)

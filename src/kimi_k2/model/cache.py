@@ -8,6 +8,13 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 
 
+def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries as a cache of `dtype` holds them; e4m3 is saturated at 448, as vLLM's FP8 cache of scale 1 is."""
+    if dtype == torch.float8_e4m3fn:
+        entries = entries.clamp(-448.0, 448.0)
+    return entries.to(dtype)
+
+
 class LatentCache:
     """Cache [layers, B, max_length, cache_dim]: the normed latent (kv_lora_rank), then the turned rotary key.
 
@@ -17,7 +24,7 @@ class LatentCache:
         config: gives cache_dim (576 for Kimi-K2) and the number of layers.
         batch: number of sequences.
         max_length: slots a sequence.
-        dtype, device: of the cache.
+        dtype, device: of the cache; e4m3 halves bfloat16's bytes (values as they are, scale 1).
 
     Raises:
         ValueError: `max_length` exceeds `max_position_embeddings`.
@@ -58,11 +65,14 @@ class LatentCache:
         Returns:
             [B, length, cache_dim], a view of the cache.
         """
-        cache = self.data[layer]
+        cache, entries = self.data[layer], to_cache(entries, self.data.dtype)
         if positions.shape[1] == 1 or bool((positions < 0).any()):
             rows, columns = torch.where(positions >= 0)
-            cache[rows, positions[rows, columns]] = entries[rows, columns].to(cache.dtype)
+            cache[rows, positions[rows, columns]] = entries[rows, columns]
         else:
             index = positions.unsqueeze(-1).expand(-1, -1, cache.shape[-1])
-            cache.scatter_(1, index, entries.to(cache.dtype))
+            if cache.dtype == torch.float8_e4m3fn:  # PyTorch scatters no FP8
+                cache.view(torch.uint8).scatter_(1, index, entries.view(torch.uint8))
+            else:
+                cache.scatter_(1, index, entries)
         return cache[:, :length]
