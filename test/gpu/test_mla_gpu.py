@@ -131,3 +131,18 @@ def test_offsets_beyond_32_bits(heads):
     table = torch.arange(pages - 4, pages, dtype=torch.int32, device="cuda").view(1, 4)
     out = mla_decode(q, cache, torch.tensor([250], dtype=torch.int32, device="cuda"), SCALE, table)
     assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("paged", [True, False])
+def test_e4m3_cache(heads, paged):
+    """Codes times one scale; NaN codes past a context's end."""
+    lengths, cache_scale = [5000, 1, 0, 8192, 300], 0.05
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
+    rows, cache = ((t / cache_scale).to(torch.float8_e4m3fn) for t in (rows, cache))
+    if paged:
+        out = mla_decode(q, cache, seq_lens, SCALE, table, cache_scale)
+    else:
+        out = mla_decode(q, rows, seq_lens, SCALE, None, cache_scale)
+    assert relative(out, reference(q, rows.float() * cache_scale, lengths)) < RELATIVE
+    assert not out[2].any()

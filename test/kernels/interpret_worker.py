@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import fused_linear_triton, mla_decode, rope_cache_triton
+from kimi_k2.kernels import fused_linear_triton, mla_decode, mla_prefill, rope_cache_triton
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -58,6 +58,24 @@ def mla(launch: mla_decode.Launch, heads: int, paged: bool, dtype: torch.dtype =
     values = rows.float() * codes if dtype == torch.float8_e4m3fn else rows
     wanted = torch.stack([attention(q[b], values[b, : lengths[b]], 0.1) for b in range(3)])
     return error(out[:3], wanted)
+
+
+def prefill(queries: int, slots: int) -> float:
+    """The end of a prompt, a shorter one with padding before it; what no query sees is NaN in the cache."""
+    heads, launch = 2, (32, 16, 4, 2)
+    nope, rope = torch.randn(2, heads, queries, 128).transpose(1, 2), torch.randn(2, queries, heads, 64)
+    expanded, cache = torch.randn(2, heads, slots, 256), torch.randn(2, slots, 576)
+    positions = torch.stack((torch.arange(slots - queries, slots), torch.arange(queries) - 5))
+    cache[1, queries - 5 :] = expanded[1, :, queries - 5 :] = float("nan")
+    out = mla_prefill.run(nope, rope, expanded, cache, positions, 0.1, launch)
+    worst = 0.0
+    for b in range(2):
+        for query, position in enumerate(positions[b].clamp(min=0).tolist()):
+            keys, values = expanded[b, :, : position + 1].double().split([128, 128], dim=-1)
+            scores = torch.einsum("hd,htd->ht", nope[b, query].double(), keys)
+            scores = (scores + rope[b, query].double() @ cache[b, : position + 1, 512:].double().T) * 0.1
+            worst = max(worst, error(out[b, query], torch.einsum("ht,htv->hv", scores.softmax(-1), values)))
+    return worst
 
 
 def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
@@ -119,6 +137,7 @@ def main() -> None:
                 errors[f"mla paged={paged} narrow={narrow} splits={splits}"] = mla(launch, 8, paged)
     codes = mla_decode.for_codes(mla_decode.Launch(16, 64, 2, 4, 2))
     errors["mla e4m3"] = mla(codes, 16, False, torch.float8_e4m3fn)
+    errors |= {f"prefill S={s} T={t}": prefill(s, t) for s, t in ((40, 40), (37, 90))}
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     print(json.dumps(errors | absorb() | add_norm()))

@@ -18,6 +18,7 @@ from kimi_k2.model import attention, linear, moe, router
 PLAIN = {
     "fp8_linear": linear.fp8_linear,
     "mla_absorbed_attention": attention.mla_absorbed_attention,
+    "mla_naive_attention": attention.mla_naive_attention,
     "route": router.route,
     "routed_experts": moe.routed_experts,
 }
@@ -43,6 +44,7 @@ def test_the_order_is_the_tables() -> None:
     assert {op: [entry.name for entry in entries] for op, entries in dispatch.TABLE.items()} == {
         "fp8_linear": ["triton_decode"],
         "mla_absorbed_attention": ["mla_decode"],
+        "mla_naive_attention": ["mla_prefill"],
         "route": ["router_decode"],
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16"],
     }

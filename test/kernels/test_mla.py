@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import mla_decode as mla
 from kimi_k2.kernels.bench import mla as bench
+from kimi_k2.kernels.mla_prefill import mla_prefill
 from kimi_k2.model.attention import mla_absorbed_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -92,9 +93,26 @@ def test_launches_known_to_fail_are_refused(changes):
 
 
 def test_benchmark_has_every_target_once(monkeypatch):
-    monkeypatch.setattr(bench, "time_mla", lambda call, batch, heads, context: 1.0)
+    monkeypatch.setattr(bench, "time_mla", lambda *_: 1.0)
     rows = list(bench.rows(with_peers=False))
     assert sorted(row.target for row in rows if row.target) == sorted(bench.TARGETS.values())
     one = next(row for row in rows if row.case == "64 heads, B=16, T=8192")
     shapes = ((16, 64, 576), (16, 8192, 576), (16, 64, 512))
     assert one.bytes == sum(torch.empty(shape, dtype=BF16, device="meta").nbytes for shape in shapes)
+
+
+def test_prefill_shapes_and_refusals() -> None:
+    with FakeTensorMode():
+        nope, rope = torch.empty(2, 5, 8, 128, dtype=torch.bfloat16), torch.empty(2, 5, 8, 64, dtype=torch.bfloat16)
+        cache, positions = torch.empty(2, 9, 576, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.int64)
+        expanded = torch.empty(2, 8, 9, 256, dtype=torch.bfloat16)
+        out = mla_prefill(nope, rope, expanded, cache, positions, 0.1)
+        assert (out.shape, out.dtype) == ((2, 5, 8, 128), torch.bfloat16)
+        for arguments, message in (
+            ((nope, rope[..., :32], expanded, cache, positions), "q_rope"),
+            ((nope, rope, expanded[:, :, :8], cache, positions), "expanded"),
+            ((nope, rope, expanded, cache.float(), positions), "cache"),
+            ((nope, rope, expanded, cache, positions.int()), "positions"),
+        ):
+            with pytest.raises(KernelError, match=message):
+                mla_prefill(*arguments, 0.1)

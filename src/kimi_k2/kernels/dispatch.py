@@ -53,6 +53,7 @@ class Implementation:
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.fused_linear"),),
     "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
+    "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.mla_prefill"),),
     "route": (Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),),
     "routed_experts": (
         Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),

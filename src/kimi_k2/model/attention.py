@@ -58,6 +58,7 @@ def mla_absorbed_attention(
     return torch.matmul(weights, cache[..., :rank]).view(batch, length, heads, rank)
 
 
+@dispatched("mla_naive_attention")
 def mla_naive_attention(
     q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
 ) -> Tensor:

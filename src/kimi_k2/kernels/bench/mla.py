@@ -33,13 +33,15 @@ class Inputs:
     block_table: Tensor
 
 
-def random_inputs(batch: int, heads: int, context: int, device: str = "cuda") -> Inputs:
-    """Every sequence of `context` rows, values of deviation 1."""
+def random_inputs(
+    batch: int, heads: int, context: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Inputs:
+    """Every sequence of `context` rows, values of deviation 1; `dtype` of the cache."""
     pages = -(-context // PAGE)
     table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
     return Inputs(
         torch.randn(batch, heads, ROW, device=device, dtype=torch.bfloat16),
-        torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16),
+        torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
         torch.full((batch,), context, dtype=torch.int32, device=device),
         table,
     )
@@ -66,10 +68,16 @@ def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
         yield "flash_attn_3", call
 
 
-def time_mla(call: Callable[[Inputs], Tensor], batch: int, heads: int, context: int) -> float:
+def time_mla(
+    call: Callable[[Inputs], Tensor],
+    batch: int,
+    heads: int,
+    context: int,
+    inputs: Callable[[int, int, int], Inputs] = random_inputs,
+) -> float:
     """Median microseconds of graph replays over caches that together are several times the L2."""
     count = max(2, min(40, 2**28 // (batch * context * ROW * 2)))
-    return graph_median([partial(call, random_inputs(batch, heads, context)) for _ in range(count)])
+    return graph_median([partial(call, inputs(batch, heads, context)) for _ in range(count)])
 
 
 def rows(with_peers: bool = True) -> Iterator[Row]:
@@ -89,3 +97,7 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
                     target = TARGETS.get((heads, batch)) if name == "ours" and context == 8192 else None
                     case = f"{heads} heads, B={batch}, T={context}"
                     yield Row("mla_decode", case, name, time_mla(call, batch, heads, context), moved, flops, target)
+        codes = partial(random_inputs, dtype=torch.float8_e4m3fn)
+        time = time_mla(ours, 64, heads, 8192, codes)
+        case = f"{heads} heads, B=64, T=8192, e4m3 cache"
+        yield Row("mla_decode", case, "ours", time, 64 * 8192 * ROW, 2 * 64 * 8192 * heads * (ROW + LATENT))

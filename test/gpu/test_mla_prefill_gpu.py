@@ -1,0 +1,51 @@
+"""MLA prefill attention against float64. Needs a GPU and Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.model.attention import mla_naive_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SCALE = 0.1147
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def reference(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> Tensor:
+    keys, values = expanded.double().split([128, 128], dim=-1)
+    scores = torch.einsum("bshd,bhtd->bhst", nope.double(), keys)
+    scores += torch.einsum("bshd,btd->bhst", rope.double(), cache[..., 512:].double())
+    hidden = torch.arange(cache.shape[1], device="cuda") > positions.clamp(min=0)[:, None, :, None]
+    weights = (scores * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bhst,bhtv->bshv", weights, values)
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(1000, 1000), (300, 1000), (1, 129), (128, 128)])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_matches_float64(queries: int, slots: int, heads: int) -> None:
+    torch.manual_seed(queries)
+    nope, rope = random(2, heads, queries, 128).transpose(1, 2), random(2, queries, heads, 64)
+    expanded, cache = random(2, heads, slots, 256), random(2, slots, 576)
+    # One sequence fills the cache; the other is shorter, with padding before it.
+    ahead = torch.arange(slots - queries, slots)
+    positions = torch.stack((ahead, torch.arange(queries) - min(7, queries - 1))).cuda()
+    out = mla_prefill(nope, rope, expanded, cache, positions, SCALE)
+    wanted = reference(nope, rope, expanded, cache, positions)
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 4e-3
+    assert torch.equal(out, mla_prefill(nope, rope, expanded, cache, positions, SCALE))
+
+
+def test_the_model_takes_it() -> None:
+    nope, rope, cache, kv_b = random(2, 70, 8, 128), random(2, 70, 8, 64), random(2, 100, 576), random(8, 256, 512)
+    kv_b, positions = kv_b * 0.03, torch.arange(30, 100, device="cuda").expand(2, 70)
+    assert supports_mla_naive_attention(nope, rope, cache, kv_b, positions, SCALE)
+    expanded = torch.matmul(cache[..., :512].double().unsqueeze(1), kv_b.double().mT)
+    wanted = reference(nope, rope, expanded, cache, positions)
+    out = mla_naive_attention(nope, rope, cache, kv_b, positions, SCALE)
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 6e-3
