@@ -3,7 +3,8 @@
 Stands for `kimi_k2.model.attention.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
 (512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
 so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
-order: the same inputs give the same bits.
+order: the same inputs give the same bits. A BF16 cache is read by CUDA C++ (`mla_cuda`) where nvcc is found, by Triton
+elsewhere; an e4m3 one by Triton.
 """
 
 from __future__ import annotations
@@ -75,16 +76,14 @@ def for_codes(launch: Launch) -> Launch:
 
 
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
-    """Whether `mla_decode` takes these arguments on a Hopper GPU with Triton: dtypes, sizes within the limits."""
+    """Whether `mla_decode` takes these arguments: a Hopper GPU, Triton or nvcc, dtypes, sizes within the limits."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return False
-    if importlib.util.find_spec("triton") is None:
         return False
     try:
         _check_arguments(q, cache, seq_lens, block_table)
     except KernelError:
         return False
-    return True
+    return importlib.util.find_spec("triton") is not None or uses_cuda(q.shape[1], cache.dtype)
 
 
 def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
@@ -125,6 +124,17 @@ def _triton() -> Any:
 
 
 @functools.cache
+def _cuda() -> Any:
+    """The CUDA C++ kernel's module, which imports this one's constants."""
+    return importlib.import_module("kimi_k2.kernels.mla_cuda")
+
+
+def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
+    """Whether `mla_decode` runs CUDA C++ here: a compiler is there and the kernel takes the shape; else Triton."""
+    return bool(_cuda().available() and _cuda().supports_shape(heads, cache_dtype))
+
+
+@functools.cache
 def _multiprocessors(index: int) -> int:
     properties = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) != (9, 0):
@@ -155,11 +165,14 @@ def mla_decode(
         bfloat16 [B, H, 512], sums of latents.
 
     Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing.
+        KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
     """
     _check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
-    launch = choose_launch(q.shape[0], q.shape[1], capacity, _multiprocessors(q.device.index))
+    shape = (q.shape[0], q.shape[1], capacity, _multiprocessors(q.device.index))
+    if uses_cuda(q.shape[1], cache.dtype):
+        return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, _cuda().choose_launch(*shape))
+    launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
         launch = for_codes(launch)
     return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
@@ -189,7 +202,7 @@ def run(
     overlap: bool = True,
     cache_scale: float = 1.0,
 ) -> Tensor:
-    """`mla_decode` with the launch pinned, arguments unchecked: for the sweep and the tests.
+    """`mla_decode` in Triton with the launch pinned, arguments unchecked: for the sweep and the tests.
 
     Without `overlap` the launches do not use programmatic dependence, which Triton's interpreter lacks.
     """

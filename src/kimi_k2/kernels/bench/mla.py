@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.bench.harness import graph_median
 from kimi_k2.kernels.bench.row import Row
-from kimi_k2.kernels.mla_decode import LATENT, PAGE, ROW, mla_decode
+from kimi_k2.kernels.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
 
 HEADS = (64, 8)
 BATCHES = (1, 16, 64)
@@ -52,8 +52,16 @@ def ours(one: Inputs) -> Tensor:
     return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
 
 
+def in_triton(one: Inputs) -> Tensor:
+    """`mla_decode` in Triton, also where it would be CUDA C++."""
+    launch = choose_launch(one.q.shape[0], one.q.shape[1], one.block_table.shape[1] * PAGE)
+    return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
+
+
 def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
-    """(name, call) of each peer that can be imported here."""
+    """(name, call) of each other kernel that can be imported here."""
+    if importlib.util.find_spec("triton"):
+        yield "triton", in_triton
     if importlib.util.find_spec("flash_attn_interface"):
         attention = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
 

@@ -1,0 +1,73 @@
+"""Every launch of MLA decode in CUDA C++ worth timing, beside Triton's: `python -m kimi_k2.kernels.bench.mla_sweep`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.bench.mla import HEADS, SOFTMAX_SCALE, Inputs, in_triton, random_inputs, time_mla
+from kimi_k2.kernels.mla_cuda import CudaLaunch, choose_launch, run
+from kimi_k2.kernels.mla_decode import LATENT, PAGE
+
+
+def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
+    """The chosen launch, then those that differ from it in one field, then other numbers of splits."""
+    chosen = choose_launch(batch, heads, context)
+    splits, few = chosen.splits, chosen.few
+    yield chosen
+    yield CudaLaunch(splits, few, wide=not chosen.wide)
+    yield CudaLaunch(splits, few, safe=True)
+    if few:
+        yield CudaLaunch(splits)
+    for other in sorted({max(1, splits // 2), 32, 64, 128} - {splits}):
+        if other * PAGE <= context and (other < splits or batch == 1):
+            yield CudaLaunch(other, few)
+
+
+def reference(one: Inputs) -> Tensor:
+    """float64 [B, H, 512]."""
+    keys = one.cache.double()[one.block_table.long()].flatten(1, 2)
+    scores = SOFTMAX_SCALE * (one.q.double() @ keys.transpose(1, 2))
+    return scores.softmax(-1) @ keys[..., :LATENT]
+
+
+def main() -> None:
+    """Relative error against float64 and microseconds of each launch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[8192])
+    parser.add_argument("--without-safe", action="store_true", help="leave the slower form out")
+    given = parser.parse_args()
+    for heads in given.heads:
+        for batch in given.batch:
+            for context in given.context:
+                small = random_inputs(min(batch, 2), heads, context)
+                wanted = reference(small)
+                floor = batch * context * 1152 / 4.5e6
+                triton = time_mla(in_triton, batch, heads, context)
+                print(
+                    f"{heads} heads, B={batch}, T={context}: floor {floor:.1f} us, triton {triton:.1f} us", flush=True
+                )
+                for launch in launches(batch, heads, context):
+                    if launch.safe and given.without_safe:
+                        continue
+
+                    def call(one: Inputs, launch: CudaLaunch = launch) -> Tensor:
+                        return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
+
+                    try:
+                        error = ((call(small).double() - wanted).norm() / wanted.norm()).item()
+                        torch.cuda.synchronize()
+                    except KernelError as failure:
+                        print(f"  {launch}: {failure}", flush=True)
+                        continue
+                    print(f"  {time_mla(call, batch, heads, context):7.1f} us  error {error:.1e}  {launch}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

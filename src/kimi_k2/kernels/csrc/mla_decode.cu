@@ -1,0 +1,323 @@
+// MLA decode attention: a block takes all heads (at most 64) of one request over one part of its context, 64 cache rows
+// a step. One warp copies: nine boxes of 64 columns a step through the tensor memory accelerator. The first warpgroup
+// computes the scores, their online softmax in base 2 and the left 256 columns of the values; the second takes the
+// weights from shared memory, in the first one's register order, and computes the right 256 columns. Keys and values
+// are the same bytes: K-major for the scores, MN-major for the values.
+#include "mla_decode.cuh"
+#include "mla_join.cuh"
+
+namespace mla {
+
+using moe::mbar_wait;
+using moe::smem_u32;
+
+constexpr int kReady = 1, kFree = 2, kAlone = 3;  // named barriers: weights written, weights read, one warpgroup (3, 4)
+
+// Blocks of 64 rows of one part: first one, how many, and the sequence's length.
+struct Part {
+  int first, count, length;
+  __device__ Part(const Arguments& a, int split, int request) {
+    length = min(a.lengths[request], a.capacity);
+    const int64_t blocks = length > 0 ? (length + kRows - 1) / kRows : 0;
+    first = int(blocks * split / a.splits);
+    count = int(blocks * (split + 1) / a.splits) - first;
+  }
+};
+
+template <bool FEW>
+__device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
+                          const Part& part, int request) {
+  constexpr int kStages = Shape<FEW>::kStages;
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    moe::mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
+    for (int box = 0; box < kBoxes; ++box)
+      moe::tma_load_2d(smem_u32(m.query + box * Shape<FEW>::kQueryBox), query, &m.query_full, box * 64,
+                       request * a.heads, moe::kEvictNormal);
+  }
+  const int* pages = a.table ? a.table + int64_t(request) * a.table_stride + part.first : nullptr;
+  int page = 0;
+  for (int i = 0; i < part.count; ++i) {
+    // Thirty-two page numbers a load, so that no copy waits for its own.
+    if (pages && i % 32 == 0) page = i + lane < part.count ? pages[i + lane] : 0;
+    const int row = pages ? __shfl_sync(~0u, page, i % 32) * kRows : request * a.capacity + (part.first + i) * kRows;
+    const int stage = i % kStages;
+    if (lane == 0) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
+        const int box0 = group * 4, boxes = group < 2 ? 4 : 1;
+        moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
+        for (int box = box0; box < box0 + boxes; ++box)
+          moe::tma_load_2d(smem_u32(m.stage[stage] + box * kBoxBytes), cache, &m.full[stage][group], box * 64, row,
+                           moe::kEvictFirst);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Zeros in the 256 columns of this warpgroup for the rows from `rows` on: their weights are zero, but zero times NaN is
+// NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
+__device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows) {
+  for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
+    const int row = rows + i / 32, box = half * 4 + i % 32 / 8;
+    *reinterpret_cast<uint4*>(stage + box * kBoxBytes + row * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+  }
+  moe::fence_proxy_async();
+  moe::named_sync(kAlone + half, 128);
+}
+
+// acc = acc * shrink + weights V over 256 columns. SAFE: by warps, through transposing loads.
+template <bool SAFE>
+__device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
+                                           int half, float shrink0, float shrink1) {
+  if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[n][i] *= i % 4 < 2 ? shrink0 : shrink1;
+  }
+  const uint32_t base = smem_u32(stage) + half * 4 * kBoxBytes;
+  if (SAFE) {
+    const int lane = threadIdx.x % 32;
+    const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int pair = 0; pair < 16; ++pair) {
+        uint32_t b[4];
+        const int c = pair % 4 * 2 + chunk;
+        load_transposed(b, base + pair / 4 * kBoxBytes + (k * 16 + row) * 128 + ((c ^ row % 8) * 16));
+        warp_step(&acc[pair / 8][pair % 8 * 8], weights[k], b[0], b[1]);
+        warp_step(&acc[pair / 8][pair % 8 * 8 + 4], weights[k], b[2], b[3]);
+      }
+  } else {
+    moe::fence_regs(acc[0]);
+    moe::fence_regs(acc[1]);
+    moe::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        values_step(acc[n], weights[k], descriptor(base + n * 2 * kBoxBytes + k * 2048, kBoxBytes, 1024));
+    moe::wgmma_commit();
+    moe::wgmma_wait<0>();
+    moe::fence_regs(acc[0]);
+    moe::fence_regs(acc[1]);
+  }
+}
+
+// This warpgroup's 256 columns of the part, normalised.
+__device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][64], int request, int split, int half,
+                                      float total0, float total1) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const int head = row + lower * 8;
+    if (head >= a.heads) continue;
+    const float inverse = 1.f / (lower ? total1 : total0);
+    const int64_t place = int64_t(request) * a.heads + head;
+    const int column = half * 256 + lane % 4 * 2;
+    float* part = a.parts + (place * a.splits + split) * kLatent + column;
+    __nv_bfloat16* out = a.out + place * kLatent + column;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float x = acc[i / 16][i % 16 * 4 + lower * 2] * inverse, y = acc[i / 16][i % 16 * 4 + lower * 2 + 1] * inverse;
+      if (a.splits > 1)
+        *reinterpret_cast<float2*>(part + i * 8) = make_float2(x, y);
+      else
+        *reinterpret_cast<uint32_t*>(out + i * 8) = moe::pack_bf16(x, y);
+    }
+  }
+}
+
+template <bool FEW, bool SAFE>
+__device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
+  using S = Shape<FEW>;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
+  float acc[2][64] = {}, top0 = -INFINITY, top1 = -INFINITY, total0 = 0, total1 = 0;
+  mbar_wait(&m.query_full, 0);
+  for (int i = 0; i < part.count; ++i) {
+    const int stage = i % S::kStages, phase = i / S::kStages & 1;
+    float score[32];
+    const uint32_t query = smem_u32(m.query), keys = smem_u32(m.stage[stage]);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (box % 4 == 0) {
+        mbar_wait(&m.full[stage][box / 4], phase);
+        moe::wgmma_fence();
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, S::kQueryStride),
+                    descriptor(keys + box * kBoxBytes + k * 32, 16, 1024), box + k > 0);
+    }
+    moe::wgmma_commit();
+    moe::wgmma_wait<0>();
+    moe::fence_regs(score);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][2]);
+
+    const int rows = part.length - (part.first + i) * kRows;
+    float shrink0 = 1, shrink1 = 1;
+    uint32_t weights[4][4] = {};
+    if (!FEW || warp == 0) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) score[j] *= a.scale;
+      if (rows < kRows) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+          if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= rows) score[j] = -INFINITY;
+      }
+      float new0 = top0, new1 = top1;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (j % 4 < 2)
+          new0 = fmaxf(new0, score[j]);
+        else
+          new1 = fmaxf(new1, score[j]);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) {
+        new0 = fmaxf(new0, __shfl_xor_sync(~0u, new0, mask));
+        new1 = fmaxf(new1, __shfl_xor_sync(~0u, new1, mask));
+      }
+      shrink0 = exp2_approximate(top0 - new0);
+      shrink1 = FEW ? 1.f : exp2_approximate(top1 - new1);
+      top0 = new0;
+      top1 = new1;
+      float sum0 = 0, sum1 = 0;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (j % 4 < 2) {
+          score[j] = exp2_approximate(score[j] - new0);
+          sum0 += score[j];
+        } else {
+          score[j] = FEW ? 0.f : exp2_approximate(score[j] - new1);
+          sum1 += score[j];
+        }
+      }
+      total0 = total0 * shrink0 + sum0;
+      total1 = total1 * shrink1 + sum1;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = moe::pack_bf16(score[2 * j], score[2 * j + 1]);
+    }
+    if (i > 0) moe::named_sync(kFree, kConsumers);
+    if (!FEW || warp == 0) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (FEW)
+          reinterpret_cast<uint2*>(m.weights)[k * 32 + lane] = make_uint2(weights[k][0], weights[k][2]);
+        else
+          reinterpret_cast<uint4*>(m.weights)[k * 128 + thread] =
+              make_uint4(weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
+      }
+      if (lane % 4 == 0) {
+        m.shrink[row] = shrink0;
+        m.shrink[row + 8] = shrink1;
+      }
+    }
+    named_arrive(kReady, kConsumers);
+    if (rows < kRows) clear_rows(m.stage[stage], 0, rows);
+    add_values<SAFE>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
+  }
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    total0 += __shfl_xor_sync(~0u, total0, mask);
+    total1 += __shfl_xor_sync(~0u, total1, mask);
+  }
+  if (lane % 4 == 0) {
+    m.total[row] = total0;
+    m.total[row + 8] = total1;
+  }
+  named_arrive(kReady, kConsumers);
+  if (a.splits > 1 && lane % 4 == 0) {
+    float* sums = a.sums + int64_t(request) * a.heads * a.splits + split;
+    if (row < a.heads) sums[row * a.splits] = top0 + log2f(total0);
+    if (row + 8 < a.heads) sums[(row + 8) * a.splits] = top1 + log2f(total1);
+  }
+  store(a, acc, request, split, 0, total0, total1);
+}
+
+template <bool FEW, bool SAFE>
+__device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
+  using S = Shape<FEW>;
+  const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
+  float acc[2][64] = {};
+  for (int i = 0; i < part.count; ++i) {
+    const int stage = i % S::kStages, phase = i / S::kStages & 1;
+    const int rows = part.length - (part.first + i) * kRows;
+    mbar_wait(&m.full[stage][1], phase);
+    if (rows < kRows) clear_rows(m.stage[stage], 1, rows);
+    uint32_t weights[4][4] = {};
+    float shrink0 = 1, shrink1 = 1;
+    moe::named_sync(kReady, kConsumers);
+    if (!FEW || warp == 0) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (FEW) {
+          const uint2 two = reinterpret_cast<const uint2*>(m.weights)[k * 32 + lane];
+          weights[k][0] = two.x, weights[k][2] = two.y;
+        } else {
+          const uint4 four = reinterpret_cast<const uint4*>(m.weights)[k * 128 + thread];
+          weights[k][0] = four.x, weights[k][1] = four.y, weights[k][2] = four.z, weights[k][3] = four.w;
+        }
+      }
+      shrink0 = m.shrink[row];
+      shrink1 = m.shrink[row + 8];
+    }
+    if (i + 1 < part.count) named_arrive(kFree, kConsumers);
+    add_values<SAFE>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
+  }
+  moe::named_sync(kReady, kConsumers);
+  store(a, acc, request, split, 1, m.total[row], m.total[row + 8]);
+}
+
+// A part without rows: its sum's logarithm is -inf and its values stay unwritten; the only part of a request is zero.
+__device__ void store_empty(const Arguments& a, int request, int split) {
+  const int64_t head0 = int64_t(request) * a.heads;
+  if (a.splits > 1) {
+    if (threadIdx.x < a.heads) a.sums[(head0 + threadIdx.x) * a.splits + split] = -INFINITY;
+    return;
+  }
+  uint4* out = reinterpret_cast<uint4*>(a.out + head0 * kLatent);
+  for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kThreads) out[i] = make_uint4(0, 0, 0, 0);
+}
+
+template <bool FEW, bool SAFE>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Memory<FEW>& m = *reinterpret_cast<Memory<FEW>*>(raw);
+  const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == kConsumers) {
+    moe::prefetch_tensormap(&query);
+    moe::prefetch_tensormap(&cache);
+    moe::mbar_init(&m.query_full, 1);
+    for (int stage = 0; stage < Shape<FEW>::kStages; ++stage)
+      for (int group = 0; group < kGroups; ++group) {
+        moe::mbar_init(&m.full[stage][group], 1);
+        moe::mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
+      }
+    moe::fence_mbar_init();
+  }
+  __syncthreads();
+  moe::pdl_wait();
+  moe::pdl_launch();
+  const Part part(a, split, request);
+  if (part.count <= 0) return store_empty(a, request, split);
+  if (role == 2) {
+    moe::reg_dealloc<kCopierRegisters>();
+    if (threadIdx.x < kConsumers + 32) copy_rows(m, a, &query, &cache, part, request);
+  } else {
+    moe::reg_alloc<kConsumerRegisters>();
+    if (role == 0)
+      score_and_left<FEW, SAFE>(m, a, part, request, split);
+    else
+      right<FEW, SAFE>(m, a, part, request, split);
+  }
+}
+
+}  // namespace mla

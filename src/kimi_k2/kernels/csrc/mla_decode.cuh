@@ -1,0 +1,43 @@
+// Shapes, arguments and shared memory of MLA decode attention.
+#pragma once
+#include "mla_wgmma.cuh"
+
+namespace mla {
+
+constexpr int kLatent = 512, kRow = 576, kRows = 64, kBoxes = kRow / 64;
+constexpr int kBoxBytes = kRows * 128, kStageBytes = kBoxes * kBoxBytes;
+// Three warpgroups, the third to copy: registers are handed from it to the other two.
+constexpr int kConsumers = 256, kThreads = kConsumers + 128, kConsumerRegisters = 240, kCopierRegisters = 24;
+// A stage arrives and is released in three groups of boxes: left half of the latent, right half, rotated key.
+constexpr int kGroups = 3;
+
+struct Arguments {
+  const int* table;    // [batch, table_stride] pages, or null: contiguous
+  const int* lengths;  // [batch]
+  __nv_bfloat16* out;  // [batch, heads, 512]
+  float* parts;        // [batch, heads, splits, 512], normalised; not used with one split
+  float* sums;         // [batch, heads, splits], base-2 logarithms of the sums of exponentials
+  int batch, heads, splits, table_stride, capacity;
+  float scale;  // of the scores, times log2(e)
+};
+
+// FEW: 8 heads, whose one group of eight rows stands for all eight groups of the matrix instruction's 64 rows.
+template <bool FEW>
+struct Shape {
+  static constexpr int kStages = FEW ? 3 : 2;
+  static constexpr int kQueryBox = FEW ? 1024 : kBoxBytes;     // bytes of 64 columns of the queries
+  static constexpr int kQueryStride = FEW ? 0 : 1024;          // bytes from eight heads to the next eight
+  static constexpr int kWeights = FEW ? 32 * 8 : 128 * 16;     // words of the weights passed to the second warpgroup
+};
+
+template <bool FEW>
+struct alignas(1024) Memory {
+  using S = Shape<FEW>;
+  uint8_t stage[S::kStages][kStageBytes];
+  uint8_t query[kBoxes * S::kQueryBox];
+  uint32_t weights[S::kWeights];
+  float shrink[64], total[64];
+  uint64_t query_full, full[S::kStages][kGroups], empty[S::kStages][kGroups];
+};
+
+}  // namespace mla

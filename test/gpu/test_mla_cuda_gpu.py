@@ -1,0 +1,159 @@
+"""MLA decode attention in CUDA C++ against float64, every form of the kernel pinned. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.kernels.build import find_nvcc
+from kimi_k2.kernels.mla_cuda import CudaLaunch, choose_launch, run
+from kimi_k2.kernels.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
+SCALE = 0.1147
+# BF16 results and weights: 2**-9 each, in the mean far below its maximum.
+RELATIVE = 4e-3
+LENGTHS = [
+    [1],
+    [8192],
+    [63, 64, 65],
+    [5000, 1, 0, 4097, 8192, 127, 300],
+    [1000 + 77 * i for i in range(70)],
+    [i % 3 for i in range(200)],
+]
+
+
+def paged_case(lengths, heads, capacity, seed=0):
+    """Shuffled pages; NaN wherever no sequence has a row, table entries past an end that point nowhere."""
+    torch.manual_seed(seed)
+    batch, pages = len(lengths), -(-capacity // PAGE)
+    q = torch.randn(batch, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(batch, pages * PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    for one, length in enumerate(lengths):
+        rows[one, length:] = float("nan")
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    cache = torch.empty(batch * pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    cache[table.flatten().long()] = rows.view(-1, PAGE, 576)
+    for one, length in enumerate(lengths):
+        table[one, -(-length // PAGE) :] = 2**31 - 1
+    return q, rows, cache, table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def reference(q, rows, lengths, scale=SCALE):
+    """softmax(scale * q k^T) v in float64, zeros for an empty context."""
+    out = torch.zeros(*q.shape[:2], 512, device="cuda", dtype=torch.float64)
+    for one, length in enumerate(lengths):
+        if length:
+            keys = rows[one, :length].double()
+            out[one] = (scale * (q[one].double() @ keys.T)).softmax(-1) @ keys[:, :512]
+    return out
+
+
+def relative(got, wanted):
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
+
+
+def test_the_operation_uses_this_kernel():
+    q, _, cache, table, seq_lens = paged_case([777, 64], 64, 1024)
+    assert uses_cuda(64, cache.dtype)
+    pinned = run(q, cache, seq_lens, SCALE, table, choose_launch(2, 64, table.shape[1] * PAGE))
+    assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table), pinned)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 20, 128])
+@pytest.mark.parametrize(("heads", "few"), [(8, True), (8, False), (16, False), (32, False), (64, False)])
+@pytest.mark.parametrize("safe", [False, True])
+def test_every_launch(safe, heads, few, splits):
+    lengths = [3000, 64, 0, 257]
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
+    launch = CudaLaunch(splits, few, safe)
+    first = run(q, cache, seq_lens, SCALE, table, launch)
+    assert first.isfinite().all()
+    assert relative(first, reference(q, rows, lengths)) < RELATIVE
+    for _ in range(3):
+        assert torch.equal(run(q, cache, seq_lens, SCALE, table, launch), first)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_paged_and_contiguous(lengths, heads):
+    capacity = -(-max(lengths) // PAGE) * PAGE + 128
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
+    launch = choose_launch(len(lengths), heads, capacity)
+    paged = run(q, cache, seq_lens, SCALE, table, launch)
+    assert paged.isfinite().all()
+    assert relative(paged, reference(q, rows, lengths)) < RELATIVE
+    assert torch.equal(run(q, rows, seq_lens, SCALE, None, launch), paged)
+    assert not paged[[one for one, length in enumerate(lengths) if not length]].any()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("capacity", [1, 50, 1000])
+def test_contiguous_cache_of_any_length(capacity, heads):
+    """Blocks that run into the next sequence, or past the tensor's end; lengths beyond the capacity."""
+    torch.manual_seed(capacity)
+    q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(3, capacity, 576, device="cuda", dtype=torch.bfloat16)
+    lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    out = run(q, rows, seq_lens, SCALE, None, choose_launch(3, heads, capacity))
+    assert relative(out, reference(q, rows, lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_writes_stay_inside(heads, monkeypatch):
+    """What is allocated lies between guards, which are left as they were; so is the cache."""
+    q, _, cache, table, seq_lens = paged_case([700, 0, 64], heads, 1024)
+    before = cache.view(torch.int16).clone()
+    guard, held = 4096, []
+
+    def guarded(tensor, *shape, dtype=None):
+        count = torch.Size(shape).numel()
+        held.append(torch.full((count + 2 * guard,), 7.0, dtype=dtype or tensor.dtype, device=tensor.device))
+        return held[-1][guard:-guard].view(shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
+    for splits in (1, 5):
+        run(q, cache, seq_lens, SCALE, table, CudaLaunch(splits, heads == 8))
+    assert len(held) == 4
+    assert all((one[:guard] == 7).all() and (one[-guard:] == 7).all() for one in held)
+    assert torch.equal(cache.view(torch.int16), before)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_sharp_scores(heads):
+    """One row has nearly all the weight, in any part; scores of hundreds do not overflow."""
+    q, rows, cache, table, seq_lens = paged_case([8000, 8192], heads, 8192)
+    out = run(q, cache, seq_lens, 20.0, table, choose_launch(2, heads, 8192))
+    assert out.isfinite().all()
+    assert relative(out, reference(q, rows, [8000, 8192], 20.0)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_graph_replay_follows_lengths_and_inputs(heads):
+    q, rows, cache, table, seq_lens = paged_case([4096] * 5, heads, 4096)
+    launch = choose_launch(5, heads, 4096)
+    run(q, cache, seq_lens, SCALE, table, launch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(q * 2, cache, seq_lens, SCALE, table, launch)
+    for lengths in ([1, 2, 3, 4, 5], [4096] * 5, [0, 4000, 64, 65, 1]):
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, run(q * 2, cache, seq_lens, SCALE, table, launch))
+        assert relative(out, reference(q * 2, rows, lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_offsets_beyond_32_bits(heads):
+    pages = 2**31 // (PAGE * 576) + 100
+    cache = torch.zeros(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    cache[-4:].normal_()
+    q = torch.randn(1, heads, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(pages - 4, pages, dtype=torch.int32, device="cuda").view(1, 4)
+    lengths = torch.tensor([250], dtype=torch.int32, device="cuda")
+    out = run(q, cache, lengths, SCALE, table, choose_launch(1, heads, 256))
+    assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < RELATIVE

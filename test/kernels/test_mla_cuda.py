@@ -1,0 +1,49 @@
+"""What a machine without a GPU can hold of MLA decode in CUDA C++: choice of kernel and launch, what nvcc reports."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels import build, mla_cuda, mla_decode
+
+
+@pytest.mark.parametrize("heads", mla_decode.HEADS)
+@pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
+@pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
+def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
+    launch = mla_cuda.choose_launch(batch, heads, capacity, 132)
+    assert 1 <= launch.splits <= max(1, 132 // batch)
+    assert (launch.splits - 1) * mla_decode.PAGE < capacity
+    assert launch.few == (heads == 8)
+    assert not launch.safe
+
+
+@pytest.mark.parametrize("splits", [0, 129])
+def test_splits_beyond_the_joins_reach_are_refused(splits):
+    with pytest.raises(KernelError, match="splits 1 to 128"):
+        mla_cuda.CudaLaunch(splits)
+
+
+@pytest.mark.parametrize(("found", "dtype", "wanted"), [
+    (True, torch.bfloat16, True),
+    (False, torch.bfloat16, False),
+    (True, torch.float8_e4m3fn, False),
+])  # fmt: skip
+def test_cuda_where_there_is_a_compiler_and_the_cache_is_bf16(monkeypatch, found, dtype, wanted):
+    monkeypatch.setattr(mla_cuda, "available", lambda: found)
+    assert mla_decode.uses_cuda(64, dtype) == wanted
+
+
+@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+def test_compiles_without_spills_or_serialized_products(tmp_path):
+    command = [build.find_nvcc(), *build.FLAGS, "-Xptxas", "-v", "-o", str(tmp_path / "mla.so")]
+    report = subprocess.run(
+        [*command, str(build.SOURCES / "mla_launch.cu")], capture_output=True, text=True, check=True
+    ).stderr
+    assert "attend" in report
+    assert report.count("bytes spill stores") == report.count(" 0 bytes spill stores")
+    assert "serialized" not in report
