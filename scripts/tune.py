@@ -1,41 +1,94 @@
-"""Find the fastest launch of the FP8 experts for each token count on this GPU and write its tuning file."""
+"""Find the fastest launch of the routed experts for each token count on this GPU and write its tuning files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
+from kimi_k2.kernels.bench import moe, w4a16
 from kimi_k2.kernels.bench.harness import read_bandwidth
-from kimi_k2.kernels.bench.moe import HIDDEN, SHAPES, candidates, random_experts, time_experts
-from kimi_k2.kernels.moe_tuning import DIRECTORY, file_name, save_choices
+from kimi_k2.kernels.moe_tuning import DIRECTORY, ExpertChoice, file_name, save_choices
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096, 16384]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A rank's shape: its experts, their intermediate size, and the pairs that arrive for each token."""
+
+    experts: int
+    inter: int
+    top_k: int
+    dtype: str = "fp8_e4m3"
+
+    @property
+    def block(self) -> str:
+        """As the tuning file's name has it."""
+        return "128x128" if self.dtype == "fp8_e4m3" else "1x32"
+
+    def weights(self) -> Any:
+        """Random ones."""
+        if self.dtype == "fp8_e4m3":
+            return moe.random_experts(self.experts, self.inter, moe.HIDDEN)
+        return w4a16.random_experts(self.experts, self.inter, w2_bf16=self.dtype == "int4_w2_bf16")
+
+    def timer(self, weights: Any, tokens: int) -> Callable[[ExpertChoice], tuple[float, float]]:
+        """Microseconds of a launch, and the bytes of weights that it reads."""
+
+        def fp8(choice: ExpertChoice) -> tuple[float, float]:
+            timing = moe.time_experts(weights, tokens, self.top_k, choice)
+            return timing.microseconds, timing.weight_bytes
+
+        return (
+            fp8 if self.dtype == "fp8_e4m3" else lambda choice: w4a16.time_experts(weights, tokens, self.top_k, choice)
+        )
+
+    def candidates(self, tokens: int) -> list[ExpertChoice]:
+        """The launches worth timing."""
+        return (moe if self.dtype == "fp8_e4m3" else w4a16).candidates(tokens, self.top_k, self.inter)
+
+
+CASES = {
+    "TP8": Case(384, 256, 8),
+    "EP8": Case(48, 2048, 1),
+    "TP4": Case(384, 512, 8),
+    "EP4": Case(96, 2048, 2),
+    "INT4-TP4": Case(384, 512, 8, "int4"),
+    "INT4-TP8": Case(384, 256, 8, "int4"),
+    "INT4-TP4-W2-BF16": Case(384, 512, 8, "int4_w2_bf16"),
+}
+
+
 def main(
-    shape: list[str] = typer.Option(list(SHAPES), help="shapes to tune"),
+    shape: list[str] = typer.Option(list(CASES), help="shapes to tune"),
     tokens: list[int] = typer.Option(TOKENS, help="token counts"),
     out: Path = typer.Option(DIRECTORY, help="directory of the tuning files"),
 ) -> None:
     """Times every candidate; prints the winner's time, bandwidth and share of the read bandwidth measured here."""
+    if unknown := sorted(set(shape) - set(CASES)):
+        raise typer.BadParameter(f"{unknown} not among {list(CASES)}")
     ceiling = read_bandwidth()
     print(f"read bandwidth {ceiling:.0f} GB/s")
     for name in shape:
-        experts, inter, top_k = SHAPES[name]
-        weights = random_experts(experts, inter, HIDDEN)
+        case = CASES[name]
+        weights = case.weights()
         chosen = {}
         for count in tokens:
-            timed = [(time_experts(weights, count, top_k, c), c) for c in candidates(count, top_k, inter)]
-            best, chosen[count] = min(timed, key=lambda pair: pair[0].microseconds)
-            rate = best.gigabytes_per_second
+            timer = case.timer(weights, count)
+            timed = [(*timer(choice), choice) for choice in case.candidates(count)]
+            microseconds, moved, chosen[count] = min(timed, key=lambda one: one[0])
+            rate = moved / microseconds / 1e3
             print(
-                f"{name} T={count}: {best.microseconds:.1f} us {rate:.0f} GB/s {rate / ceiling:.1%} {chosen[count]}",
+                f"{name} T={count}: {microseconds:.1f} us {rate:.0f} GB/s {rate / ceiling:.1%} {chosen[count]}",
                 flush=True,
             )
         device = torch.cuda.get_device_name()
-        save_choices(out / file_name(experts, inter, HIDDEN, "fp8_e4m3", "128x128", device), chosen)
+        save_choices(out / file_name(case.experts, case.inter, moe.HIDDEN, case.dtype, case.block, device), chosen)
         del weights
         torch.cuda.empty_cache()
 
