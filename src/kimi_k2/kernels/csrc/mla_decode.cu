@@ -11,7 +11,8 @@ namespace mla {
 using moe::mbar_wait;
 using moe::smem_u32;
 
-constexpr int kReady = 1, kFree = 2, kAlone = 3;  // named barriers: weights written, weights read, one warpgroup (3, 4)
+// Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
+constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
 
 // Blocks of 64 rows of one part: first one, how many, and the sequence's length.
 struct Part {
@@ -150,7 +151,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, S::kQueryStride),
+        scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, 1024),
                     descriptor(keys + box * kBoxBytes + k * 32, 16, 1024), box + k > 0);
     }
     moe::wgmma_commit();
@@ -231,7 +232,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
     m.total[row] = total0;
     m.total[row + 8] = total1;
   }
-  named_arrive(kReady, kConsumers);
+  named_arrive(kTotals, kConsumers);
   if (a.splits > 1 && lane % 4 == 0) {
     float* sums = a.sums + int64_t(request) * a.heads * a.splits + split;
     if (row < a.heads) sums[row * a.splits] = top0 + log2f(total0);
@@ -271,7 +272,7 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
     add_values<SAFE>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
   }
-  moe::named_sync(kReady, kConsumers);
+  moe::named_sync(kTotals, kConsumers);
   store(a, acc, request, split, 1, m.total[row], m.total[row + 8]);
 }
 

@@ -21,20 +21,20 @@ struct Arguments {
   float scale;  // of the scores, times log2(e)
 };
 
-// FEW: 8 heads, whose one group of eight rows stands for all eight groups of the matrix instruction's 64 rows.
+// FEW: 8 heads. The matrix instruction reads 64 rows of queries all the same: the other 56 are whatever lies behind the
+// eight (more queries, cache rows), and what becomes of them is dropped. So with 16 and 32 heads.
 template <bool FEW>
 struct Shape {
   static constexpr int kStages = FEW ? 3 : 2;
-  static constexpr int kQueryBox = FEW ? 1024 : kBoxBytes;     // bytes of 64 columns of the queries
-  static constexpr int kQueryStride = FEW ? 0 : 1024;          // bytes from eight heads to the next eight
-  static constexpr int kWeights = FEW ? 32 * 8 : 128 * 16;     // words of the weights passed to the second warpgroup
+  static constexpr int kQueryBox = FEW ? 1024 : kBoxBytes;  // bytes of 64 columns of the queries
+  static constexpr int kWeights = FEW ? 32 * 8 : 128 * 16;  // words of the weights passed to the second warpgroup
 };
 
 template <bool FEW>
 struct alignas(1024) Memory {
   using S = Shape<FEW>;
-  uint8_t stage[S::kStages][kStageBytes];
   uint8_t query[kBoxes * S::kQueryBox];
+  uint8_t stage[S::kStages][kStageBytes];
   uint32_t weights[S::kWeights];
   float shrink[64], total[64];
   uint64_t query_full, full[S::kStages][kGroups], empty[S::kStages][kGroups];
