@@ -62,11 +62,12 @@ def parallelize(
     """
     if layout.target != "cuda":
         raise ConfigError(f"expected cuda, got {layout.target}", field="target")
+    communicate = communicate and layout.ranks > 1  # one rank needs no process group
     if communicate and dist.get_world_size(group) != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
     for planned in make_plan(model.config, layout).tensors:
         _replace(model, planned, device)
-    reduce = AllReduce(group, communicate and layout.ranks > 1)
+    reduce = AllReduce(group, communicate)
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         layer.self_attn.register_forward_hook(_summed(reduce))

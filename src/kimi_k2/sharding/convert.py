@@ -127,16 +127,16 @@ class Converter:
             root = f"{moe}.expert_mlps.mlp_op"
         else:
             root = unit.modules[0].rpartition(".experts.")[0] + ".experts"
-        parts = []
-        for suffix in down:
-            pair = [gate[suffix], up[suffix]]
+
+        def part(projection: str, suffix: str, *matrices: Tensor) -> Part:
             # The plain model's buffers are named without `.weight`.
             ending = f".{suffix}" if neuron else suffix.removeprefix("weight")
-            both = input_first(*pair) if neuron else torch.cat(pair)
-            single = input_first(down[suffix]) if neuron else down[suffix]
-            parts.append(Part(f"{root}.gate_up_proj{ending}", unit.expert, both))
-            parts.append(Part(f"{root}.down_proj{ending}", unit.expert, single))
-        return parts
+            joined = input_first(*matrices) if neuron else torch.cat(matrices) if matrices[1:] else matrices[0]
+            return Part(f"{root}.{projection}{ending}", unit.expert, joined)
+
+        # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
+        first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
+        return first + [part("down_proj", suffix, down[suffix]) for suffix in down]
 
     def _matrix(self, stored: Stored, error: ConversionError) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
