@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_tuning
-from kimi_k2.kernels.moe_tuning import DIRECTORY, NAME, ExpertChoice, choose, default_choice, load_choices
+from kimi_k2.kernels.moe_tuning import DIRECTORY, NAME, ExpertChoice, choose, default_choice, file_name, load_choices
+from kimi_k2.kernels.moe_w4a16 import check_choice
 
 SHAPES = [(384, 256, 8), (48, 2048, 1), (384, 128, 8), (8, 512, 2)]
 
@@ -19,7 +23,7 @@ def test_shipped_files_keep_the_contract(path):
     experts, inter, hidden = (int(v) for v in NAME.fullmatch(path.name).groups()[:3])
     choices = load_choices(path)
     assert choices, "an empty file would silence the warning about defaults"
-    top_k = 8 if experts == 384 else 1
+    top_k = 8 * experts // 384  # pairs that arrive for a token
     for tokens, choice in choices.items():
         choice.check(tokens, top_k, hidden, inter)
 
@@ -90,3 +94,19 @@ def test_check_names_the_field(choice, field):
 def test_fused_refuses_more_pairs_than_a_block_aligns():
     with pytest.raises(KernelError, match="512"):
         ExpertChoice(True, 16, 1, 1, 1).check(65, 8, 7168, 256)
+
+
+def test_the_tuner_tries_only_launches_that_the_kernels_take():
+    spec = importlib.util.spec_from_file_location("tune", Path(__file__).parents[2] / "scripts" / "tune.py")
+    tune = importlib.util.module_from_spec(spec)
+    sys.modules["tune"] = tune  # dataclasses look their module up
+    spec.loader.exec_module(tune)
+    for case in tune.CASES.values():
+        assert file_name(case.experts, case.inter, 7168, case.dtype, case.block, "NVIDIA H200").endswith(".json")
+        for tokens in tune.TOKENS:
+            found = case.candidates(tokens)
+            assert len(found) > 1 or tokens > 512
+            for choice in found:
+                choice.check(tokens, case.top_k, 7168, case.inter)
+                if case.dtype != "fp8_e4m3":
+                    check_choice(choice)
