@@ -31,15 +31,19 @@ class CudaLaunch:
         splits: parts of the context, at most 128.
         few: the form for 8 heads, three stages deep instead of two.
         safe: values by warps and transposing loads, not by warpgroups on the latent as it lies; slower.
+        slabs: cache rows are copied eight by eight, 512 bytes of each at once, not in columns of 128 bytes.
         wide: the L2 fetches 256 bytes at a time, not 128.
     """
 
     splits: int
     few: bool = False
     safe: bool = False
+    slabs: bool = False
     wide: bool = True
 
     def __post_init__(self) -> None:
+        if self.safe and self.slabs:
+            raise KernelError(f"{self}: expected at most one of safe and slabs")
         if not 1 <= self.splits <= MAX_SPLITS:
             raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
 
@@ -104,7 +108,7 @@ def run(
     # Its headers include moe_*: the library's name covers every source.
     status = load_library("mla_launch.cu", "").kimi_mla_decode(
         ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(cache.data_ptr()), ctypes.c_int64(cache.numel() // ROW),
-        ctypes.byref(arguments), launch.few, launch.safe, launch.wide,
+        ctypes.byref(arguments), launch.few, launch.safe, launch.slabs, launch.wide,
         ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
     )  # fmt: skip
     if status:

@@ -20,6 +20,8 @@ def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
     splits, few = chosen.splits, chosen.few
     yield chosen
     yield CudaLaunch(splits, few, wide=not chosen.wide)
+    yield CudaLaunch(splits, few, slabs=not chosen.slabs)
+    yield CudaLaunch(splits, few, slabs=not chosen.slabs, wide=not chosen.wide)
     yield CudaLaunch(splits, few, safe=True)
     if few:
         yield CudaLaunch(splits)

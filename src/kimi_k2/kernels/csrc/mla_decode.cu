@@ -25,9 +25,9 @@ struct Part {
   }
 };
 
-template <bool FEW>
+template <bool FEW, bool SLABS>
 __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
-                          const Part& part, int request) {
+                          const CUtensorMap* halves, const Part& part, int request) {
   constexpr int kStages = Shape<FEW>::kStages;
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
@@ -47,11 +47,18 @@ __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap*
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
-        const int box0 = group * 4, boxes = group < 2 ? 4 : 1;
+        const int boxes = group < 2 ? 4 : 1;
+        uint8_t* place = m.stage[stage] + group * kHalfBytes;
         moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
-        for (int box = box0; box < box0 + boxes; ++box)
-          moe::tma_load_2d(smem_u32(m.stage[stage] + box * kBoxBytes), cache, &m.full[stage][group], box * 64, row,
-                           moe::kEvictFirst);
+        if (SLABS && group < 2) {
+          for (int eight = 0; eight < 8; ++eight)
+            tma_load_3d(smem_u32(place + eight * Layout<true>::kEight), halves, &m.full[stage][group], 0,
+                        row + eight * 8, group * 4, moe::kEvictFirst);
+        } else {
+          for (int box = 0; box < boxes; ++box)
+            moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64,
+                             row, moe::kEvictFirst);
+        }
       }
     }
     __syncwarp();
@@ -60,17 +67,19 @@ __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap*
 
 // Zeros in the 256 columns of this warpgroup for the rows from `rows` on: their weights are zero, but zero times NaN is
 // NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
+template <bool SLABS>
 __device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows) {
   for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
-    const int row = rows + i / 32, box = half * 4 + i % 32 / 8;
-    *reinterpret_cast<uint4*>(stage + box * kBoxBytes + row * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    const int row = rows + i / 32, box = i % 32 / 8;
+    const int place = box * Layout<SLABS>::kColumns + row / 8 * Layout<SLABS>::kEight + row % 8 * 128 + i % 8 * 16;
+    *reinterpret_cast<uint4*>(stage + half * kHalfBytes + place) = make_uint4(0, 0, 0, 0);
   }
   moe::fence_proxy_async();
   moe::named_sync(kAlone + half, 128);
 }
 
 // acc = acc * shrink + weights V over 256 columns. SAFE: by warps, through transposing loads.
-template <bool SAFE>
+template <bool SAFE, bool SLABS>
 __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
                                            int half, float shrink0, float shrink1) {
   if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
@@ -79,7 +88,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[n][i] *= i % 4 < 2 ? shrink0 : shrink1;
   }
-  const uint32_t base = smem_u32(stage) + half * 4 * kBoxBytes;
+  using L = Layout<SLABS>;
+  const uint32_t base = smem_u32(stage) + half * kHalfBytes;
   if (SAFE) {
     const int lane = threadIdx.x % 32;
     const int row = lane % 16, chunk = lane / 16;
@@ -88,8 +98,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
 #pragma unroll
       for (int pair = 0; pair < 16; ++pair) {
         uint32_t b[4];
-        const int c = pair % 4 * 2 + chunk;
-        load_transposed(b, base + pair / 4 * kBoxBytes + (k * 16 + row) * 128 + ((c ^ row % 8) * 16));
+        const int place = (k * 2 + row / 8) * L::kEight + row % 8 * 128 + ((pair % 4 * 2 + chunk) ^ row % 8) * 16;
+        load_transposed(b, base + pair / 4 * L::kColumns + place);
         warp_step(&acc[pair / 8][pair % 8 * 8], weights[k], b[0], b[1]);
         warp_step(&acc[pair / 8][pair % 8 * 8 + 4], weights[k], b[2], b[3]);
       }
@@ -101,7 +111,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        values_step(acc[n], weights[k], descriptor(base + n * 2 * kBoxBytes + k * 2048, kBoxBytes, 1024));
+        values_step(acc[n], weights[k],
+                    descriptor(base + n * 2 * L::kColumns + k * 2 * L::kEight, L::kColumns, L::kEight));
     moe::wgmma_commit();
     moe::wgmma_wait<0>();
     moe::fence_regs(acc[0]);
@@ -124,7 +135,8 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
     __nv_bfloat16* out = a.out + place * kLatent + column;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const float x = acc[i / 16][i % 16 * 4 + lower * 2] * inverse, y = acc[i / 16][i % 16 * 4 + lower * 2 + 1] * inverse;
+      const int pair = i % 16 * 4 + lower * 2;
+      const float x = acc[i / 16][pair] * inverse, y = acc[i / 16][pair + 1] * inverse;
       if (a.splits > 1)
         *reinterpret_cast<float2*>(part + i * 8) = make_float2(x, y);
       else
@@ -133,7 +145,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
   }
 }
 
-template <bool FEW, bool SAFE>
+template <bool FEW, bool SAFE, bool SLABS>
 __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -150,9 +162,11 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
         moe::wgmma_fence();
       }
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int k = 0; k < 4; ++k) {
+        const int place = box / 4 * kHalfBytes + box % 4 * Layout<SLABS>::kColumns + k * 32;
         scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, 1024),
-                    descriptor(keys + box * kBoxBytes + k * 32, 16, 1024), box + k > 0);
+                    descriptor(keys + place, 16, box < 8 ? Layout<SLABS>::kEight : 1024), box + k > 0);
+      }
     }
     moe::wgmma_commit();
     moe::wgmma_wait<0>();
@@ -219,8 +233,8 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
       }
     }
     named_arrive(kReady, kConsumers);
-    if (rows < kRows) clear_rows(m.stage[stage], 0, rows);
-    add_values<SAFE>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
+    if (rows < kRows) clear_rows<SLABS>(m.stage[stage], 0, rows);
+    add_values<SAFE, SLABS>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
   }
 #pragma unroll
@@ -241,7 +255,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
   store(a, acc, request, split, 0, total0, total1);
 }
 
-template <bool FEW, bool SAFE>
+template <bool FEW, bool SAFE, bool SLABS>
 __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -250,7 +264,7 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
     const int stage = i % S::kStages, phase = i / S::kStages & 1;
     const int rows = part.length - (part.first + i) * kRows;
     mbar_wait(&m.full[stage][1], phase);
-    if (rows < kRows) clear_rows(m.stage[stage], 1, rows);
+    if (rows < kRows) clear_rows<SLABS>(m.stage[stage], 1, rows);
     uint32_t weights[4][4] = {};
     float shrink0 = 1, shrink1 = 1;
     moe::named_sync(kReady, kConsumers);
@@ -269,7 +283,7 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
       shrink1 = m.shrink[row + 8];
     }
     if (i + 1 < part.count) named_arrive(kFree, kConsumers);
-    add_values<SAFE>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+    add_values<SAFE, SLABS>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
   }
   moe::named_sync(kTotals, kConsumers);
@@ -287,9 +301,11 @@ __device__ void store_empty(const Arguments& a, int request, int split) {
   for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kThreads) out[i] = make_uint4(0, 0, 0, 0);
 }
 
-template <bool FEW, bool SAFE>
+// `cache` copies boxes of 64 columns, `halves` eight rows of half of the latent; it is used with SLABS only.
+template <bool FEW, bool SAFE, bool SLABS>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
+    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
+           const __grid_constant__ CUtensorMap halves, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory<FEW>& m = *reinterpret_cast<Memory<FEW>*>(raw);
   const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -311,13 +327,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (part.count <= 0) return store_empty(a, request, split);
   if (role == 2) {
     moe::reg_dealloc<kCopierRegisters>();
-    if (threadIdx.x < kConsumers + 32) copy_rows(m, a, &query, &cache, part, request);
+    if (threadIdx.x < kConsumers + 32) copy_rows<FEW, SLABS>(m, a, &query, &cache, &halves, part, request);
   } else {
     moe::reg_alloc<kConsumerRegisters>();
     if (role == 0)
-      score_and_left<FEW, SAFE>(m, a, part, request, split);
+      score_and_left<FEW, SAFE, SLABS>(m, a, part, request, split);
     else
-      right<FEW, SAFE>(m, a, part, request, split);
+      right<FEW, SAFE, SLABS>(m, a, part, request, split);
   }
 }
 

@@ -1,6 +1,6 @@
 // Shapes, arguments and shared memory of MLA decode attention.
 #pragma once
-#include "mla_wgmma.cuh"
+#include "mla_ptx.cuh"
 
 namespace mla {
 
@@ -20,6 +20,15 @@ struct Arguments {
   int batch, heads, splits, table_stride, capacity;
   float scale;  // of the scores, times log2(e)
 };
+
+// How a stage holds each half of the latent, 64 rows of 4 x 64 columns. SLABS: eight rows after another as they lie in
+// memory, whose 512 bytes a row are copied at once; else 64 columns after another.
+template <bool SLABS>
+struct Layout {
+  static constexpr int kColumns = SLABS ? 1024 : kBoxBytes;  // bytes from 64 columns to the next 64
+  static constexpr int kEight = SLABS ? 4096 : 1024;         // bytes from 8 rows to the next 8
+};
+constexpr int kHalfBytes = 4 * kBoxBytes;
 
 // FEW: 8 heads. The matrix instruction reads 64 rows of queries all the same: the other 56 are whatever lies behind the
 // eight (more queries, cache rows), and what becomes of them is dropped. So with 16 and 32 heads.

@@ -1,5 +1,5 @@
-// Matrix instructions of MLA decode attention: scores from shared memory, values with the weights in registers.
-// Operand lists come from moe_wgmma.cuh.
+// Instructions of MLA decode attention: scores from shared memory, values with the weights in registers, copies of
+// boxes of three dimensions. Operand lists come from moe_wgmma.cuh.
 #pragma once
 #include "moe_wgmma.cuh"
 
@@ -45,6 +45,15 @@ __device__ __forceinline__ void warp_step(float* d, const uint32_t (&a)[4], uint
                " {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
+                                            uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(moe::smem_u32(bar)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
 }
 
 __device__ __forceinline__ float exp2_approximate(float x) {
