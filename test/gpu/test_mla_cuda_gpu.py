@@ -67,9 +67,23 @@ def test_the_operation_uses_this_kernel():
 def test_every_launch(safe, slabs, heads, few, splits):
     lengths = [3000, 64, 0, 257]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
-    launch = CudaLaunch(splits, few, safe, slabs)
+    launch = CudaLaunch(splits, few=few, safe=safe, slabs=slabs)
     first = run(q, cache, seq_lens, SCALE, table, launch)
     assert first.isfinite().all()
+    assert relative(first, reference(q, rows, lengths)) < RELATIVE
+    for _ in range(3):
+        assert torch.equal(run(q, cache, seq_lens, SCALE, table, launch), first)
+
+
+@pytest.mark.parametrize(("splits", "cluster"), [(2, 2), (4, 4), (8, 8), (8, 2), (128, 8), (32, 4)])
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_cluster(heads, splits, cluster):
+    lengths = [3000, 64, 0, 257, 1]
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
+    launch = CudaLaunch(splits, cluster, few=heads == 8)
+    first = run(q, cache, seq_lens, SCALE, table, launch)
+    assert first.isfinite().all()
+    assert not first[2].any()
     assert relative(first, reference(q, rows, lengths)) < RELATIVE
     for _ in range(3):
         assert torch.equal(run(q, cache, seq_lens, SCALE, table, launch), first)
@@ -115,7 +129,7 @@ def test_writes_stay_inside(heads, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
     for splits in (1, 5):
-        run(q, cache, seq_lens, SCALE, table, CudaLaunch(splits, heads == 8))
+        run(q, cache, seq_lens, SCALE, table, CudaLaunch(splits, few=heads == 8))
     assert len(held) == 4
     assert all((one[:guard] == 7).all() and (one[-guard:] == 7).all() for one in held)
     assert torch.equal(cache.view(torch.int16), before)

@@ -28,6 +28,12 @@ def test_splits_beyond_the_joins_reach_are_refused(splits):
         mla_cuda.CudaLaunch(splits)
 
 
+@pytest.mark.parametrize("changes", [{"cluster": 3}, {"cluster": 16}, {"cluster": 8}, {"safe": True, "cluster": 2}])
+def test_clusters_that_do_not_divide_the_splits_are_refused(changes):
+    with pytest.raises(KernelError, match="cluster"):
+        mla_cuda.CudaLaunch(12, **changes)
+
+
 @pytest.mark.parametrize(("found", "dtype", "wanted"), [
     (True, torch.bfloat16, True),
     (False, torch.bfloat16, False),

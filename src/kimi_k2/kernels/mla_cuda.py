@@ -20,7 +20,7 @@ from kimi_k2.kernels.mla_decode import HEADS, LATENT, LOG2_E, PAGE, ROW
 
 MAX_SPLITS = 128
 _POINTERS = ("table", "lengths", "out", "parts", "sums")
-_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity")
+_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "cluster")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class CudaLaunch:
 
     Attributes:
         splits: parts of the context, at most 128.
+        cluster: parts joined by their blocks through shared memory, a divisor of `splits` up to 8; 1: none.
         few: the form for 8 heads, three stages deep instead of two.
         safe: values by warps and transposing loads, not by warpgroups on the latent as it lies; slower.
         slabs: cache rows are copied eight by eight, 512 bytes of each at once, not in columns of 128 bytes.
@@ -36,16 +37,17 @@ class CudaLaunch:
     """
 
     splits: int
+    cluster: int = 1
     few: bool = False
     safe: bool = False
     slabs: bool = False
     wide: bool = True
 
     def __post_init__(self) -> None:
-        if self.safe and self.slabs:
-            raise KernelError(f"{self}: expected at most one of safe and slabs")
-        if not 1 <= self.splits <= MAX_SPLITS:
-            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
+        if self.safe and (self.slabs or self.cluster > 1):
+            raise KernelError(f"{self}: expected neither slabs nor a cluster in the safe form")
+        if not 1 <= self.splits <= MAX_SPLITS or self.cluster not in (1, 2, 4, 8) or self.splits % self.cluster:
+            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}, cluster a divisor of it among 1, 2, 4, 8")
 
 
 class _Arguments(ctypes.Structure):
@@ -97,13 +99,13 @@ def run(
         return out.zero_()
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), out=out.data_ptr(), batch=batch, heads=heads, splits=launch.splits,
-        capacity=capacity, scale=softmax_scale * LOG2_E,
+        cluster=launch.cluster, capacity=capacity, scale=softmax_scale * LOG2_E,
     )  # fmt: skip
     if block_table is not None:
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
-    if launch.splits > 1:
-        parts = q.new_empty(batch, heads, launch.splits, LATENT, dtype=torch.float32)
-        sums = q.new_empty(batch, heads, launch.splits, dtype=torch.float32)
+    if (joined := launch.splits // launch.cluster) > 1:
+        parts = q.new_empty(batch, heads, joined, LATENT, dtype=torch.float32)
+        sums = q.new_empty(batch, heads, joined, dtype=torch.float32)
         arguments.parts, arguments.sums = parts.data_ptr(), sums.data_ptr()
     # Its headers include moe_*: the library's name covers every source.
     status = load_library("mla_launch.cu", "").kimi_mla_decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,19 +16,24 @@ from kimi_k2.kernels.mla_decode import LATENT, PAGE
 
 
 def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
-    """The chosen launch, then those that differ from it in one field, then other numbers of splits."""
+    """The chosen launch, those that differ from it in how they copy, other splits and clusters."""
     chosen = choose_launch(batch, heads, context)
-    splits, few = chosen.splits, chosen.few
+    splits = chosen.splits
     yield chosen
-    yield CudaLaunch(splits, few, wide=not chosen.wide)
-    yield CudaLaunch(splits, few, slabs=not chosen.slabs)
-    yield CudaLaunch(splits, few, slabs=not chosen.slabs, wide=not chosen.wide)
-    yield CudaLaunch(splits, few, safe=True)
-    if few:
-        yield CudaLaunch(splits)
-    for other in sorted({max(1, splits // 2), 32, 64, 128} - {splits}):
-        if other * PAGE <= context and (other < splits or batch == 1):
-            yield CudaLaunch(other, few)
+    for changes in (
+        {"wide": not chosen.wide},
+        {"slabs": not chosen.slabs},
+        {"slabs": not chosen.slabs, "wide": not chosen.wide},
+        {"safe": True, "slabs": False, "cluster": 1},
+    ):
+        yield replace(chosen, **changes)
+    if chosen.few:
+        yield replace(chosen, few=False)
+    for cluster in (1, 2, 4, 8):
+        for other in (splits, max(1, splits // 2), 32, 64, 128):
+            fits = other * PAGE <= context and (other <= splits or batch == 1) and other % cluster == 0
+            if fits and (other, cluster) != (splits, chosen.cluster):
+                yield replace(chosen, splits=other, cluster=cluster)
 
 
 def reference(one: Inputs) -> Tensor:
@@ -55,7 +61,7 @@ def main() -> None:
                 print(
                     f"{heads} heads, B={batch}, T={context}: floor {floor:.1f} us, triton {triton:.1f} us", flush=True
                 )
-                for launch in launches(batch, heads, context):
+                for launch in dict.fromkeys(launches(batch, heads, context)):
                     if launch.safe and given.without_safe:
                         continue
 

@@ -3,80 +3,12 @@
 // computes the scores, their online softmax in base 2 and the left 256 columns of the values; the second takes the
 // weights from shared memory, in the first one's register order, and computes the right 256 columns. Keys and values
 // are the same bytes: K-major for the scores, MN-major for the values.
-#include "mla_decode.cuh"
+#include "mla_cluster.cuh"
+#include "mla_copy.cuh"
 #include "mla_join.cuh"
+#include "mla_store.cuh"
 
 namespace mla {
-
-using moe::mbar_wait;
-using moe::smem_u32;
-
-// Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
-constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
-
-// Blocks of 64 rows of one part: first one, how many, and the sequence's length.
-struct Part {
-  int first, count, length;
-  __device__ Part(const Arguments& a, int split, int request) {
-    length = min(a.lengths[request], a.capacity);
-    const int64_t blocks = length > 0 ? (length + kRows - 1) / kRows : 0;
-    first = int(blocks * split / a.splits);
-    count = int(blocks * (split + 1) / a.splits) - first;
-  }
-};
-
-template <bool FEW, bool SLABS>
-__device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
-                          const CUtensorMap* halves, const Part& part, int request) {
-  constexpr int kStages = Shape<FEW>::kStages;
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) {
-    moe::mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
-    for (int box = 0; box < kBoxes; ++box)
-      moe::tma_load_2d(smem_u32(m.query + box * Shape<FEW>::kQueryBox), query, &m.query_full, box * 64,
-                       request * a.heads, moe::kEvictNormal);
-  }
-  const int* pages = a.table ? a.table + int64_t(request) * a.table_stride + part.first : nullptr;
-  int page = 0;
-  for (int i = 0; i < part.count; ++i) {
-    // Thirty-two page numbers a load, so that no copy waits for its own.
-    if (pages && i % 32 == 0) page = i + lane < part.count ? pages[i + lane] : 0;
-    const int row = pages ? __shfl_sync(~0u, page, i % 32) * kRows : request * a.capacity + (part.first + i) * kRows;
-    const int stage = i % kStages;
-    if (lane == 0) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
-        const int boxes = group < 2 ? 4 : 1;
-        uint8_t* place = m.stage[stage] + group * kHalfBytes;
-        moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
-        if (SLABS && group < 2) {
-          for (int eight = 0; eight < 8; ++eight)
-            tma_load_3d(smem_u32(place + eight * Layout<true>::kEight), halves, &m.full[stage][group], 0,
-                        row + eight * 8, group * 4, moe::kEvictFirst);
-        } else {
-          for (int box = 0; box < boxes; ++box)
-            moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64,
-                             row, moe::kEvictFirst);
-        }
-      }
-    }
-    __syncwarp();
-  }
-}
-
-// Zeros in the 256 columns of this warpgroup for the rows from `rows` on: their weights are zero, but zero times NaN is
-// NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
-template <bool SLABS>
-__device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows) {
-  for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
-    const int row = rows + i / 32, box = i % 32 / 8;
-    const int place = box * Layout<SLABS>::kColumns + row / 8 * Layout<SLABS>::kEight + row % 8 * 128 + i % 8 * 16;
-    *reinterpret_cast<uint4*>(stage + half * kHalfBytes + place) = make_uint4(0, 0, 0, 0);
-  }
-  moe::fence_proxy_async();
-  moe::named_sync(kAlone + half, 128);
-}
 
 // acc = acc * shrink + weights V over 256 columns. SAFE: by warps, through transposing loads.
 template <bool SAFE, bool SLABS>
@@ -120,37 +52,12 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
   }
 }
 
-// This warpgroup's 256 columns of the part, normalised.
-__device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][64], int request, int split, int half,
-                                      float total0, float total1) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    const int head = row + lower * 8;
-    if (head >= a.heads) continue;
-    const float inverse = 1.f / (lower ? total1 : total0);
-    const int64_t place = int64_t(request) * a.heads + head;
-    const int column = half * 256 + lane % 4 * 2;
-    float* part = a.parts + (place * a.splits + split) * kLatent + column;
-    __nv_bfloat16* out = a.out + place * kLatent + column;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int pair = i % 16 * 4 + lower * 2;
-      const float x = acc[i / 16][pair] * inverse, y = acc[i / 16][pair + 1] * inverse;
-      if (a.splits > 1)
-        *reinterpret_cast<float2*>(part + i * 8) = make_float2(x, y);
-      else
-        *reinterpret_cast<uint32_t*>(out + i * 8) = moe::pack_bf16(x, y);
-    }
-  }
-}
-
 template <bool FEW, bool SAFE, bool SLABS>
 __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   float acc[2][64] = {}, top0 = -INFINITY, top1 = -INFINITY, total0 = 0, total1 = 0;
-  mbar_wait(&m.query_full, 0);
+  if (part.count > 0) mbar_wait(&m.query_full, 0);
   for (int i = 0; i < part.count; ++i) {
     const int stage = i % S::kStages, phase = i / S::kStages & 1;
     float score[32];
@@ -243,9 +150,12 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
     total1 += __shfl_xor_sync(~0u, total1, mask);
   }
   if (lane % 4 == 0) {
+    m.top[row] = top0;
+    m.top[row + 8] = top1;
     m.total[row] = total0;
     m.total[row + 8] = total1;
   }
+  if (!SAFE && a.cluster > 1) return join_cluster(m, a, acc, request, split, 0);
   named_arrive(kTotals, kConsumers);
   if (a.splits > 1 && lane % 4 == 0) {
     float* sums = a.sums + int64_t(request) * a.heads * a.splits + split;
@@ -286,19 +196,9 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
     add_values<SAFE, SLABS>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
   }
+  if (!SAFE && a.cluster > 1) return join_cluster(m, a, acc, request, split, 1);
   moe::named_sync(kTotals, kConsumers);
   store(a, acc, request, split, 1, m.total[row], m.total[row + 8]);
-}
-
-// A part without rows: its sum's logarithm is -inf and its values stay unwritten; the only part of a request is zero.
-__device__ void store_empty(const Arguments& a, int request, int split) {
-  const int64_t head0 = int64_t(request) * a.heads;
-  if (a.splits > 1) {
-    if (threadIdx.x < a.heads) a.sums[(head0 + threadIdx.x) * a.splits + split] = -INFINITY;
-    return;
-  }
-  uint4* out = reinterpret_cast<uint4*>(a.out + head0 * kLatent);
-  for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kThreads) out[i] = make_uint4(0, 0, 0, 0);
 }
 
 // `cache` copies boxes of 64 columns, `halves` eight rows of half of the latent; it is used with SLABS only.
@@ -323,11 +223,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   moe::pdl_wait();
   moe::pdl_launch();
+  // The page numbers come to the L2 while the length is awaited that says which of them are needed.
+  const int line = (int(threadIdx.x) - kConsumers) * 32;
+  if (a.table && line >= 0 && line < a.table_stride)
+    moe::prefetch_l2(a.table + int64_t(request) * a.table_stride + line);
   const Part part(a, split, request);
-  if (part.count <= 0) return store_empty(a, request, split);
+  if (part.count <= 0 && a.cluster == 1) return store_empty(a, request, split);
   if (role == 2) {
     moe::reg_dealloc<kCopierRegisters>();
-    if (threadIdx.x < kConsumers + 32) copy_rows<FEW, SLABS>(m, a, &query, &cache, &halves, part, request);
+    if (threadIdx.x < kConsumers + 32 && part.count > 0)
+      copy_rows<FEW, SLABS>(m, a, &query, &cache, &halves, part, request);
   } else {
     moe::reg_alloc<kConsumerRegisters>();
     if (role == 0)

@@ -4,20 +4,25 @@
 
 namespace mla {
 
+using moe::mbar_wait;
+using moe::smem_u32;
+
 constexpr int kLatent = 512, kRow = 576, kRows = 64, kBoxes = kRow / 64;
 constexpr int kBoxBytes = kRows * 128, kStageBytes = kBoxes * kBoxBytes;
 // Three warpgroups, the third to copy: registers are handed from it to the other two.
 constexpr int kConsumers = 256, kThreads = kConsumers + 128, kConsumerRegisters = 240, kCopierRegisters = 24;
 // A stage arrives and is released in three groups of boxes: left half of the latent, right half, rotated key.
 constexpr int kGroups = 3;
+// Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
+constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
 
 struct Arguments {
   const int* table;    // [batch, table_stride] pages, or null: contiguous
   const int* lengths;  // [batch]
   __nv_bfloat16* out;  // [batch, heads, 512]
-  float* parts;        // [batch, heads, splits, 512], normalised; not used with one split
-  float* sums;         // [batch, heads, splits], base-2 logarithms of the sums of exponentials
-  int batch, heads, splits, table_stride, capacity;
+  float* parts;        // [batch, heads, splits / cluster, 512], normalised; not used where that is one
+  float* sums;         // [batch, heads, splits / cluster], base-2 logarithms of the sums of exponentials
+  int batch, heads, splits, table_stride, capacity, cluster;
   float scale;  // of the scores, times log2(e)
 };
 
@@ -45,7 +50,7 @@ struct alignas(1024) Memory {
   uint8_t query[kBoxes * S::kQueryBox];
   uint8_t stage[S::kStages][kStageBytes];
   uint32_t weights[S::kWeights];
-  float shrink[64], total[64];
+  float shrink[64], top[64], total[64];
   uint64_t query_full, full[S::kStages][kGroups], empty[S::kStages][kGroups];
 };
 

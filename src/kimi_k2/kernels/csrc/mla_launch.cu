@@ -17,7 +17,7 @@ static EncodeFn encoder() {
   return found;
 }
 
-// Rows of 576 bfloat16 in boxes of `box_rows` rows of `groups` x 64 columns; rows beyond the tensor's end arrive as zeros.
+// Rows of 576 bfloat16 in boxes of `box_rows` rows of `groups` x 64 columns; rows past the tensor's end arrive as zeros.
 static int encode(CUtensorMap* map, const void* base, int64_t rows, int box_rows, int groups,
                   CUtensorMapL2promotion promotion) {
   if (!encoder()) return 1000;
@@ -32,17 +32,20 @@ static int encode(CUtensorMap* map, const void* base, int64_t rows, int box_rows
 }
 
 template <class... P, class... A>
-static int launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t stream, const A&... args) {
+static int launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, int cluster, cudaStream_t stream,
+                  const A&... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
@@ -52,7 +55,7 @@ static int launch_attend(const CUtensorMap& query, const CUtensorMap& cache, con
   static_assert(sizeof(Memory<FEW>) <= 232448, "shared memory of one block");
   auto kernel = attend<FEW, SAFE, SLABS>;
   if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory<FEW>))) return rc;
-  return launch(kernel, dim3(a.splits, a.batch), kThreads, sizeof(Memory<FEW>), stream, query, cache, halves, a);
+  return launch(kernel, dim3(a.splits, a.batch), kThreads, sizeof(Memory<FEW>), a.cluster, stream, query, cache, halves, a);
 }
 
 }  // namespace mla
@@ -63,7 +66,7 @@ extern "C" int kimi_mla_decode(const void* q, const void* cache, int64_t cache_r
   using namespace mla;
   const Arguments& a = *args;
   auto stream = static_cast<cudaStream_t>(stream_ptr);
-  if ((few && a.heads != 8) || (safe && slabs)) return 1002;
+  if ((few && a.heads != 8) || (safe && (slabs || a.cluster > 1))) return 1002;
   const auto promotion = wide ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   CUtensorMap query_map, cache_map, halves_map = {};
   if (int rc = encode(&query_map, q, int64_t(a.batch) * a.heads, a.heads, 1, promotion)) return rc;
@@ -74,8 +77,10 @@ extern "C" int kimi_mla_decode(const void* q, const void* cache, int64_t cache_r
   if (safe) attend_as = few ? launch_attend<true, true, false> : launch_attend<false, true, false>;
   if (slabs) attend_as = few ? launch_attend<true, false, true> : launch_attend<false, false, true>;
   if (int rc = attend_as(query_map, cache_map, halves_map, a, stream)) return rc;
-  if (a.splits == 1) return 0;
+  Arguments joined = a;
+  joined.splits = a.splits / a.cluster;
+  if (joined.splits == 1) return 0;
   const int rows = a.batch * a.heads;
-  if (a.splits < 16) return launch(join<1>, dim3(rows), kJoinThreads, 0, stream, a);
-  return launch(join<4>, dim3(rows, 4), kJoinThreads, 0, stream, a);
+  if (joined.splits < 16) return launch(join<1>, dim3(rows), kJoinThreads, 0, 1, stream, joined);
+  return launch(join<4>, dim3(rows, 4), kJoinThreads, 0, 1, stream, joined);
 }

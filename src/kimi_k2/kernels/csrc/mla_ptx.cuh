@@ -5,8 +5,8 @@
 
 namespace mla {
 
-// Shared-memory matrix descriptor with 128-byte swizzle (PTX ISA, "matrix descriptor": addresses and offsets in units of
-// 16 bytes; start in bits 0-13, leading dimension offset in 16-29, stride dimension offset in 32-45, swizzle in 62-63).
+// Shared-memory matrix descriptor with 128-byte swizzle (PTX ISA, "matrix descriptor": addresses and offsets in units
+// of 16 bytes; start in bits 0-13, leading dimension offset in 16-29, stride dimension offset in 32-45, swizzle in 62-63).
 //   K-major operand (rows of 64 values along K): `stride` is from 8 rows to the next 8; `leading` is not used.
 //   MN-major operand (rows of 64 values along M or N): `leading` is from 64 values to the next 64 along M or N, `stride`
 //   from 8 rows to the next 8 along K.
