@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -110,3 +111,57 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take():
                 choice.check(tokens, case.top_k, 7168, case.inter)
                 if case.dtype != "fp8_e4m3":
                     check_choice(choice)
+
+
+@pytest.mark.parametrize(
+    ("experts", "inter", "near"), [(96, 2048, (48, 2048)), (384, 512, (384, 256)), (192, 2048, (48, 2048))]
+)
+def test_a_shape_without_a_file_borrows_the_nearest_ones(experts, inter, near, tmp_path, monkeypatch):
+    """Expert and tensor parallel over four and two ranks, from the shipped files of eight; with one warning."""
+    for source in DIRECTORY.glob("*.json"):
+        shape = tuple(int(v) for v in NAME.fullmatch(source.name).groups()[:2])
+        if shape in ((384, 256), (48, 2048)) or "fp8" not in source.name:
+            (tmp_path / source.name).write_text(source.read_text())
+    monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
+    moe_tuning._table.cache_clear()
+    keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "NVIDIA H200"}
+    name = moe_tuning.file_name(*near, 7168, *keys.values())
+    table = load_choices(tmp_path / name)
+    with pytest.warns(UserWarning, match=re.escape(name)) as caught:
+        found = {tokens: choose(tokens, 8, experts, inter, 7168, **keys) for tokens in table}
+    assert len(caught) == 1
+    for tokens, choice in found.items():
+        choice.check(tokens, 8, 7168, inter)
+        if tokens * 8 <= moe_tuning.MAX_FUSED_PAIRS or not table[tokens].fused:
+            assert choice == table[tokens]
+    moe_tuning._table.cache_clear()
+
+
+def test_far_shapes_and_other_devices_lend_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
+    keys = ("fp8_e4m3", "128x128", "NVIDIA H200")
+    name = moe_tuning.file_name(384, 256, 7168, *keys)
+    moe_tuning.save_choices(tmp_path / name, {1: ExpertChoice(True, 16, 1, 1, 1)})
+    wanted = {
+        (384, 512, 7168, *keys): name,
+        (384, 2048, 7168, *keys): None,
+        (384, 256, 1024, *keys): None,
+        (384, 512, 7168, "int4", "1x32", "NVIDIA H200"): None,
+        (384, 512, 7168, "fp8_e4m3", "128x128", "NVIDIA H100"): None,
+    }
+    for shape, expected in wanted.items():
+        near = moe_tuning.nearest_file(moe_tuning.file_name(*shape))
+        assert (near and near.name) == expected
+
+
+def test_an_expert_parallel_rank_takes_the_entry_that_all_its_pairs_fit(tmp_path, monkeypatch):
+    """Tuned with the pairs that arrive, asked with all that the tokens choose: more than one launch aligns."""
+    monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
+    moe_tuning._table.cache_clear()
+    keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "x"}
+    fused, large = ExpertChoice(True, 16, 1, 1, 1), ExpertChoice(False, 128, 1, 1, 1)
+    path = tmp_path / moe_tuning.file_name(48, 2048, 7168, *keys.values())
+    moe_tuning.save_choices(path, {128: fused, 512: large})
+    assert choose(64, 8, 48, 2048, 7168, **keys) == fused
+    assert choose(100, 8, 48, 2048, 7168, **keys) == large
+    moe_tuning._table.cache_clear()

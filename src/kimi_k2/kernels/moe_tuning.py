@@ -2,13 +2,18 @@
 
 A file in `tuning_files/` is named `experts={E},inter={N},hidden={H},dtype={dtype},block={block},device={device}.json`
 (spaces of the device's name become underscores) and maps token counts, as decimal strings, to choices. The entry with
-the nearest token count at or above the wanted one serves; above the largest, the largest.
+the nearest token count at or above the wanted one that the sizes allow serves; above the largest, the largest.
+
+Token counts are the model's, whatever part of its experts a rank holds: the files of one model agree in pairs per
+expert at equal counts. So a shape without a file borrows that of the nearest shape of the same device, formats and
+hidden size, with a warning.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +24,8 @@ from kimi_k2.errors import KernelError
 DIRECTORY = Path(__file__).parent / "tuning_files"
 NAME = re.compile(r"experts=(\d+),inter=(\d+),hidden=(\d+),dtype=(\w+),block=(\w+),device=([\w.-]+)\.json")
 MAX_FUSED_PAIRS = 512
+# Most doublings of experts or intermediate size over which choices are borrowed.
+MAX_DOUBLINGS = 2.0
 
 
 @dataclass(frozen=True)
@@ -103,22 +110,52 @@ def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: in
     return ExpertChoice(fused, rows, min(splits1, hidden // 128), splits2, item_slabs)
 
 
+def nearest_file(name: str) -> Path | None:
+    """The file nearest to `name` in experts times intermediate size, all else equal; None if none is near."""
+
+    def parts(text: str) -> tuple[int, int, tuple[str, ...]]:
+        match = NAME.fullmatch(text)
+        assert match, text
+        return int(match[1]), int(match[2]), match.groups()[2:]
+
+    experts, inter, rest = parts(name)
+    found = []
+    for path in DIRECTORY.glob("*.json"):
+        if NAME.fullmatch(path.name) and parts(path.name)[2] == rest:
+            other = parts(path.name)
+            doublings = abs(math.log2(other[0] / experts)) + abs(math.log2(other[1] / inter))
+            found.append((doublings, path.name, path))
+    best = min(found, default=None)
+    return best[2] if best and best[0] <= MAX_DOUBLINGS else None
+
+
 @functools.cache
 def _table(name: str) -> dict[int, ExpertChoice]:
     path = DIRECTORY / name
     if path.exists():
         return load_choices(path)
-    warnings.warn(f"no tuned choices {name}: defaults are used; scripts/tune.py writes one", stacklevel=3)
-    return {}
+    near = nearest_file(name)
+    instead = "defaults are used" if near is None else f"those of {near.name} are used"
+    warnings.warn(f"no tuned choices {name}: {instead}; scripts/tune.py writes one", stacklevel=3)
+    return {} if near is None else load_choices(near)
 
 
 def choose(
     tokens: int, top_k: int, experts: int, inter: int, hidden: int, *, dtype: str, block: str, device: str
 ) -> ExpertChoice:
-    """The tuned choice for this shape, else the default (with one warning a shape and device)."""
+    """The tuned choice for this shape, else the nearest shape's, else the default (one warning a shape and device)."""
     table = _table(file_name(experts, inter, hidden, dtype, block, device))
-    if table:
-        choice = table[min((t for t in table if t >= tokens), default=max(table))]
-        if not choice.fused or tokens * top_k <= MAX_FUSED_PAIRS:
+    enough = sorted(count for count in table if count >= tokens)
+    for count in enough or [max(table, default=0)]:
+        choice = table.get(count)
+        if choice is not None and _allowed(choice, tokens, top_k, hidden, inter):
             return choice
     return default_choice(tokens, top_k, experts, inter, hidden)
+
+
+def _allowed(choice: ExpertChoice, tokens: int, top_k: int, hidden: int, inter: int) -> bool:
+    try:
+        choice.check(tokens, top_k, hidden, inter)
+    except KernelError:
+        return False
+    return True
