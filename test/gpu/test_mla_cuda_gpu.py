@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kimi_k2.kernels.bench.mla_cases import SCALE, paged_case, reference, relative
 from kimi_k2.kernels.build import find_nvcc
 from kimi_k2.kernels.mla_cuda import CudaLaunch, choose_launch, run
 from kimi_k2.kernels.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
-SCALE = 0.1147
 # BF16 results and weights: 2**-9 each, in the mean far below its maximum.
 RELATIVE = 4e-3
 LENGTHS = [
@@ -22,36 +22,6 @@ LENGTHS = [
     [1000 + 77 * i for i in range(70)],
     [i % 3 for i in range(200)],
 ]
-
-
-def paged_case(lengths, heads, capacity, seed=0):
-    """Shuffled pages; NaN wherever no sequence has a row, table entries past an end that point nowhere."""
-    torch.manual_seed(seed)
-    batch, pages = len(lengths), -(-capacity // PAGE)
-    q = torch.randn(batch, heads, 576, device="cuda", dtype=torch.bfloat16)
-    rows = torch.randn(batch, pages * PAGE, 576, device="cuda", dtype=torch.bfloat16)
-    for one, length in enumerate(lengths):
-        rows[one, length:] = float("nan")
-    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
-    cache = torch.empty(batch * pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
-    cache[table.flatten().long()] = rows.view(-1, PAGE, 576)
-    for one, length in enumerate(lengths):
-        table[one, -(-length // PAGE) :] = 2**31 - 1
-    return q, rows, cache, table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
-
-
-def reference(q, rows, lengths, scale=SCALE):
-    """softmax(scale * q k^T) v in float64, zeros for an empty context."""
-    out = torch.zeros(*q.shape[:2], 512, device="cuda", dtype=torch.float64)
-    for one, length in enumerate(lengths):
-        if length:
-            keys = rows[one, :length].double()
-            out[one] = (scale * (q[one].double() @ keys.T)).softmax(-1) @ keys[:, :512]
-    return out
-
-
-def relative(got, wanted):
-    return ((got.double() - wanted).norm() / wanted.norm()).item()
 
 
 def test_the_operation_uses_this_kernel():

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.bench.mla import HEADS, SOFTMAX_SCALE, Inputs, in_triton, random_inputs, time_mla
+from kimi_k2.kernels.bench.mla_cases import reference, relative
 from kimi_k2.kernels.mla_cuda import CudaLaunch, choose_launch, run
-from kimi_k2.kernels.mla_decode import LATENT, PAGE
+from kimi_k2.kernels.mla_decode import PAGE
 
 
 def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
@@ -36,13 +37,6 @@ def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
                 yield replace(chosen, splits=other, cluster=cluster)
 
 
-def reference(one: Inputs) -> Tensor:
-    """float64 [B, H, 512]."""
-    keys = one.cache.double()[one.block_table.long()].flatten(1, 2)
-    scores = SOFTMAX_SCALE * (one.q.double() @ keys.transpose(1, 2))
-    return scores.softmax(-1) @ keys[..., :LATENT]
-
-
 def main() -> None:
     """Relative error against float64 and microseconds of each launch."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,7 +49,8 @@ def main() -> None:
         for batch in given.batch:
             for context in given.context:
                 small = random_inputs(min(batch, 2), heads, context)
-                wanted = reference(small)
+                rows = small.cache[small.block_table.long()].flatten(1, 2)
+                wanted = reference(small.q, rows, small.seq_lens.tolist(), SOFTMAX_SCALE)
                 floor = batch * context * 1152 / 4.5e6
                 triton = time_mla(in_triton, batch, heads, context)
                 print(
@@ -69,7 +64,7 @@ def main() -> None:
                         return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
 
                     try:
-                        error = ((call(small).double() - wanted).norm() / wanted.norm()).item()
+                        error = relative(call(small), wanted)
                         torch.cuda.synchronize()
                     except KernelError as failure:
                         print(f"  {launch}: {failure}", flush=True)
