@@ -63,6 +63,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 }
 
 __device__ __forceinline__ void named_arrive(int id, int threads) {
+  __syncwarp();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
