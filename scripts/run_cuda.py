@@ -12,22 +12,25 @@ import yaml
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels import dispatch
-from kimi_k2.kernels.bench.model import synthetic_rank, time_step
+from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, time_step
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.sharding.plan import Layout
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="configs/h200-tp*.yaml")
+    parser.add_argument("--target", type=Path, required=True, help="configs/h200-*.yaml")
     parser.add_argument(
         "--config", default="kimi-k2-instruct-0905", help="directory with config.json, or a preset's name"
     )
     parser.add_argument("--weights", type=Path, help="output of convert --target cuda; without: synthetic")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has; the total is then extrapolated")
     parser.add_argument("--stand-in", action="store_true", help="one GPU as rank 0 of the target, nothing is sent")
+    parser.add_argument("--batch", type=int, help="sequences, instead of the target's")
+    parser.add_argument("--context", type=int, help="cached tokens, instead of the target's")
     parser.add_argument("--kernels", help="op=name,…: pins, as KIMI_K2_KERNELS")
     parser.add_argument("--verbose", action="store_true", help="print the chosen kernels")
+    parser.add_argument("--launches", action="store_true", help="print what one step launches, by time")
     arguments = parser.parse_args()
     if arguments.kernels:
         dispatch.pin(arguments.kernels)
@@ -45,12 +48,15 @@ def main() -> None:
         model = load_rank(arguments.weights, config, layout, rank, device="cuda")
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
-    times = time_step(model, target["batch_size"], target["context"], communicate=communicate)
+    batch, context = arguments.batch or target["batch_size"], arguments.context or target["context"]
+    times = time_step(model, batch, context, communicate=communicate)
+    lines = launches(make_step(model, batch, context, communicate=communicate)) if arguments.launches else []
     if rank == 0:
         print("\n".join(times.lines()))
         if config.num_hidden_layers < whole:
             total = times.step + (whole - config.num_hidden_layers) * times.moe_layer
             print(f"extrapolated: step {total / 1e3:.3f} ms over {whole} layers")
+        print("\n".join(lines), end="\n" if lines else "")
         if arguments.verbose:
             print(dispatch.explain())
     if communicate:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.cuda.decode import DecodeStep
-from kimi_k2.kernels.bench.model import synthetic_rank
+from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.sharding.plan import Layout, make_plan
 
 
+@pytest.mark.parametrize("preset", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
 @torch.inference_mode()
-def test_a_rank_of_two_stands_alone() -> None:
+def test_a_rank_of_two_stands_alone(preset: str) -> None:
     config = tiny_config(
-        "kimi-k2-instruct-0905", moe_intermediate_size=256, intermediate_size=512, num_attention_heads=8,
+        preset, moe_intermediate_size=256, intermediate_size=512, num_attention_heads=8,
         num_key_value_heads=8, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
     )  # fmt: skip
     layout = Layout(2, target="cuda", experts="stored")
@@ -27,6 +29,11 @@ def test_a_rank_of_two_stands_alone() -> None:
     logits = step(torch.tensor([5]), torch.tensor([3]))
     assert logits.shape == (1, config.vocab_size // 2)
     assert bool(logits.isfinite().all())
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    spread = experts.weight("gate_up_proj", 0, torch.float32).std()
+    assert 0.01 < spread < 0.04
+    lines = launches(make_step(model, 1, 4, communicate=False), 1)
+    assert any("mm" in line for line in lines)
 
 
 def test_a_rank_of_experts_maps_the_models_numbers_to_its_own() -> None:

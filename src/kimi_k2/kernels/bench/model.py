@@ -6,7 +6,7 @@ With `communicate=False` one GPU stands for a rank of many: every byte of the ra
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,17 +93,48 @@ def synthetic_rank(
     return model.eval()
 
 
+def launches(action: Callable[[], object], repeats: int = 5) -> list[str]:
+    """What the GPU (or, without one, the CPU) runs in an action: microseconds, how often, name; the longest first."""
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    action()
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(repeats):
+            action()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds:
+            found.append((microseconds / repeats, event.count / repeats, event.key))
+    return [f"{time:9.1f} us {count:6.1f} x {name[:100]}" for time, count, name in sorted(found, reverse=True)]
+
+
+@torch.inference_mode()
+def make_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> Callable[[], Tensor]:
+    """The step's replay after `context` - 1 random cached tokens a sequence."""
+    step, tokens, positions = _step(model, batch, context, AllReduce(None, communicate), communicate)
+    return partial(step, tokens, positions)
+
+
+def _step(
+    model: KimiK2ForCausalLM, batch: int, context: int, reduce: AllReduce, communicate: bool
+) -> tuple[DecodeStep, Tensor, Tensor]:
+    cache = model.new_cache(batch, context)
+    cache.data.normal_()
+    gather = partial(gather_last, group=None) if communicate else (lambda x: x)
+    device = cache.data.device
+    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=device.type == "cuda")
+    return step, torch.arange(batch, device=device), torch.full((batch,), context - 1, device=device)
+
+
 @torch.inference_mode()
 def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> StepTimes:
     """Median of graph replays at `context` cached tokens; parts are timed with a layer's weights after another's."""
-    cache = model.new_cache(batch, context)
-    cache.data.normal_()
     reduce = AllReduce(None, communicate)
-    gather = partial(gather_last, group=None) if communicate else (lambda x: x)
-    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=True)
-    device = cache.data.device
-    tokens = torch.arange(batch, device=device)
-    positions = torch.full((batch,), context - 1, device=device)
+    step, tokens, positions = _step(model, batch, context, reduce, communicate)
+    cache, gather, device = step.cache, step.gather, tokens.device
     logits = step(tokens, positions)
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
     whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
