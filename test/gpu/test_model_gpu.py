@@ -83,15 +83,25 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 @torch.inference_mode()
-def decode_errors(model: KimiK2ForCausalLM, batch: int, steps: int = 6, context: int = 300) -> tuple[float, float, str]:
-    """Distance of logits to float64 over some steps: ours, the plain model in bfloat16; which kernels were used."""
+def decode_errors(
+    model: KimiK2ForCausalLM,
+    batch: int,
+    steps: int = 6,
+    context: int = 300,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[float, float, str]:
+    """Distance of logits to float64 over some steps: ours, the plain model in bfloat16; which kernels were used.
+
+    All three start from the same cached values.
+    """
     exact = widened(model)
     torch.manual_seed(3)
-    caches = [model.new_cache(batch, context + steps) for _ in range(2)]
-    caches[0].data[:, :, :context].normal_()
-    caches[1].data.copy_(caches[0].data)
+    caches = [model.new_cache(batch, context + steps, cache_dtype) for _ in range(2)]
     reference = exact.new_cache(batch, context + steps, torch.float64)
-    reference.data.copy_(caches[0].data)
+    reference.data[:, :, :context].normal_()
+    reference.data.copy_(reference.data.to(cache_dtype))
+    for cache in caches:
+        cache.data.copy_(reference.data)
     vocabulary = model.model.embed_tokens.weight.shape[0]
     ids = torch.randint(0, vocabulary, (steps, batch), device=DEVICE)
     wanted, plain, ours = [], [], []
@@ -117,10 +127,11 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
         pytest.skip("FP8 checkpoints quantize both projections")
     config = small(preset)
     model = rank_of_many(with_bf16_down(config) if mixed else config, Layout(1, target="cuda", experts="stored"))
-    ours, plain, used = decode_errors(model, 3, steps=3, context=20)
-    print(f"\n{preset}: ours {ours:.2e}, plain bfloat16 {plain:.2e}\n{used}")
-    assert 0 < plain < 0.03
-    assert ours < 1.5 * plain
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        ours, plain, _ = decode_errors(model, 3, steps=3, context=20, cache_dtype=dtype)
+        print(f"\n{preset}, {dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
+        assert 0 < plain < 0.03
+        assert ours < 1.5 * plain
 
 
 @on_gpu
@@ -145,6 +156,14 @@ def test_other_divisions_of_the_model(layout: Layout) -> None:
     """Expert parallel over four (96 experts of 2048, 16 heads) and undivided (384 experts, 64 heads)."""
     ours, plain, _ = decode_errors(rank_of_many(real(FP8, 2), layout), 1)
     print(f"\n{layout.moe_tp} x {layout.moe_ep}: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
+    assert ours < 1.2 * plain
+
+
+@on_gpu
+def test_decode_over_an_e4m3_cache() -> None:
+    """Each rounds its own new entries to e4m3, of which float64's stay what they are."""
+    ours, plain, _ = decode_errors(rank_of_many(real(FP8)), 2, cache_dtype=torch.float8_e4m3fn)
+    print(f"\ne4m3 cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
     assert ours < 1.2 * plain
 
 

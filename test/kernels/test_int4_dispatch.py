@@ -9,9 +9,11 @@ import torch
 
 from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels import dispatch, moe_w4a16
 from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts
 from kimi_k2.quantization.config import Int4GroupQuantization
 
@@ -59,6 +61,8 @@ def test_the_kernels_order_changes_no_value(source: Path) -> None:
             assert torch.equal(experts.weight(target, expert, torch.float32), getattr(wanted, target)[expert])
     ids = torch.randint(0, kept.config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(3))
     assert torch.equal(kept(ids), plain(ids))
+    with pytest.raises(KernelError, match="load before"):
+        load_checkpoint(kept, source)
 
 
 def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.dispatch import dispatched
 from kimi_k2.kernels.moe_w4a16_layout import checkpoint_order
 from kimi_k2.model.linear import Linear, dequantize_stored
@@ -91,7 +92,13 @@ class Experts(nn.Module):
         return self._expert_map
 
     def load(self, expert: int, projection: str, stored: dict[str, Tensor]) -> None:
-        """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj."""
+        """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj.
+
+        Raises:
+            KernelError: other experts' weights are in the INT4 kernel's order already.
+        """
+        if self.kernel_order:
+            raise KernelError("experts in the INT4 kernel's order take no more weights: load before the first call")
         target = "down_proj" if projection == "down_proj" else "gate_up_proj"
         if not self.quantized[target]:
             destination = getattr(self, target)[expert]
