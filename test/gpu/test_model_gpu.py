@@ -16,10 +16,9 @@ from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.cuda.decode import DecodeStep
 from kimi_k2.kernels import dispatch
-from kimi_k2.kernels.bench.model import synthetic_rank
+from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
-from kimi_k2.model.router import Router
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.quantization.config import Int4GroupQuantization
 from kimi_k2.sharding.plan import Layout
@@ -44,19 +43,9 @@ def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
     return config.model_copy(update={"quantization": config.quantization.model_copy(update={"ignore": ignore})})
 
 
-def decided(model: KimiK2ForCausalLM) -> KimiK2ForCausalLM:
-    """Router biases further apart than scores can be: no rounding chooses other experts, so errors compare."""
-    generator = torch.Generator().manual_seed(7)
-    for module in model.modules():
-        if isinstance(module, Router):
-            bias = module.e_score_correction_bias
-            bias.copy_(2.0 * torch.randperm(len(bias), generator=generator))
-    return model
-
-
 def rank_of_many(config: KimiK2Config, layout: Layout = TP8) -> KimiK2ForCausalLM:
     """Rank 0's part with random weights."""
-    return decided(synthetic_rank(config, layout, 0, communicate=False, device=DEVICE))
+    return decide_routes(synthetic_rank(config, layout, 0, communicate=False, device=DEVICE))
 
 
 def real(preset: str, layers: int = 3) -> KimiK2Config:
@@ -205,11 +194,11 @@ def test_a_converted_checkpoint(source: str, tmp_path: Path) -> None:
     Presharder(tmp_path / "source", tmp_path / "ranks", layout).run()
     dispatch.pin("")
     ids = torch.randint(0, config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
-    exact = decided(KimiK2ForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float64))
+    exact = decide_routes(KimiK2ForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float64))
     wanted = exact(ids)
     # With kernels FP8 experts round activations to e4m3.
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.05 if source == FP8 else 0.02)):
-        model = decided(load_rank(tmp_path / "ranks", config, layout, 0, dtype=dtype, device=DEVICE))
+        model = decide_routes(load_rank(tmp_path / "ranks", config, layout, 0, dtype=dtype, device=DEVICE))
         error = distance(model(ids.to(DEVICE)).cpu(), wanted)
         print(f"\n{source}, {dtype}: {error:.2e}")
         assert error < limit

@@ -1,35 +1,62 @@
-"""One rank of a gloo group: loads its file, generates from two prompts, rank 0 saves all logits."""
+"""One rank of a group: loads its file, generates from two prompts, rank 0 saves all logits.
+
+On CPUs in float32 over gloo; on GPUs in a given dtype over NCCL.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.kernels.bench.model import decide_routes
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.sharding.plan import Layout
 
+PROMPT, TOKENS = 7, 10
 
-def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, rendezvous: str, out: str) -> None:
-    """Logits of a prefill of 7 tokens and of 3 decode steps, saved by rank 0."""
+
+@torch.inference_mode()
+def run(
+    rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, rendezvous: str, out: str, where: str
+) -> None:
+    """Logits of a prefill of 7 tokens and of 3 decode steps, by the plain model and by DecodeStep; rank 0 saves."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=moe_tp * moe_ep)
+    device, _, dtype = where.partition(":")
+    gpu = {"backend": "nccl", "device_id": torch.device("cuda", rank)} if device == "cuda" else {"backend": "gloo"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(init_method=f"file://{rendezvous}", rank=rank, world_size=moe_tp * moe_ep, **gpu)
     layout = Layout(moe_tp, moe_ep, target="cuda", experts="stored")
     config = KimiK2Config.from_pretrained(source)
-    model = load_rank(converted, config, layout, rank, dtype=torch.float32)
-    torch.manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (2, 10))
-    cache = model.new_cache(2, 10)
-    steps = [model(ids[:, :7], torch.arange(7).expand(2, 7), cache)]
-    steps += [model(ids[:, p : p + 1], torch.full((2, 1), p), cache) for p in range(7, 10)]
+    model = load_rank(converted, config, layout, rank, dtype=getattr(torch, dtype), device=device)
+    if device == "cuda":
+        decide_routes(model)
+    ids = torch.randint(0, config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    cache = model.new_cache(2, TOKENS)
+    first = model(ids[:, :PROMPT], torch.arange(PROMPT, device=device).expand(2, PROMPT), cache)
+    positions = [torch.full((2,), p, device=device) for p in range(PROMPT, TOKENS)]
+    again = model.new_cache(2, TOKENS)
+    again.data.copy_(cache.data)
+    plain = [model(ids[:, p : p + 1], at[:, None], cache) for p, at in enumerate(positions, PROMPT)]
+    reduce, gather = AllReduce(None), partial(gather_last, group=None)
+    step = DecodeStep(model, again, reduce=reduce, gather=gather, graph=device == "cuda")
+    stepped = [step(ids[:, p], at).clone() for p, at in enumerate(positions, PROMPT)]
     if rank == 0:
-        torch.save((ids, torch.cat(steps, dim=1)), out)
+        torch.save([tensor.cpu() for tensor in (ids, torch.cat([first, *plain], dim=1), torch.stack(stepped, 1))], out)
     # Without it one process may close its sockets while another still sends.
     dist.barrier()
-    dist.destroy_process_group()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    else:
+        dist.destroy_process_group()
     # gloo's threads may still run, and an interpreter that unloads around them aborts.
     sys.stdout.flush()
     os._exit(0)
@@ -37,4 +64,4 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, rendez
 
 if __name__ == "__main__":
     a = sys.argv
-    run(int(a[1]), a[2], a[3], int(a[4]), int(a[5]), a[6], a[7])
+    run(int(a[1]), a[2], a[3], int(a[4]), int(a[5]), a[6], a[7], a[8])

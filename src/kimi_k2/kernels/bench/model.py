@@ -20,6 +20,7 @@ from kimi_k2.kernels import moe_w4a16
 from kimi_k2.kernels.bench.harness import event_times, graph_median
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.model.router import Router
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last, parallelize
 from kimi_k2.sharding.plan import Layout
@@ -72,6 +73,16 @@ def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
             for start in range(0, flat.numel(), pattern.numel()):
                 part = flat[start : start + pattern.numel()]
                 part.copy_(pattern[: part.numel()])
+
+
+def decide_routes(model: KimiK2ForCausalLM, seed: int = 7) -> KimiK2ForCausalLM:
+    """Router biases further apart than scores can be: no rounding chooses other experts, so that errors compare."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Router):
+            bias = module.e_score_correction_bias
+            bias.copy_(2.0 * torch.randperm(len(bias), generator=generator))
+    return model
 
 
 def synthetic_rank(
