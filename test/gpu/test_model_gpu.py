@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
+from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.cuda.decode import DecodeStep
 from kimi_k2.kernels import dispatch
@@ -20,7 +20,6 @@ from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.quantization.config import Int4GroupQuantization
 from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
 
@@ -34,13 +33,6 @@ TP8 = Layout(8, target="cuda", experts="stored")
 def on_gpu(test):  # type: ignore[no-untyped-def]
     """Mark a test that needs a Hopper GPU."""
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-
-
-def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
-    """INT4 experts whose down_proj the checkpoint's `ignore` list leaves in BF16."""
-    assert isinstance(config.quantization, Int4GroupQuantization)
-    ignore = (*config.quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
-    return config.model_copy(update={"quantization": config.quantization.model_copy(update={"ignore": ignore})})
 
 
 def rank_of_many(config: KimiK2Config, layout: Layout = TP8) -> KimiK2ForCausalLM:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import dispatch, moe_w4a16
@@ -20,12 +20,7 @@ from kimi_k2.quantization.config import Int4GroupQuantization
 
 def config_of(mixed: bool) -> KimiK2Config:
     config = tiny_config("kimi-k2-thinking", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=2)
-    config = with_format(config, "int4")
-    assert isinstance(config.quantization, Int4GroupQuantization)
-    if not mixed:
-        return config
-    ignore = (*config.quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
-    return config.model_copy(update={"quantization": config.quantization.model_copy(update={"ignore": ignore})})
+    return with_bf16_down(config) if mixed else config
 
 
 def experts_of(model: KimiK2ForCausalLM) -> Experts:

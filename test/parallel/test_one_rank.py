@@ -7,22 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
-from kimi_k2.config import KimiK2Config
+from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.quantization.config import Int4GroupQuantization
 from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
-
-
-def mixed() -> KimiK2Config:
-    """INT4 experts whose down_proj the checkpoint's `ignore` list leaves in BF16."""
-    config = with_format(tiny_config("kimi-k2-thinking", moe_intermediate_size=128), "int4")
-    assert isinstance(config.quantization, Int4GroupQuantization)
-    ignore = (*config.quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
-    return config.model_copy(update={"quantization": config.quantization.model_copy(update={"ignore": ignore})})
 
 
 @pytest.mark.parametrize("source", ["fp8", "thinking", "mixed"])
@@ -30,7 +20,8 @@ def mixed() -> KimiK2Config:
 def test_one_ranks_file_has_the_checkpoints_logits(source: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     if source == "mixed":
         checkpoints = {"mixed": tmp_path / "source"}
-        write_synthetic_checkpoint(tmp_path / "source", mixed())
+        config = with_bf16_down(tiny_config("kimi-k2-thinking", moe_intermediate_size=128))
+        write_synthetic_checkpoint(tmp_path / "source", config)
     layout = Layout(1, target="cuda", experts="stored")
     Presharder(checkpoints[source], tmp_path / "ranks", layout).run()
     plain = KimiK2ForCausalLM.from_pretrained(checkpoints[source])

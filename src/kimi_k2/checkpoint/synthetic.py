@@ -77,6 +77,19 @@ def with_format(config: KimiK2Config, fmt: Format) -> KimiK2Config:
     return config.model_copy(update={"quantization": quantization[fmt]})
 
 
+def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
+    """The same INT4 model, whose `ignore` list leaves the routed experts' down_proj in BF16.
+
+    Raises:
+        ConfigError: the model is not stored in INT4.
+    """
+    quantization = config.quantization
+    if not isinstance(quantization, Int4GroupQuantization):
+        raise ConfigError("expected INT4 groups", field="quantization_config")
+    ignore = (*quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
+    return config.model_copy(update={"quantization": quantization.model_copy(update={"ignore": ignore})})
+
+
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
