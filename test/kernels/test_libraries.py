@@ -1,0 +1,26 @@
+"""The list of libraries to compile ahead is what the modules load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kimi_k2.kernels import build, libraries
+
+
+def test_every_library_that_a_module_loads_is_listed_with_its_prefix() -> None:
+    asked = set()
+    for path in Path(build.__file__).parent.glob("*.py"):
+        asked |= set(re.findall(r'load_library\("([\w.]+)", "(\w*)"\)', path.read_text()))
+    assert asked == set(libraries.LIBRARIES.items())
+    assert all((build.SOURCES / source).exists() for source in libraries.LIBRARIES)
+
+
+def test_all_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(libraries, "load_library", lambda source, prefix: built.append((source, prefix)))
+    times = libraries.build_all(2)
+    assert sorted(built) == sorted(libraries.LIBRARIES.items())
+    assert all(seconds >= 0 for seconds in times.values())
