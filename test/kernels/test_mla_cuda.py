@@ -19,7 +19,6 @@ def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
     assert 1 <= launch.splits <= max(1, 132 // batch)
     assert (launch.splits - 1) * mla_decode.PAGE < capacity
     assert launch.few == (heads == 8)
-    assert not launch.safe
 
 
 @pytest.mark.parametrize("splits", [0, 129])
@@ -28,7 +27,7 @@ def test_splits_beyond_the_joins_reach_are_refused(splits):
         mla_cuda.CudaLaunch(splits)
 
 
-@pytest.mark.parametrize("changes", [{"cluster": 3}, {"cluster": 16}, {"cluster": 8}, {"safe": True, "cluster": 2}])
+@pytest.mark.parametrize("changes", [{"cluster": 3}, {"cluster": 16}, {"cluster": 8}])
 def test_clusters_that_do_not_divide_the_splits_are_refused(changes):
     with pytest.raises(KernelError, match="cluster"):
         mla_cuda.CudaLaunch(12, **changes)

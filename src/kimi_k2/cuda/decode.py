@@ -277,5 +277,12 @@ class DecodeStep:
         for index, layer in enumerate(self.layers):
             x, delta = layer(x, delta, place, self.cache.data[index])
         assert delta is not None
-        _, normed = normed_sum(x, delta, self.model.model.norm)
-        return self.gather(F.linear(normed, self.model.lm_head.weight))
+        return self.head(x, delta)
+
+    def head(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Logits of the last layer's x + delta [B, H]."""
+        norm, weight = self.model.model.norm, self.model.lm_head.weight
+        if supports_bf16_linear(x, weight):
+            return self.gather(fused_add_linear(x, delta, weight, None, norm.weight, norm.eps)[0])
+        _, normed = normed_sum(x, delta, norm)
+        return self.gather(F.linear(normed, weight))

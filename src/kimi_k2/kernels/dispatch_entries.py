@@ -98,7 +98,7 @@ def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: 
         experts.gate_up_proj_scale_inv,
         experts.down_proj,
         experts.down_proj_scale_inv,
-        topk_indices,
-        topk_weights.float(),
+        topk_indices.contiguous(),
+        topk_weights.float().contiguous(),
         experts.expert_map(),
     )

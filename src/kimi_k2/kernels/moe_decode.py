@@ -69,7 +69,8 @@ def with_shared(
     """`routed_experts` plus a shared expert given as (gate_up, its scales, down, its scales)."""
     return moe_decode(
         x.contiguous(), experts.gate_up_proj, experts.gate_up_proj_scale_inv, experts.down_proj,
-        experts.down_proj_scale_inv, topk_indices, topk_weights.float(), experts.expert_map(), *(shared or ()),
+        experts.down_proj_scale_inv, topk_indices.contiguous(), topk_weights.float().contiguous(), experts.expert_map(),
+        *(shared or ()),
     )  # fmt: skip
 
 

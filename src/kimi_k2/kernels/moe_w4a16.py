@@ -147,7 +147,8 @@ def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: 
             raise KernelError("INT4 experts must be called once before a graph is captured: their order changes")
         prepare_w4a16(*weights, in_place=True)
         experts.kernel_order = True
-    return moe_w4a16(x.contiguous(), *weights, topk_indices, topk_weights.float(), experts.expert_map())
+    indices, scores = topk_indices.contiguous(), topk_weights.float().contiguous()
+    return moe_w4a16(x.contiguous(), *weights, indices, scores, experts.expert_map())
 
 
 def workspace_sizes(

@@ -25,7 +25,6 @@ def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
         {"wide": not chosen.wide},
         {"slabs": not chosen.slabs},
         {"slabs": not chosen.slabs, "wide": not chosen.wide},
-        {"safe": True, "slabs": False, "cluster": 1},
     ):
         yield replace(chosen, **changes)
     if chosen.few:
@@ -43,7 +42,6 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[8192])
-    parser.add_argument("--without-safe", action="store_true", help="leave the slower form out")
     given = parser.parse_args()
     for heads in given.heads:
         for batch in given.batch:
@@ -57,8 +55,6 @@ def main() -> None:
                     f"{heads} heads, B={batch}, T={context}: floor {floor:.1f} us, triton {triton:.1f} us", flush=True
                 )
                 for launch in dict.fromkeys(launches(batch, heads, context)):
-                    if launch.safe and given.without_safe:
-                        continue
 
                     def call(one: Inputs, launch: CudaLaunch = launch) -> Tensor:
                         return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)

@@ -145,7 +145,7 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
     """Median of graph replays at `context` cached tokens; parts are timed with a layer's weights after another's."""
     reduce = AllReduce(None, communicate)
     step, tokens, positions = _step(model, batch, context, reduce, communicate)
-    cache, gather, device = step.cache, step.gather, tokens.device
+    cache, device = step.cache, tokens.device
     logits = step(tokens, positions)
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
     whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
@@ -157,9 +157,6 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
     def layers(chosen: list[tuple[int, object]]) -> float:
         return graph_median([partial(step.layers[i], x, delta, place, cache.data[i]) for i, _ in chosen])
 
-    def head() -> Tensor:
-        return gather(torch.nn.functional.linear(model.model.norm(x), model.lm_head.weight))
-
     return StepTimes(
         whole,
         len(step.layers),
@@ -167,6 +164,6 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
         graph_median([partial(layer.attend, x, delta, place, cache.data[i]) for i, layer in moe]),
         graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
         layers(list(dense)),
-        graph_median([head]),
+        graph_median([partial(step.head, x, delta)]),
         graph_median([partial(reduce, x.clone())] * 20) if communicate and dist.get_world_size() > 1 else 0.0,
     )

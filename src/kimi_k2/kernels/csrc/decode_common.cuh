@@ -69,6 +69,28 @@ __device__ __forceinline__ void take16(const uint4* token, int columns, int chun
     widen(token[columns / 16 + chunk], x + 8);
 }
 
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The block's threads take `count` groups of 16 bytes, BATCH a thread at a time, all of a batch's loads before the first
+// `put(index, value)`.
+template <int BATCH, class Put>
+__device__ __forceinline__ void take_groups(const uint4* from, int count, Put put) {
+    for (int first = threadIdx.x; first < count; first += BATCH * kThreads) {
+        uint4 value[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * kThreads < count) value[i] = __ldcg(from + first + i * kThreads);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * kThreads < count) put(first + i * kThreads, value[i]);
+    }
+}
+
 // Launch that may begin before the previous kernel of the stream has ended.
 template <class Arguments>
 int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream) {

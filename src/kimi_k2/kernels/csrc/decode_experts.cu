@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
         let_next_start();
     }
     const uint4* x = reinterpret_cast<const uint4*>(a.x) + int64_t(token) * (kColumns / 8);
-    for (int v = threadIdx.x; v < kColumns / 8; v += kThreads) token_values[place_of(v, kColumns)] = __ldcg(x + v);
+    take_groups<(kColumns / 8 + kThreads - 1) / kThreads>(
+        x, kColumns / 8, [&](int v, const uint4 value) { token_values[place_of(v, kColumns)] = value; });
     __syncthreads();
 
     float gate_sum = 0, up_sum = 0;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
 
 // One warp kDownRows rows of the output over all experts of a token: no sum ever leaves the warp.
 __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a) {
-    extern __shared__ float4 values[];  // the token's intermediate, quarter by quarter of each 16 values
+    extern __shared__ uint4 values[];  // the token's intermediate, quarter by quarter of each 16 values
     __shared__ Pairs pairs[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.y, slots = slots_of(a);
     const int row = (blockIdx.x * kWarps + warp) * kDownRows, per_slot = a.inter / 16, held = slots * per_slot;
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
         }
         if (!waited) {
             wait_for_previous();
-            const float4* from = reinterpret_cast<const float4*>(a.intermediate) + int64_t(token) * held * 4;
-            for (int v = threadIdx.x; v < held * 4; v += kThreads) values[(v & 3) * held + (v >> 2)] = __ldcg(from + v);
+            take_groups<4>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * held * 4, held * 4,
+                           [&](int v, const uint4 value) { values[(v & 3) * held + (v >> 2)] = value; });
             __syncthreads();
             waited = true;
         }
@@ -130,9 +131,9 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
             float x[16];
 #pragma unroll
             for (int quarter = 0; quarter < 4; ++quarter) {
-                const float4 four = values[quarter * held + place[b]];
-                x[4 * quarter] = four.x * factor[b], x[4 * quarter + 1] = four.y * factor[b];
-                x[4 * quarter + 2] = four.z * factor[b], x[4 * quarter + 3] = four.w * factor[b];
+                const uint4 four = values[quarter * held + place[b]];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[4 * quarter + i] = __uint_as_float((&four.x)[i]) * factor[b];
             }
 #pragma unroll
             for (int r = 0; r < kDownRows; ++r) total[r] += dot16(codes[b][r], x);

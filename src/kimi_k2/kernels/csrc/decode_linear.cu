@@ -11,6 +11,7 @@ template <int TOKENS, int LOADS, int LANES, int ROWS>
 __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
     extern __shared__ uint4 token[];
     __shared__ float sums[TOKENS][kWarps];
+    constexpr int kColumns = LOADS * LANES * 16;
     const int thread = threadIdx.x, lane = thread % LANES;
     const int row = (blockIdx.x * (kThreads / LANES) + thread / LANES) * ROWS;
     uint4 codes[ROWS][LOADS];
@@ -22,13 +23,14 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
             codes[r][i] = row + r < a.rows ? load_once(weights + int64_t(r) * a.columns + i * LANES * 16)
                                            : make_uint4(0, 0, 0, 0);
     // Scales, too, come from memory: lane l of the warp keeps blocks l and 32 + l of its rows.
-    const float* scales = a.scale + (row < a.rows ? row / 128 : 0) * (a.columns / 128);
-    const int mine = thread % 32, blocks = a.columns / 128;
+    const float* scales = a.scale + (row < a.rows ? row / 128 : 0) * (kColumns / 128);
+    const int mine = thread % 32, blocks = kColumns / 128;
     const float first = mine < blocks ? __ldg(scales + mine) : 0.f;
     const float second = mine + 32 < blocks ? __ldg(scales + mine + 32) : 0.f;
+    request_norm<TOKENS, kColumns>(a, token);
     wait_for_previous();
     let_next_start();
-    prepare<TOKENS, true>(a, token, sums);
+    prepare<TOKENS, kColumns, true>(a, token, sums);
 
     float total[TOKENS][ROWS] = {};
 #pragma unroll
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             float x[16];
-            take16(token + t * (a.columns / 8), a.columns, chunk, x);
+            take16(token + t * (kColumns / 8), kColumns, chunk, x);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) total[t][r] += dot16(codes[r][i], x) * scale;
         }
@@ -58,15 +60,17 @@ template <int TOKENS, int LOADS, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments a) {
     extern __shared__ uint4 token[];
     __shared__ float sums[TOKENS][kWarps];
+    constexpr int kColumns = LOADS * 256;
     const int lane = threadIdx.x % 32, row = blockIdx.x * kWarps + threadIdx.x / 32;
-    const int64_t from = int64_t(row < a.rows ? row : 0) * (a.columns / 8) + lane;
+    const int64_t from = int64_t(row < a.rows ? row : 0) * ((kColumns / 8)) + lane;
     const uint4* weights = static_cast<const uint4*>(a.weight) + from;
     uint4 values[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) values[i] = load_once(weights + i * 32);
+    request_norm<TOKENS, kColumns>(a, token);
     wait_for_previous();
     let_next_start();
-    prepare<TOKENS, false>(a, token, sums);
+    prepare<TOKENS, kColumns, false>(a, token, sums);
 
     float total[TOKENS] = {};
 #pragma unroll
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             float x[8];
-            widen(token[t * (a.columns / 8) + i * 32 + lane], x);
+            widen(token[t * ((kColumns / 8)) + i * 32 + lane], x);
 #pragma unroll
             for (int j = 0; j < 8; ++j) total[t] += w[j] * x[j];
         }
@@ -93,7 +97,7 @@ template <int TOKENS, int LOADS>
 int start_bf16(const LinearArguments& a, void* stream) {
     constexpr int kAhead = LOADS < 7 ? LOADS : 7;
     return launch(linear_bf16<TOKENS, LOADS, kAhead>, dim3((a.rows + kWarps - 1) / kWarps), kThreads,
-                  size_t(TOKENS) * a.columns * 2, a, stream);
+                  token_bytes<TOKENS, LOADS * 256>(), a, stream);
 }
 
 template <int TOKENS>
@@ -115,7 +119,7 @@ template <int TOKENS, int LOADS, int LANES, int ROWS>
 int start(const LinearArguments& a, void* stream) {
     const int rows = kThreads / LANES * ROWS;
     return launch(linear<TOKENS, LOADS, LANES, ROWS>, dim3((a.rows + rows - 1) / rows), kThreads,
-                  size_t(TOKENS) * a.columns * 2, a, stream);
+                  token_bytes<TOKENS, LOADS * 256>(), a, stream);
 }
 
 template <int TOKENS>

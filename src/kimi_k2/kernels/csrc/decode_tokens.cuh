@@ -16,31 +16,56 @@ struct LinearArguments {
     float eps;
 };
 
+// Shared memory of a product: the tokens, then the norm's weight.
+template <int TOKENS, int COLUMNS>
+constexpr size_t token_bytes() {
+    return size_t(TOKENS + 1) * COLUMNS * 2;
+}
+
+// The norm's weight on its way to shared memory: it depends on no launch.
+template <int TOKENS, int COLUMNS>
+__device__ __forceinline__ void request_norm(const LinearArguments& a, uint4* token) {
+    constexpr int kGroups = COLUMNS / 8;
+    if (a.norm == nullptr) return;
+    for (int v = threadIdx.x; v < kGroups; v += kThreads)
+        copy_async(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
+}
+
 // Tokens to shared memory, after the launches before this one; ends with a barrier. SPLIT: as `place_of` says.
-template <int TOKENS, bool SPLIT>
+template <int TOKENS, int COLUMNS, bool SPLIT>
 __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, float (&sums)[TOKENS][kWarps]) {
-    const int thread = threadIdx.x, groups = a.columns / 8;
+    constexpr int kGroups = COLUMNS / 8, kEach = (kGroups + kThreads - 1) / kThreads;
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
+        // All loads before the first use: their latencies would add up.
+        uint4 value[kEach], delta[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int v = thread + i * kThreads, at = t * kGroups + v;
+            const bool here = v < kGroups && t < a.tokens;
+            value[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.x) + at) : make_uint4(0, 0, 0, 0);
+            if (a.delta != nullptr)
+                delta[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
+        }
         float sum = 0;
-        for (int v = thread; v < groups; v += kThreads) {
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (t < a.tokens) {
-                const int at = t * groups + v;
-                value = __ldcg(reinterpret_cast<const uint4*>(a.x) + at);
-                if (a.delta != nullptr) {
-                    value = add8(value, __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-                    if (blockIdx.x == 0) reinterpret_cast<uint4*>(a.total)[at] = value;
-                }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int v = thread + i * kThreads;
+            if (v >= kGroups) continue;
+            if (a.delta != nullptr) {
+                value[i] = add8(value[i], delta[i]);
+                if (blockIdx.x == 0 && t < a.tokens) reinterpret_cast<uint4*>(a.total)[t * kGroups + v] = value[i];
             }
-            sum += squares8(value);
-            token[t * groups + (SPLIT ? place_of(v, a.columns) : v)] = value;
+            sum += squares8(value[i]);
+            token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)] = value[i];
         }
         if (a.norm != nullptr) {
             sum = sum_lanes(sum);
             if (thread % 32 == 0) sums[t][thread / 32] = sum;
         }
     }
+    wait_for_copies();
     __syncthreads();
     if (a.norm == nullptr) return;
 #pragma unroll
@@ -48,10 +73,13 @@ __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, 
         float sum = 0;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) sum += sums[t][w];
-        const float inverse = rsqrtf(sum / a.columns + a.eps);
-        for (int v = thread; v < groups; v += kThreads) {
-            uint4& value = token[t * groups + (SPLIT ? place_of(v, a.columns) : v)];
-            value = normed8(value, inverse, __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
+        const float inverse = rsqrtf(sum / COLUMNS + a.eps);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int v = thread + i * kThreads;
+            if (v >= kGroups) continue;
+            uint4& value = token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)];
+            value = normed8(value, inverse, token[TOKENS * kGroups + v]);
         }
     }
     __syncthreads();

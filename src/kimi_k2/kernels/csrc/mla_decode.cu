@@ -10,8 +10,8 @@
 
 namespace mla {
 
-// acc = acc * shrink + weights V over 256 columns. SAFE: by warps, through transposing loads.
-template <bool SAFE, bool SLABS>
+// acc = acc * shrink + weights V over 256 columns.
+template <bool SLABS>
 __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
                                            int half, float shrink0, float shrink1) {
   if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
@@ -22,37 +22,22 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
   }
   using L = Layout<SLABS>;
   const uint32_t base = smem_u32(stage) + half * kHalfBytes;
-  if (SAFE) {
-    const int lane = threadIdx.x % 32;
-    const int row = lane % 16, chunk = lane / 16;
+  moe::fence_regs(acc[0]);
+  moe::fence_regs(acc[1]);
+  moe::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+  for (int k = 0; k < 4; ++k)
 #pragma unroll
-      for (int pair = 0; pair < 16; ++pair) {
-        uint32_t b[4];
-        const int place = (k * 2 + row / 8) * L::kEight + row % 8 * 128 + ((pair % 4 * 2 + chunk) ^ row % 8) * 16;
-        load_transposed(b, base + pair / 4 * L::kColumns + place);
-        warp_step(&acc[pair / 8][pair % 8 * 8], weights[k], b[0], b[1]);
-        warp_step(&acc[pair / 8][pair % 8 * 8 + 4], weights[k], b[2], b[3]);
-      }
-  } else {
-    moe::fence_regs(acc[0]);
-    moe::fence_regs(acc[1]);
-    moe::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        values_step(acc[n], weights[k],
-                    descriptor(base + n * 2 * L::kColumns + k * 2 * L::kEight, L::kColumns, L::kEight));
-    moe::wgmma_commit();
-    moe::wgmma_wait<0>();
-    moe::fence_regs(acc[0]);
-    moe::fence_regs(acc[1]);
-  }
+    for (int n = 0; n < 2; ++n)
+      values_step(acc[n], weights[k],
+                  descriptor(base + n * 2 * L::kColumns + k * 2 * L::kEight, L::kColumns, L::kEight));
+  moe::wgmma_commit();
+  moe::wgmma_wait<0>();
+  moe::fence_regs(acc[0]);
+  moe::fence_regs(acc[1]);
 }
 
-template <bool FEW, bool SAFE, bool SLABS>
+template <bool FEW, bool SLABS>
 __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -141,7 +126,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
     }
     named_arrive(kReady, kConsumers);
     if (rows < kRows) clear_rows<SLABS>(m.stage[stage], 0, rows);
-    add_values<SAFE, SLABS>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
+    add_values<SLABS>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
   }
 #pragma unroll
@@ -155,7 +140,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
     m.total[row] = total0;
     m.total[row + 8] = total1;
   }
-  if (!SAFE && a.cluster > 1) return join_cluster(m, a, acc, request, split, 0);
+  if (a.cluster > 1) return join_cluster(m, a, acc, request, split, 0);
   named_arrive(kTotals, kConsumers);
   if (a.splits > 1 && lane % 4 == 0) {
     float* sums = a.sums + int64_t(request) * a.heads * a.splits + split;
@@ -165,7 +150,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
   store(a, acc, request, split, 0, total0, total1);
 }
 
-template <bool FEW, bool SAFE, bool SLABS>
+template <bool FEW, bool SLABS>
 __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -193,16 +178,16 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
       shrink1 = m.shrink[row + 8];
     }
     if (i + 1 < part.count) named_arrive(kFree, kConsumers);
-    add_values<SAFE, SLABS>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+    add_values<SLABS>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
   }
-  if (!SAFE && a.cluster > 1) return join_cluster(m, a, acc, request, split, 1);
+  if (a.cluster > 1) return join_cluster(m, a, acc, request, split, 1);
   moe::named_sync(kTotals, kConsumers);
   store(a, acc, request, split, 1, m.total[row], m.total[row + 8]);
 }
 
 // `cache` copies boxes of 64 columns, `halves` eight rows of half of the latent; it is used with SLABS only.
-template <bool FEW, bool SAFE, bool SLABS>
+template <bool FEW, bool SLABS>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
            const __grid_constant__ CUtensorMap halves, const Arguments a) {
@@ -236,9 +221,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     moe::reg_alloc<kConsumerRegisters>();
     if (role == 0)
-      score_and_left<FEW, SAFE, SLABS>(m, a, part, request, split);
+      score_and_left<FEW, SLABS>(m, a, part, request, split);
     else
-      right<FEW, SAFE, SLABS>(m, a, part, request, split);
+      right<FEW, SLABS>(m, a, part, request, split);
   }
 }
 

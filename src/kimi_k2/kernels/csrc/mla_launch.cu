@@ -49,11 +49,11 @@ static int launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, i
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <bool FEW, bool SAFE, bool SLABS>
+template <bool FEW, bool SLABS>
 static int launch_attend(const CUtensorMap& query, const CUtensorMap& cache, const CUtensorMap& halves,
                          const Arguments& a, cudaStream_t stream) {
   static_assert(sizeof(Memory<FEW>) <= 232448, "shared memory of one block");
-  auto kernel = attend<FEW, SAFE, SLABS>;
+  auto kernel = attend<FEW, SLABS>;
   if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory<FEW>))) return rc;
   return launch(kernel, dim3(a.splits, a.batch), kThreads, sizeof(Memory<FEW>), a.cluster, stream, query, cache, halves, a);
 }
@@ -62,20 +62,19 @@ static int launch_attend(const CUtensorMap& query, const CUtensorMap& cache, con
 
 // Returns 0, a cudaError_t, or 1000 and above for errors of our own.
 extern "C" int kimi_mla_decode(const void* q, const void* cache, int64_t cache_rows, const mla::Arguments* args, int few,
-                               int safe, int slabs, int wide, void* stream_ptr) {
+                               int slabs, int wide, void* stream_ptr) {
   using namespace mla;
   const Arguments& a = *args;
   auto stream = static_cast<cudaStream_t>(stream_ptr);
-  if ((few && a.heads != 8) || (safe && (slabs || a.cluster > 1))) return 1002;
+  if (few && a.heads != 8) return 1002;
   const auto promotion = wide ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   CUtensorMap query_map, cache_map, halves_map = {};
   if (int rc = encode(&query_map, q, int64_t(a.batch) * a.heads, a.heads, 1, promotion)) return rc;
   if (int rc = encode(&cache_map, cache, cache_rows, kRows, 1, promotion)) return rc;
   if (slabs)
     if (int rc = encode(&halves_map, cache, cache_rows, 8, 4, promotion)) return rc;
-  auto attend_as = few ? launch_attend<true, false, false> : launch_attend<false, false, false>;
-  if (safe) attend_as = few ? launch_attend<true, true, false> : launch_attend<false, true, false>;
-  if (slabs) attend_as = few ? launch_attend<true, false, true> : launch_attend<false, false, true>;
+  auto attend_as = few ? launch_attend<true, false> : launch_attend<false, false>;
+  if (slabs) attend_as = few ? launch_attend<true, true> : launch_attend<false, true>;
   if (int rc = attend_as(query_map, cache_map, halves_map, a, stream)) return rc;
   Arguments joined = a;
   joined.splits = a.splits / a.cluster;

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const DecodeArgument
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) request(i);
   const uint4* x = reinterpret_cast<const uint4*>(a.x) + int64_t(pair / a.top_k) * (kColumns / 8);
-  for (int v = threadIdx.x; v < kColumns / 8; v += kThreads) put8(token_values, v, __ldcg(x + v));
+  decode::take_groups<(kColumns / 8 + kThreads - 1) / kThreads>(
+      x, kColumns / 8, [&](int v, const uint4 value) { put8(token_values, v, value); });
   __syncthreads();
 
   const Unpack unpack;
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 3) down_rows(const DecodeArguments a
       if (!waited) {
         decode::wait_for_previous();
         const int groups = a.top_k * a.inter / 8;
-        const uint4* from = reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * groups;
-        for (int v = threadIdx.x; v < groups; v += kThreads) put8(values, v, __ldcg(from + v));
+        decode::take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * groups, groups,
+                               [&](int v, const uint4 value) { put8(values, v, value); });
         __syncthreads();
         waited = true;
       }
