@@ -39,7 +39,7 @@ class CudaLaunch:
     cluster: int = 1
     few: bool = False
     slabs: bool = False
-    wide: bool = True
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.splits <= MAX_SPLITS or self.cluster not in (1, 2, 4, 8) or self.splits % self.cluster:
@@ -69,7 +69,7 @@ def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
 
 def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> CudaLaunch:
     """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context."""
-    splits = max(1, min(multiprocessors // max(1, batch), MAX_SPLITS, -(-capacity // PAGE)))
+    splits = max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE)))
     return CudaLaunch(splits, few=heads == 8)
 
 

@@ -1,35 +1,13 @@
 // What the kernels for a few tokens share: each weight is read once, 16 bytes a lane and load, and the launches overlap:
 // a kernel asks for its weights before it waits for the one before it.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "decode_ptx.cuh"
 
 namespace decode {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAll = 0xffffffffu;
-
-// Weights stream through: they leave the first-level cache to the tokens.
-__device__ __forceinline__ uint4 load_once(const void* address) {
-    uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(address));
-    return value;
-}
-
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ float2 two_codes(uint32_t pair) {
-    const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
-    return __half22float2(*reinterpret_cast<const __half2*>(&half));
-}
 
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -69,13 +47,6 @@ __device__ __forceinline__ void take16(const uint4* token, int columns, int chun
     widen(token[columns / 16 + chunk], x + 8);
 }
 
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // The block's threads take `count` groups of 16 bytes, BATCH a thread at a time, all of a batch's loads before the first
 // `put(index, value)`.
 template <int BATCH, class Put>
@@ -89,26 +60,6 @@ __device__ __forceinline__ void take_groups(const uint4* from, int count, Put pu
         for (int i = 0; i < BATCH; ++i)
             if (first + i * kThreads < count) put(first + i * kThreads, value[i]);
     }
-}
-
-// Launch that may begin before the previous kernel of the stream has ended.
-template <class Arguments>
-int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream) {
-    if (shared > 48 * 1024) {
-        const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-        if (status != cudaSuccess) return status;
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute overlap;
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, a);
 }
 
 }  // namespace decode

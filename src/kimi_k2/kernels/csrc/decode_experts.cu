@@ -32,7 +32,7 @@ __device__ __forceinline__ int slots_of(const ExpertArguments& a) { return a.top
 // One warp a row of the intermediate: its gate row and its up row. LOADS of 512 bytes a row, AHEAD of them in flight.
 template <int LOADS, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArguments a) {
-    extern __shared__ uint4 token_values[];
+    DECODE_DYNAMIC_SHARED(uint4, token_values);
     constexpr int kColumns = LOADS * 512, kBlocks = kColumns / 128;
     const int lane = threadIdx.x % 32, slot = blockIdx.y, token = blockIdx.z;
     const int row = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
 
 // One warp kDownRows rows of the output over all experts of a token: no sum ever leaves the warp.
 __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a) {
-    extern __shared__ uint4 values[];  // the token's intermediate, quarter by quarter of each 16 values
+    DECODE_DYNAMIC_SHARED(uint4, values);  // the token's intermediate, quarter by quarter of each 16 values
     __shared__ Pairs pairs[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.y, slots = slots_of(a);
     const int row = (blockIdx.x * kWarps + warp) * kDownRows, per_slot = a.inter / 16, held = slots * per_slot;

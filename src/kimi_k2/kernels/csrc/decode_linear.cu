@@ -9,7 +9,7 @@ namespace decode {
 // divides 128.
 template <int TOKENS, int LOADS, int LANES, int ROWS>
 __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
-    extern __shared__ uint4 token[];
+    DECODE_DYNAMIC_SHARED(uint4, token);
     __shared__ float sums[TOKENS][kWarps];
     constexpr int kColumns = LOADS * LANES * 16;
     const int thread = threadIdx.x, lane = thread % LANES;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
 // bf16 weights: a warp a row, LOADS of 512 bytes, AHEAD of them in flight.
 template <int TOKENS, int LOADS, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments a) {
-    extern __shared__ uint4 token[];
+    DECODE_DYNAMIC_SHARED(uint4, token);
     __shared__ float sums[TOKENS][kWarps];
     constexpr int kColumns = LOADS * 256;
     const int lane = threadIdx.x % 32, row = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -119,7 +119,7 @@ template <int TOKENS, int LOADS, int LANES, int ROWS>
 int start(const LinearArguments& a, void* stream) {
     const int rows = kThreads / LANES * ROWS;
     return launch(linear<TOKENS, LOADS, LANES, ROWS>, dim3((a.rows + rows - 1) / rows), kThreads,
-                  token_bytes<TOKENS, LOADS * 256>(), a, stream);
+                  token_bytes<TOKENS, LOADS * LANES * 16>(), a, stream);
 }
 
 template <int TOKENS>

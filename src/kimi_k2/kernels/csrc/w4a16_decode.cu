@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[4], const uint4 (&wo
 // PER_WARP chunks of 128 columns a warp, AHEAD of them in flight.
 template <int PER_WARP, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const DecodeArguments a) {
-  extern __shared__ uint32_t token_values[];
+  DECODE_DYNAMIC_SHARED(uint32_t, token_values);
   __shared__ float part[kWarps][16];
   constexpr int kChunks = PER_WARP * kWarps, kColumns = kChunks * 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, pair = blockIdx.y;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const DecodeArgument
 // Four chunks of int4 or bf16 weights at a time: 512 or 128 columns.
 template <bool BF16>
 __global__ void __launch_bounds__(kThreads, 3) down_rows(const DecodeArguments a) {
-  extern __shared__ uint32_t values[];  // the token's intermediate
+  DECODE_DYNAMIC_SHARED(uint32_t, values);  // the token's intermediate
   __shared__ decode::Pairs pairs[kWarps];
   __shared__ float part[kWarps][16];
   constexpr int kColumns = BF16 ? 32 : 128, kBatch = 4;

@@ -1,0 +1,155 @@
+"""The CUDA kernels for a few tokens, compiled for the host over a stand-in for CUDA's threads, against float64.
+
+Everything but the memory and tensor instructions is the code that runs on the GPU: indices, shared memory and its size,
+barriers, shuffles, masks, sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k2.kernels.build import SOURCES
+from kimi_k2.kernels.fused_linear import DECODE_COLUMNS
+from kimi_k2.kernels.moe_decode import _POINTERS, _Arguments
+
+COMPILER = shutil.which("g++")
+FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++")
+STAND_IN = Path(__file__).with_name("cuda_on_cpu.h")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    directory = tmp_path_factory.mktemp("on_cpu")
+    whole = directory / "whole.cpp"
+    names = ("decode_linear.cu", "decode_norm.cu", "decode_values.cu", "decode_experts.cu")
+    whole.write_text("".join(f'#include "{SOURCES / name}"\n' for name in names))
+    assert COMPILER is not None
+    command = [COMPILER, *FLAGS, "-include", str(STAND_IN), "-o", str(directory / "whole.so"), str(whole)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(directory / "whole.so"))
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def unwritten(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+
+def dense(weight: Tensor, scale: Tensor) -> Tensor:
+    wide = scale.double().repeat_interleave(128, -2)[..., : weight.shape[-2], :]
+    return weight.double() * wide.repeat_interleave(128, -1)
+
+
+CASES = [(1, 11, columns, fp8, True, True) for columns in DECODE_COLUMNS for fp8 in (True, False)] + [
+    (3, 10, 7168, True, True, True), (4, 140, 1024, True, False, False), (2, 9, 1536, True, True, False),
+    (3, 9, 2048, False, True, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns", "fp8", "with_norm", "with_delta"), CASES)
+def test_product(
+    library: ctypes.CDLL, tokens: int, rows: int, columns: int, fp8: bool, with_norm: bool, with_delta: bool
+) -> None:
+    torch.manual_seed(columns)
+    x = torch.randn(tokens, columns).bfloat16()
+    delta = torch.randn(tokens, columns).bfloat16() if with_delta else None
+    norm = (torch.rand(columns) + 0.5).bfloat16() if with_norm else None
+    weight = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    scale = torch.rand(-(-rows // 128), columns // 128) * 0.01 + 0.01 if fp8 else None
+    out, total = unwritten(tokens, rows), unwritten(tokens, columns) if with_delta else None
+    pointers = [pointer(t) for t in (x, delta, weight, scale, norm, out, total)]
+    assert library.kimi_linear_decode(*pointers, tokens, rows, columns, ctypes.c_float(1e-6), None) == 0
+    summed = x if delta is None else x + delta
+    if total is not None:
+        assert torch.equal(total, summed)
+    wide = weight.double() if scale is None else dense(weight, scale)
+    wanted = (summed.double() if norm is None else normed(summed, norm)) @ wide.T
+    assert distance(out, wanted) < 5e-3
+
+
+@pytest.mark.parametrize("columns", [1024, 7168, 8192])
+def test_residual_and_norm(library: ctypes.CDLL, columns: int) -> None:
+    x, delta = (torch.randn(2, columns).bfloat16() for _ in range(2))
+    weight = (torch.rand(columns) + 0.5).bfloat16()
+    total, out = unwritten(2, columns), unwritten(2, columns)
+    pointers = [pointer(t) for t in (x, delta, weight, total, out)]
+    assert library.kimi_add_norm(*pointers, 2, columns, ctypes.c_float(1e-6), None) == 0
+    assert torch.equal(total, x + delta)
+    assert distance(out, normed(total, weight)) < 4e-3
+
+
+def test_values(library: ctypes.CDLL) -> None:
+    latent, w_uv = torch.randn(3, 2, 512).bfloat16(), torch.randn(2, 20, 512).bfloat16()
+    out = unwritten(3, 40)
+    assert library.kimi_value_rows(pointer(latent), pointer(w_uv), pointer(out), 3, 2, 20, None) == 0
+    assert distance(out, torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)) < 2.5e-3
+
+
+def random_weights(*lead: int, inter: int, hidden: int) -> list[Tensor]:
+    shapes = (2 * inter, hidden), (hidden, inter)
+    made = []
+    for rows, columns in shapes:
+        made.append((torch.randn(*lead, rows, columns) * 60).clamp(-448, 448).to(torch.float8_e4m3fn))
+        made.append((torch.rand(*lead, rows // 128, columns // 128) + 0.5) * (0.02 / 60))
+    return made
+
+
+def expert(x: Tensor, weights: list[Tensor]) -> Tensor:
+    gate, up = (x @ dense(weights[0], weights[1]).T).chunk(2, -1)
+    return (F.silu(gate) * up) @ dense(weights[2], weights[3]).T
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "inter", "with_shared", "mapped"),
+    [(1, 2, 128, True, False), (2, 3, 128, False, True), (1, 8, 384, True, False)],
+)
+def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with_shared: bool, mapped: bool) -> None:
+    """An invalid pair, a weight of zero, experts of other ranks; the second launch's loop goes round more than once."""
+    torch.manual_seed(inter + tokens)
+    held, hidden = 9, 1024
+    weights = random_weights(held, inter=inter, hidden=hidden)
+    shared = random_weights(inter=inter, hidden=hidden) if with_shared else []
+    count = 2 * held if mapped else held
+    expert_map = torch.arange(count, dtype=torch.int32) - held // 2 if mapped else None
+    if expert_map is not None:
+        expert_map[(expert_map < 0) | (expert_map >= held)] = -1
+    indices, scores = torch.rand(tokens, count).topk(top_k).indices, torch.rand(tokens, top_k)
+    if tokens > 1:
+        indices[1, 0], scores[0, top_k - 1] = -1, 0.0
+    x, out = torch.randn(tokens, hidden).bfloat16(), unwritten(tokens, hidden)
+    scratch = unwritten(tokens * (top_k + with_shared) * inter, dtype=torch.float32)
+    given = (x, indices, scores, expert_map, *weights, *(shared or (None,) * 4), scratch, out)
+    arguments = _Arguments(**{n: t.data_ptr() for n, t in zip(_POINTERS, given, strict=True) if t is not None})
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden = tokens, top_k, held, hidden
+    arguments.inter, arguments.num_global, arguments.ids64 = inter, count, 1
+    assert library.kimi_experts_decode(ctypes.byref(arguments), None) == 0
+    wanted = expert(x.double(), shared) if shared else torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for slot in range(top_k):
+            number = int(indices[token, slot])
+            local = number if expert_map is None or number < 0 else int(expert_map[number])
+            if local >= 0:
+                one = expert(x[token : token + 1].double(), [w[local] for w in weights])
+                wanted[token] += one[0] * scores[token, slot].double()
+    assert distance(out, wanted) < 2.5e-3
