@@ -40,7 +40,7 @@ inline dim3 blockDim;
 
 namespace on_cpu {
 
-constexpr int kWarps = 32, kCanary = 4096, kMissing = 1001;
+constexpr int kWarps = 32, kCanary = 65536, kMissing = 1001;
 inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[kWarps];
 inline uint32_t exchange[kWarps][32];
 inline unsigned char* dynamic_shared;

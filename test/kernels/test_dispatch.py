@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +91,30 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
             dispatch.choose("route", x.double(), weight, bias, 8)
         dispatch.pin("route=plain")
         assert dispatch.choose("route", x, weight, bias, 8) is None
+
+
+@pytest.mark.parametrize("entry", [entry.name for entry in dispatch.TABLE["routed_experts"]])
+def test_every_expert_kernel_takes_what_the_plain_gate_returns(entry: str) -> None:
+    """The plain gate's results are cuts of wider tensors, and float64 for float64 logits."""
+    scores = torch.randn(70, 16, dtype=torch.float64)
+    indices, weights = router.noaux_tc_gate(scores, torch.zeros(16), 4)
+    assert not indices.is_contiguous()
+    hidden, inter, count = 1024, 128, 16
+
+    def stored(rows: int, columns: int, packed: bool) -> dict[str, torch.Tensor]:
+        if packed:
+            return {
+                "_packed": torch.empty(count, rows, columns // 8, dtype=torch.int32),
+                "_scale": torch.empty(count, rows, columns // 32, dtype=torch.bfloat16),
+            }
+        codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
+        return {"": codes, "_scale_inv": torch.empty(count, rows // 128, columns // 128)}
+
+    module = importlib.import_module(next(e.module for e in dispatch.TABLE["routed_experts"] if e.name == entry))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        packed = entry == "moe_w4a16"
+        held = {f"gate_up_proj{k}": v for k, v in stored(2 * inter, hidden, packed).items()}
+        held |= {f"down_proj{k}": v for k, v in stored(hidden, inter, packed).items()}
+        experts = SimpleNamespace(_buffers=held, kernel_order=True, expert_map=lambda: None, **held)
+        x = torch.empty(70, hidden, dtype=torch.bfloat16)
+        assert module.routed_experts(x, experts, indices, weights).shape == x.shape
