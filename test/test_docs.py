@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -84,8 +85,11 @@ def test_commands_exist(path: Path) -> None:
             check_options(options, command)
         elif program == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
-        elif words[0].startswith("python") or words[0].startswith("scripts/"):
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]) is not None, words
+        elif words[0].startswith(("python", "scripts/", "torchrun")):
             script = next(word for word in words if word.startswith("scripts/"))
+            words = words[words.index(script) :]  # torchrun's own options lie before
             source = (ROOT / script).read_text(encoding="utf-8")
             usage = subprocess.run(
                 [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=True,
