@@ -26,11 +26,11 @@ LAUNCH = (128, 64, 8, 3)
 def supports_mla_naive_attention(
     q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
 ) -> bool:
-    """BF16 on a GPU of compute capability 8.0 or later with Triton, the real head sizes."""
+    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
     return (
         q_nope.is_cuda
         and importlib.util.find_spec("triton") is not None
-        and torch.cuda.get_device_capability(q_nope.device) >= (8, 0)
+        and torch.cuda.get_device_capability(q_nope.device) == (9, 0)
         and q_nope.dtype == q_rope.dtype == cache.dtype == kv_b.dtype == torch.bfloat16
         and (q_nope.shape[-1], q_rope.shape[-1]) == (NOPE, ROPE)
         and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)
@@ -64,8 +64,10 @@ def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, posi
             raise KernelError(f"{name} is {tensor.dtype}, expected torch.bfloat16, contiguous along the last dimension")
     if positions.dtype != torch.int64 or not expanded.is_contiguous():
         raise KernelError("positions must be torch.int64 and expanded contiguous")
-    if slots >= 2**31 // (NOPE + VALUE):
-        raise KernelError(f"{slots} slots, expected fewer than {2**31 // (NOPE + VALUE)}")
+    # Within a head, the kernel reckons offsets of slots in 32 bits.
+    limit = 2**31 // max(NOPE + VALUE, cache.stride(1))
+    if slots >= limit:
+        raise KernelError(f"{slots} slots, expected fewer than {limit}")
 
 
 @functools.cache
@@ -84,7 +86,7 @@ def mla_prefill(
         q_rope: bfloat16 [B, S, H, 64], turned.
         expanded: bfloat16 [B, H, T, 256], the part of the keys without position | values.
         cache: bfloat16 [B, T, 576], of which the last 64 are the turned keys.
-        positions: int64 [B, S], slots 0..p are seen; padding (negative) sees slot 0.
+        positions: int64 [B, S], slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
         softmax_scale: multiplies the scores.
 
     Returns:

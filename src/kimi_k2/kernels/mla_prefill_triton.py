@@ -42,19 +42,21 @@ def attend(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head of one sequence; the last ones, which see most, are launched first."""
-    block, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     query = block * BLOCK_M + tl.arange(0, BLOCK_M)
     here = query < queries
     column, turned = tl.arange(0, 128), tl.arange(0, 64)
-    # Padding (negative) sees slot 0, so that its row stays finite.
-    position = tl.maximum(tl.load(positions + batch * queries + query, here, 0).to(tl.int32), 0)
+    # Padding (negative) sees slot 0, so that its row stays finite; past the cache's end there is nothing to see.
+    position = tl.load(positions + batch * queries + query, here, 0)
+    position = tl.maximum(tl.minimum(position, slots - 1), 0).to(tl.int32)
     at = q_nope + batch * nope_batch + head * nope_head + query[:, None].to(tl.int64) * nope_token
     nope = tl.load(at + column[None, :], here[:, None], 0.0)
     at = q_rope + batch * rope_batch + head * rope_head + query[:, None].to(tl.int64) * rope_token
     rope = tl.load(at + turned[None, :], here[:, None], 0.0)
     keys = expanded + (batch * heads + head) * slots * 256
     ropes = cache + batch * cache_batch + 512
-    end = tl.minimum(tl.max(position, 0) + 1, slots)
+    end = tl.max(position, 0) + 1
     # Blocks that every query sees whole need no mask.
     whole = (tl.min(tl.where(here, position, 2147483647), 0) + 1) // BLOCK_N * BLOCK_N
     whole = tl.minimum(whole, end // BLOCK_N * BLOCK_N)
