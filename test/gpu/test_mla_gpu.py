@@ -7,6 +7,7 @@ import torch
 
 from kimi_k2.kernels.bench.mla_cases import SCALE, paged_case, reference, relative
 from kimi_k2.kernels.mla_decode import HEADS, PAGE, Launch, mla_decode, run, supports
+from kimi_k2.kernels.rope_cache import absorb_and_store
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -116,3 +117,31 @@ def test_e4m3_cache(heads, paged):
         out = mla_decode(q, rows, seq_lens, SCALE, None, cache_scale)
     assert relative(out, reference(q, rows.float() * cache_scale, lengths)) < RELATIVE
     assert not out[2].any()
+
+
+def test_e4m3_entries_of_the_step_before():
+    """What `absorb_and_store` writes with a scale is PyTorch's rounding, saturated, and `mla_decode` reads it."""
+    torch.manual_seed(0)
+    batch, heads, capacity, cache_scale = 3, 8, 100, 0.02
+    q, kv_a, w_uk = (
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((batch, heads * 192), (batch, 576), (heads, 128, 512))
+    )
+    norm, cos, sin = (torch.rand(*shape, device="cuda").bfloat16() for shape in ((512,), (batch, 32), (batch, 32)))
+    norm[:3] = 1000.0
+    positions = torch.tensor([99, 40, 0], device="cuda")
+    exact = torch.randn(batch, capacity, 576, device="cuda").bfloat16()
+    cache = (exact.float() / cache_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    before = cache.float()
+    absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, exact, 1e-6)
+    query = absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6, cache_scale)
+    rows = torch.arange(batch, device="cuda")
+    wanted = (exact[rows, positions].float() / cache_scale).clamp(-448, 448)
+    found = cache[rows, positions].float()
+    # Half a step of e4m3, and the bfloat16 of what is compared with.
+    assert ((found - wanted).abs() <= wanted.abs() * (2**-4 + 2**-7) + 2**-10).all()
+    before[rows, positions] = found
+    assert torch.equal(cache.float(), before)
+    lengths = (positions + 1).tolist()
+    out = mla_decode(query, cache, (positions + 1).int(), SCALE, None, cache_scale)
+    assert relative(out, reference(query, cache.float() * cache_scale, lengths)) < RELATIVE

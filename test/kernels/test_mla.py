@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import mla_decode as mla
 from kimi_k2.kernels.bench import mla as bench
-from kimi_k2.kernels.mla_prefill import mla_prefill
+from kimi_k2.kernels.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.kernels.rope_cache import absorb_and_store
 from kimi_k2.model.attention import mla_absorbed_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -70,6 +71,20 @@ def test_fake_operation_has_the_plain_ones_shape(heads):
     assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
 
 
+@pytest.mark.parametrize("dtype", mla.CACHE_DTYPES)
+def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype):
+    with FakeTensorMode():
+        one = bench.random_inputs(3, 8, 100, device="cpu", dtype=dtype)
+        got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table, 0.05)
+        assert (got.shape, got.dtype) == ((3, 8, 512), BF16)
+        cos, w_uk = torch.empty(3, 32, dtype=BF16), torch.empty(8, 128, 512, dtype=BF16)
+        kv_a, cache = torch.empty(3, 576, dtype=BF16), torch.empty(3, 70, 576, dtype=dtype)
+        norm, positions = torch.empty(512, dtype=BF16), torch.zeros(3, dtype=torch.int64)
+        q = torch.empty(3, 8 * 192, dtype=BF16)
+        query = absorb_and_store(q, kv_a, norm, cos, cos, positions, w_uk, cache, 1e-6, 0.05)
+        assert (query.shape, query.dtype) == ((3, 8, 576), BF16)
+
+
 def test_cpu_tensors_are_left_to_the_plain_operation():
     one = bench.random_inputs(2, 64, 128, device="cpu")
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
@@ -116,3 +131,29 @@ def test_prefill_shapes_and_refusals() -> None:
         ):
             with pytest.raises(KernelError, match=message):
                 mla_prefill(*arguments, 0.1)
+
+
+def test_prefill_offsets_beyond_32_bits_are_refused() -> None:
+    """The widest row counts, the cache's too: 2**31 / 576 slots."""
+    with FakeTensorMode():
+        nope, rope = torch.empty(1, 5, 1, 128, dtype=BF16), torch.empty(1, 5, 1, 64, dtype=BF16)
+        positions = torch.zeros(1, 5, dtype=torch.int64)
+        for slots, refused in ((2**31 // 576 - 1, False), (2**31 // 576, True)):
+            cache, expanded = torch.empty(1, slots, 576, dtype=BF16), torch.empty(1, 1, slots, 256, dtype=BF16)
+            if refused:
+                with pytest.raises(KernelError, match=f"{slots} slots, expected fewer"):
+                    mla_prefill(nope, rope, expanded, cache, positions, 0.1)
+            else:
+                assert mla_prefill(nope, rope, expanded, cache, positions, 0.1).shape == (1, 5, 1, 128)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 9), False), ((12, 0), False)])
+def test_prefill_is_for_hopper(monkeypatch, capability, taken):
+    """Others have no room for the launch in shared memory, or it was not measured there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with FakeTensorMode():
+        shapes = (1, 5, 8, 128), (1, 5, 8, 64), (1, 9, 576), (8, 256, 512)
+        tensors = [torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes]
+        positions = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
+        assert supports_mla_naive_attention(*tensors, positions, 0.1) is taken

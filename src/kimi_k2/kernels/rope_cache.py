@@ -75,6 +75,7 @@ def absorb_and_store(
     w_uk: Tensor,
     cache: Tensor,
     eps: float,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -86,6 +87,7 @@ def absorb_and_store(
         positions: int64 [B], slots to write; a negative one writes nothing.
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 or e4m3 [B, T, 576], written.
+        cache_scale: of an e4m3 cache, whose values are codes times it, as `mla_decode` reads them; saturated at 448.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope.
@@ -96,9 +98,10 @@ def absorb_and_store(
     _check_absorb(q, kv_a, w_uk, cos, positions, cache)
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
+    codes = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
     if batch:
         _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
-            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps,
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, codes,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, num_warps=4,
             launch_pdl=True,
         )  # fmt: skip
@@ -116,6 +119,7 @@ def _(
     w_uk: Tensor,
     cache: Tensor,
     eps: float,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     _check_absorb(q, kv_a, w_uk, cos, positions, cache)
     return q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE))
