@@ -1,14 +1,15 @@
-// A stand-in for CUDA: the blocks of a launch run one after another, each of its threads as a thread of the host, with
-// barriers for blocks and warps. What csrc/decode_ptx.cuh gives to the kernels for a few tokens is given here in C++.
-// Dynamic shared memory is as large as the launch asks for; what lies behind it must not be written.
+// A stand-in for CUDA: the blocks of a launch run one after another, a block's threads take turns in one thread of the
+// host, each until it waits at a barrier of its warp or block. What csrc/decode_ptx.cuh gives to the kernels for a few
+// tokens is given here in C++. Dynamic shared memory is as large as the launch asks for; what lies behind it must not be
+// written.
 #pragma once
-#include <barrier>
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
+#include <functional>
 #include <vector>
 
 #define __device__
@@ -35,13 +36,41 @@ struct __nv_bfloat162 {
     uint16_t low, high;
 };
 
-inline thread_local dim3 threadIdx, blockIdx;
-inline dim3 blockDim;
+inline dim3 threadIdx, blockIdx, blockDim;
 
 namespace on_cpu {
 
-constexpr int kWarps = 32, kCanary = 65536, kMissing = 1001;
-inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[kWarps];
+constexpr int kWarps = 32, kCanary = 65536, kOverrun = 1001, kDeadlock = 1002;
+constexpr size_t kStack = 1 << 17;
+
+struct Turns {
+    std::vector<ucontext_t> threads;
+    std::vector<bool> done;
+    ucontext_t host;
+    unsigned current;
+    bool moved;  // since the last round some thread passed or reached a barrier
+    std::function<void()> body;
+};
+inline Turns turns;
+inline void give_way() { swapcontext(&turns.threads[turns.current], &turns.host); }
+
+struct Barrier {
+    int expected = 0, arrived = 0;
+    unsigned generation = 0;
+    void arrive() {
+        turns.moved = true;
+        if (++arrived >= expected) arrived = 0, ++generation;
+    }
+    void arrive_and_wait() {
+        const unsigned mine = generation;
+        arrive();
+        while (generation == mine) give_way();
+    }
+    void leave() {
+        if (--expected == arrived && arrived > 0) arrived = 0, ++generation;
+    }
+};
+inline Barrier block_barrier, warp_barriers[kWarps];
 inline uint32_t exchange[kWarps][32];
 inline unsigned char* dynamic_shared;
 
@@ -49,10 +78,10 @@ template <class T>
 inline T trade(T value, int from) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     std::memcpy(&exchange[warp][lane], &value, 4);
-    warp_barriers[warp]->arrive_and_wait();
+    warp_barriers[warp].arrive_and_wait();
     T other;
     std::memcpy(&other, &exchange[warp][from & 31], 4);
-    warp_barriers[warp]->arrive_and_wait();
+    warp_barriers[warp].arrive_and_wait();
     return other;
 }
 inline float float_of(uint16_t bits) {
@@ -72,6 +101,45 @@ inline float e4m3(uint32_t code) {
     if ((code & 0x7f) == 0x7f) return NAN;
     const float value = exponent ? std::ldexp(1 + mantissa / 8.f, exponent - 7) : std::ldexp(mantissa / 8.f, -6);
     return code & 0x80 ? -value : value;
+}
+
+inline void run_thread() {
+    const unsigned thread = turns.current;
+    turns.body();
+    warp_barriers[thread / 32].leave();
+    block_barrier.leave();
+    turns.done[thread] = turns.moved = true;
+    give_way();
+}
+
+// False if all threads that are left wait for others that are left.
+inline bool run_block(int threads) {
+    static std::vector<std::vector<char>> stacks;
+    while (int(stacks.size()) < threads) stacks.emplace_back(kStack);
+    block_barrier = {threads};
+    for (int warp = 0; warp < threads / 32; ++warp) warp_barriers[warp] = {32};
+    turns.threads.resize(threads);
+    turns.done.assign(threads, false);
+    for (int thread = 0; thread < threads; ++thread) {
+        ucontext_t& context = turns.threads[thread];
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks[thread].data();
+        context.uc_stack.ss_size = kStack;
+        context.uc_link = nullptr;
+        makecontext(&context, run_thread, 0);
+    }
+    for (int left = threads; left > 0;) {
+        turns.moved = false;
+        for (int thread = 0; thread < threads; ++thread) {
+            if (turns.done[thread]) continue;
+            turns.current = thread;
+            threadIdx = dim3(thread);
+            swapcontext(&turns.host, &turns.threads[thread]);
+            left -= turns.done[thread];
+        }
+        if (!turns.moved) return false;
+    }
+    return true;
 }
 
 }  // namespace on_cpu
@@ -105,8 +173,8 @@ template <class T>
 inline T __ldcg(const T* at) {
     return *at;
 }
-inline void __syncthreads() { on_cpu::block_barrier->arrive_and_wait(); }
-inline void __syncwarp() { on_cpu::warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
+inline void __syncthreads() { on_cpu::block_barrier.arrive_and_wait(); }
+inline void __syncwarp() { on_cpu::warp_barriers[threadIdx.x / 32].arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float value, int mask) { return on_cpu::trade(value, threadIdx.x % 32 ^ mask); }
 inline float __shfl_sync(unsigned, float value, int lane) { return on_cpu::trade(value, lane); }
 inline unsigned __ballot_sync(unsigned, bool predicate) {
@@ -131,21 +199,11 @@ int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t share
         // 0xff is NaN in every format: what is read before it is written shows.
         std::vector<uint4> memory((shared + on_cpu::kCanary) / 16 + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
         on_cpu::dynamic_shared = reinterpret_cast<unsigned char*>(memory.data());
-        on_cpu::block_barrier = std::make_unique<std::barrier<>>(threads);
-        for (int warp = 0; warp < threads / 32; ++warp)
-            on_cpu::warp_barriers[warp] = std::make_unique<std::barrier<>>(32);
-        std::vector<std::thread> running;
-        for (int thread = 0; thread < threads; ++thread)
-            running.emplace_back([&, thread] {
-                threadIdx = dim3(thread);
-                blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / (grid.x * grid.y));
-                kernel(a);
-                on_cpu::warp_barriers[thread / 32]->arrive_and_drop();
-                on_cpu::block_barrier->arrive_and_drop();
-            });
-        for (auto& thread : running) thread.join();
+        blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / (grid.x * grid.y));
+        on_cpu::turns.body = [&] { kernel(a); };
+        if (!on_cpu::run_block(threads)) return on_cpu::kDeadlock;
         for (int i = 0; i < on_cpu::kCanary; ++i)
-            if (on_cpu::dynamic_shared[shared + i] != 0xff) return on_cpu::kMissing;
+            if (on_cpu::dynamic_shared[shared + i] != 0xff) return on_cpu::kOverrun;
     }
     return 0;
 }
