@@ -4,7 +4,8 @@ Replaces `kimi_k2.model.moe.routed_experts` over weights that are symmetric INT4
 dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
 times scale rounded once; sums are float32; the intermediate is bfloat16. The second stage's weights may be bfloat16
 instead (`w2_bf16`). Weights must first be put in the kernel's order by `prepare_w4a16`. csrc/w4a16.cu says how the
-launch works. Capture-safe: scratch memory is allocated once a shape and device and kept.
+launch works; up to `DECODE_TOKENS` tokens csrc/w4a16_decode.cu takes one token-expert pair at a time.
+Capture-safe: scratch memory is allocated once a shape and device and kept.
 """
 
 from __future__ import annotations
