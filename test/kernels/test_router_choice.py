@@ -21,7 +21,7 @@ def decode(monkeypatch):
     def run(tokens, launches=0, experts=384, multiprocessors=132, capturing=False):
         made.clear()
         for module in (fused_gate, router_gemm):
-            monkeypatch.setattr(module, "hopper_multiprocessors", lambda _: multiprocessors)
+            monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", multiprocessors))
         monkeypatch.setattr(router_gemm, "absent_logits", lambda _: None if capturing else scratch)
         monkeypatch.setattr(router_gemm, "_launch", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))

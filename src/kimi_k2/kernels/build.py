@@ -28,6 +28,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi_k2"
 
 
+@functools.cache
 def find_nvcc() -> str | None:
     """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda; None if there is none."""
     if found := shutil.which("nvcc"):

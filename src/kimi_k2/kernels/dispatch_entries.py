@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels import mla_decode
+from kimi_k2.kernels.hardware import is_hopper
 from kimi_k2.kernels.moe_fp8 import BLOCK, MAX_EXPERTS, SLAB, moe_fp8
 from kimi_k2.kernels.router_gemm import MAX_FUSED_EXPERTS, MAX_TOKENS, router_decode
-
-
-def _is_hopper(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
 
 
 def supports_route(
@@ -30,7 +27,7 @@ def supports_route(
     """BF16 tokens, few enough for one fused product and gate, without expert groups."""
     experts, hidden = weight.shape
     return (
-        _is_hopper(x)
+        is_hopper(x.device)
         and x.dtype == weight.dtype == torch.bfloat16
         and e_score_correction_bias.dtype == torch.float32
         and 0 < x.shape[0] <= MAX_TOKENS
@@ -60,7 +57,7 @@ def supports_mla_absorbed_attention(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
 ) -> bool:
     """One new token a sequence, in BF16, of sizes that `mla_decode` takes; the cache in one piece."""
-    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not _is_hopper(cache):
+    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not is_hopper(cache.device):
         return False
     query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
     return mla_decode.supports(query, cache, positions.squeeze(1).int())
@@ -80,7 +77,7 @@ def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_
     down = experts.down_proj if "down_proj_scale_inv" in experts._buffers else None
     return (
         down is not None
-        and _is_hopper(x)
+        and is_hopper(x.device)
         and x.dtype == torch.bfloat16
         and down.shape[1] % SLAB == 0
         and down.shape[2] % BLOCK == 0

@@ -9,13 +9,13 @@ are left; infinite logits are the limits 0 and 1 of the sigmoid.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.hardware import hopper, is_hopper
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
@@ -56,16 +56,7 @@ def supports(logits: Tensor, e_score_correction_bias: Tensor, top_k: int, *, n_g
         return False
     experts = logits.shape[1]
     fits = 0 < top_k <= min(MAX_TOP_K, experts) and experts % 4 == 0 and experts <= MAX_EXPERTS
-    return fits and torch.cuda.get_device_capability(logits.device) == (9, 0)
-
-
-@functools.cache
-def hopper_multiprocessors(index: int) -> int:
-    """Number of multiprocessors; KernelError unless the device is of compute capability 9.0."""
-    properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
-        raise KernelError(f"the gate needs compute capability 9.0, {properties.name} has {properties.major}.x")
-    return properties.multi_processor_count
+    return fits and is_hopper(logits.device)
 
 
 def check_gate(
@@ -194,7 +185,7 @@ def gate_arguments(
         top_k=indices.shape[1],
         normalize=norm_topk_prob,
         indices64=indices.dtype == torch.int64,
-        multiprocessors=hopper_multiprocessors(bias.device.index),
+        multiprocessors=hopper(bias.device.index, "the gate")[1],
         programmatic=1,
         scale=routed_scaling_factor,
     )

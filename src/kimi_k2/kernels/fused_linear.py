@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.hardware import has_triton, is_hopper
 
 BLOCK = 128
 MAX_TOKENS = 16
@@ -30,7 +30,7 @@ def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, blo
     """Up to 16 BF16 tokens on a GPU of compute capability 8.9 or later, whole 128-wide blocks along the input."""
     return (
         x.is_cuda
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
         and torch.cuda.get_device_capability(x.device) >= (8, 9)
         and x.dtype == torch.bfloat16
         and weight.dtype == torch.float8_e4m3fn
@@ -138,7 +138,7 @@ def _(
 def takes_decode(x: Tensor, columns: int) -> bool:
     """Whether the CUDA kernel takes it: few tokens of a width it is compiled for, on a Hopper GPU."""
     few = x.shape[0] <= DECODE_TOKENS and columns in DECODE_COLUMNS
-    return few and torch.cuda.get_device_capability(x.device) == (9, 0) and find_nvcc() is not None
+    return few and is_hopper(x.device) and find_nvcc() is not None
 
 
 def _launch_decode(

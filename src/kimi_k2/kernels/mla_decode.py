@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.hardware import has_triton, hopper, is_hopper
 
 LATENT = 512
 ROPE = 64
@@ -77,13 +77,13 @@ def for_codes(launch: Launch) -> Launch:
 
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
     """Whether `mla_decode` takes these arguments: a Hopper GPU, Triton or nvcc, dtypes, sizes within the limits."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not is_hopper(q.device):
         return False
     try:
         _check_arguments(q, cache, seq_lens, block_table)
     except KernelError:
         return False
-    return importlib.util.find_spec("triton") is not None or uses_cuda(q.shape[1], cache.dtype)
+    return has_triton() or uses_cuda(q.shape[1], cache.dtype)
 
 
 def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
@@ -118,7 +118,7 @@ def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Te
 @functools.cache
 def _triton() -> Any:
     """Triton's module of kernels; KernelError without Triton."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise KernelError("mla_decode needs Triton")
     return importlib.import_module("kimi_k2.kernels.mla_triton")
 
@@ -132,14 +132,6 @@ def _cuda() -> Any:
 def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
     """Whether `mla_decode` runs CUDA C++ here: a compiler is there and the kernel takes the shape; else Triton."""
     return bool(_cuda().available() and _cuda().supports_shape(heads, cache_dtype))
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
-        raise KernelError(f"mla_decode needs compute capability 9.0, {properties.name} has {properties.major}.x")
-    return properties.multi_processor_count
 
 
 @torch.library.custom_op("kimi_k2::mla_decode", mutates_args=(), device_types="cuda")
@@ -169,7 +161,7 @@ def mla_decode(
     """
     _check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
-    shape = (q.shape[0], q.shape[1], capacity, _multiprocessors(q.device.index))
+    shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if uses_cuda(q.shape[1], cache.dtype):
         return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, _cuda().choose_launch(*shape))
     launch = choose_launch(*shape)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.hardware import has_triton, is_hopper
 
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
 LOG2_E = 1.4426950408889634
@@ -28,9 +28,8 @@ def supports_mla_naive_attention(
 ) -> bool:
     """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
     return (
-        q_nope.is_cuda
-        and importlib.util.find_spec("triton") is not None
-        and torch.cuda.get_device_capability(q_nope.device) == (9, 0)
+        is_hopper(q_nope.device)
+        and has_triton()
         and q_nope.dtype == q_rope.dtype == cache.dtype == kv_b.dtype == torch.bfloat16
         and (q_nope.shape[-1], q_rope.shape[-1]) == (NOPE, ROPE)
         and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.hardware import is_hopper
 from kimi_k2.kernels.moe_fp8 import BLOCK, check_arguments
 
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
@@ -39,12 +40,11 @@ class _Arguments(ctypes.Structure):
 def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
     """Whether `moe_decode` is the operation for these sizes on this device (compute capability 9.0, nvcc)."""
     return (
-        device.type == "cuda"
+        is_hopper(device)
         and 0 < tokens <= MAX_TOKENS
         and top_k < MAX_SLOTS
         and hidden in HIDDEN
         and inter % BLOCK == 0
-        and torch.cuda.get_device_capability(device) == (9, 0)
         and find_nvcc() is not None
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 
 BLOCK = 128
@@ -145,14 +146,6 @@ def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choi
     return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
 
 
-@functools.cache
-def _device(index: int) -> tuple[str, int]:
-    properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
-        raise KernelError(f"moe_fp8 needs compute capability 9.0, {properties.name} has {properties.major}.x")
-    return properties.name, properties.multi_processor_count
-
-
 @torch.library.custom_op("kimi_k2::moe_fp8", mutates_args=(), device_types="cuda")
 def moe_fp8(
     x: Tensor,
@@ -191,7 +184,7 @@ def moe_fp8(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    name, multiprocessors = _device(x.device.index)
+    name, multiprocessors = hopper(x.device.index, "moe_fp8")
     if choice is None:
         chosen = choose(tokens, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
     else:

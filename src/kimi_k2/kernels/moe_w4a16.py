@@ -21,6 +21,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_fp8
 from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.hardware import hopper, is_hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
 
@@ -110,7 +111,7 @@ def check_arguments(
 def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
     """Whether the kernel takes these sizes on this device (compute capability 9.0)."""
     shape = hidden % CHUNK_ROWS == 0 and inter > 0 and inter % CHUNK_COLUMNS == 0 and 0 < experts <= MAX_EXPERTS
-    return shape and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return shape and is_hopper(device)
 
 
 def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
@@ -169,14 +170,6 @@ def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choi
     # As for the FP8 experts: zeros are written once, and launches of one shape must be ordered on one stream.
     sizes = workspace_sizes(*shape, choice)
     return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
-
-
-@functools.cache
-def _device(index: int) -> tuple[str, int]:
-    properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
-        raise KernelError(f"moe_w4a16 needs compute capability 9.0, {properties.name} has {properties.major}.x")
-    return properties.name, properties.multi_processor_count
 
 
 def check_choice(choice: ExpertChoice) -> None:
@@ -267,7 +260,7 @@ def moe_w4a16(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    name, multiprocessors = _device(x.device.index)
+    name, multiprocessors = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     if choice is None and takes_decode(tokens, top_k, hidden):
         weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.hardware import has_triton, is_hopper
 
 NOPE, ROPE, RANK = 128, 64, 512
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -25,7 +25,7 @@ def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
     return (
         x.is_cuda
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
         and x.dtype == w_uk.dtype == torch.bfloat16
         and cache.dtype in CACHE_DTYPES
         and tuple(w_uk.shape[1:]) == (NOPE, RANK)
@@ -35,7 +35,7 @@ def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 def supports_sum(x: Tensor) -> bool:
     """Whether `add_norm` takes tokens like x: BF16 on a GPU with Triton."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None
+    return x.is_cuda and x.dtype == torch.bfloat16 and has_triton()
 
 
 @functools.cache
@@ -143,8 +143,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     """
     _check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
-    if x.shape[0] and hopper and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
+    if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
         library = load_library("decode_norm.cu", "decode_")

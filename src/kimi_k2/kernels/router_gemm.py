@@ -21,10 +21,10 @@ from kimi_k2.kernels.fused_gate import (
     GateArguments,
     check_gate,
     gate_arguments,
-    hopper_multiprocessors,
     launch_gate,
     warps_a_block,
 )
+from kimi_k2.kernels.hardware import hopper, is_hopper
 
 MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
@@ -50,7 +50,7 @@ def supports(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.shape[1] != weight.shape[1] or x.shape[1] % 256 or weight.shape[0] % 32:
         return False
-    return torch.cuda.get_device_capability(x.device) == (9, 0)
+    return is_hopper(x.device)
 
 
 def supports_decode(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
@@ -98,7 +98,7 @@ def all_resident(experts: int, multiprocessors: int) -> bool:
 
 def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None) -> None:
     plain = GateArguments(tokens=x.shape[0], experts=weight.shape[0], programmatic=1)
-    hopper_multiprocessors(x.device.index)
+    hopper(x.device.index, "the gate")
     arguments = _RouterArguments(
         gate=plain if gate is None else gate,
         x=x.data_ptr(),

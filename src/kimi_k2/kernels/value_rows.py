@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.hardware import is_hopper
 
 RANK = 512
 MAX_TOKENS = 8
@@ -17,11 +18,10 @@ MAX_TOKENS = 8
 def supports(latent: Tensor, w_uv: Tensor) -> bool:
     """A few BF16 tokens on a Hopper GPU, latents of 512."""
     return (
-        latent.is_cuda
-        and latent.dtype == w_uv.dtype == torch.bfloat16
+        latent.dtype == w_uv.dtype == torch.bfloat16
         and latent.shape[0] <= MAX_TOKENS
         and latent.shape[-1] == RANK
-        and torch.cuda.get_device_capability(latent.device) == (9, 0)
+        and is_hopper(latent.device)
         and find_nvcc() is not None
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.bench.harness import graph_median
 from kimi_k2.kernels.bench.row import Row
+from kimi_k2.kernels.hardware import has_triton
 from kimi_k2.kernels.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
 
 HEADS = (64, 8)
@@ -60,7 +61,7 @@ def in_triton(one: Inputs) -> Tensor:
 
 def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
     """(name, call) of each other kernel that can be imported here."""
-    if importlib.util.find_spec("triton"):
+    if has_triton():
         yield "triton", in_triton
     if importlib.util.find_spec("flash_attn_interface"):
         attention = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache

@@ -1,0 +1,29 @@
+"""What a kernel may count on here: a Hopper GPU, Triton. (`build.find_nvcc` tells of the CUDA compiler.)"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from kimi_k2.errors import KernelError
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def hopper(index: int, operation: str) -> tuple[str, int]:
+    """Name and number of multiprocessors of GPU `index`; KernelError in `operation`'s name if it is no Hopper."""
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise KernelError(f"{operation} needs compute capability 9.0, {properties.name} has {properties.major}.x")
+    return properties.name, properties.multi_processor_count
