@@ -9,7 +9,6 @@ csrc/decode_experts.cu says how its two launches work. Capture-safe: scratch is 
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
+from kimi_k2.kernels.expert_launch import call, fill, intermediate
 from kimi_k2.kernels.hardware import is_hopper
 from kimi_k2.kernels.moe_fp8 import BLOCK, check_arguments
 
@@ -102,12 +102,6 @@ def _check(
     return shape
 
 
-@functools.cache
-def _intermediate(device: torch.device, count: int) -> Tensor:
-    # Launches of one size share it: they must be ordered on one stream, as a model's layers are.
-    return torch.empty(count, dtype=torch.float32, device=device)
-
-
 @torch.library.custom_op("kimi_k2::moe_decode", mutates_args=(), device_types="cuda")
 def moe_decode(
     x: Tensor,
@@ -141,22 +135,15 @@ def moe_decode(
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     shape = _check(x, *weights, topk_indices, topk_weights, expert_map, shared)
-    tokens, top_k, experts, _, inter = shape
+    tokens, top_k, _, _, inter = shape
     out = torch.empty_like(x)
     if tokens == 0:
         return out
     slots = top_k + (shared_gate_up is not None)
-    scratch = _intermediate(x.device, tokens * slots * inter)
+    scratch = intermediate(x.device, tokens * slots * inter, torch.float32)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, scratch, out)
-    pointers = {name: t.data_ptr() for name, t in zip(_POINTERS, given, strict=True) if t is not None}
-    arguments = _Arguments(**pointers)
-    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
-    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
-    arguments.ids64 = topk_indices.dtype == torch.int64
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    status = load_library("decode_experts.cu", "decode_").kimi_experts_decode(ctypes.byref(arguments), stream)
-    if status:
-        raise KernelError(f"moe_decode could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+    arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    call(load_library("decode_experts.cu", "decode_").kimi_experts_decode, arguments, "moe_decode", x.device)
     return out
 
 

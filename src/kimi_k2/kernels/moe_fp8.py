@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, zeros
 from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 
@@ -81,14 +82,6 @@ def check_arguments(
     expert_map: Tensor | None,
 ) -> tuple[int, int, int, int, int]:
     """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
-
-    def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            wanted = " or ".join(str(d) for d in dtypes)
-            raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
-        if not tensor.is_contiguous() or tensor.device != x.device:
-            raise KernelError(f"{name} must be contiguous and on {x.device}")
-
     if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
         raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
     (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
@@ -100,16 +93,13 @@ def check_arguments(
         )
     if hidden > 64 * BLOCK or inter > 64 * BLOCK:
         raise KernelError(f"hidden {hidden} and intermediate {inter} must be at most {64 * BLOCK}")
-    expect("x", x, (tokens, hidden), torch.bfloat16)
-    expect("gate_up_proj", gate_up_proj, (experts, 2 * inter, hidden), torch.float8_e4m3fn)
-    expect("down_proj", down_proj, (experts, hidden, inter), torch.float8_e4m3fn)
+    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj", gate_up_proj, x.device, (experts, 2 * inter, hidden), torch.float8_e4m3fn)
+    expect("down_proj", down_proj, x.device, (experts, hidden, inter), torch.float8_e4m3fn)
     scales13, scales2 = (experts, 2 * inter // BLOCK, hidden // BLOCK), (experts, hidden // BLOCK, inter // BLOCK)
-    expect("gate_up_proj_scale_inv", gate_up_proj_scale_inv, scales13, torch.float32)
-    expect("down_proj_scale_inv", down_proj_scale_inv, scales2, torch.float32)
-    expect("topk_indices", topk_indices, (tokens, top_k), torch.int64, torch.int32)
-    expect("topk_weights", topk_weights, (tokens, top_k), torch.float32)
-    if expert_map is not None:
-        expect("expert_map", expert_map, tuple(expert_map.shape[:1]), torch.int32)
+    expect("gate_up_proj_scale_inv", gate_up_proj_scale_inv, x.device, scales13, torch.float32)
+    expect("down_proj_scale_inv", down_proj_scale_inv, x.device, scales2, torch.float32)
+    expect_routing(x, topk_indices, topk_weights, expert_map)
     return tokens, top_k, experts, hidden, inter
 
 
@@ -142,8 +132,7 @@ def workspace_sizes(
 def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
     # Counters wrap back to zero by themselves and flags carry the launch's number, so zeros are written only here.
     # Launches of one shape share it: they must be ordered on one stream, as a model's layers are.
-    sizes = workspace_sizes(*shape, choice)
-    return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
+    return zeros(workspace_sizes(*shape, choice), device)
 
 
 @torch.library.custom_op("kimi_k2::moe_fp8", mutates_args=(), device_types="cuda")
@@ -190,21 +179,22 @@ def moe_fp8(
     else:
         chosen = ExpertChoice(bool(choice[0]), *choice[1:])
     chosen.check(tokens, top_k, hidden, inter)
-    tensors = dict(_workspace(x.device, shape, chosen))
-    tensors |= {"x": x, "topk_ids": topk_indices, "topk_weights": topk_weights, "out": out}
-    tensors |= {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
-    arguments = _Arguments(**{field: tensor.data_ptr() for field, tensor in tensors.items()})
-    if expert_map is not None:
-        arguments.expert_map = expert_map.data_ptr()
-    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
-    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
+    tensors = {
+        **_workspace(x.device, shape, chosen),
+        "x": x,
+        "topk_ids": topk_indices,
+        "topk_weights": topk_weights,
+        "expert_map": expert_map,
+        "out": out,
+        "w13": gate_up_proj,
+        "s13": gate_up_proj_scale_inv,
+        "w2": down_proj,
+        "s2": down_proj_scale_inv,
+    }
+    arguments = fill(_Arguments, tensors, shape, topk_indices, expert_map)
     arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
-    arguments.ids64 = topk_indices.dtype == torch.int64
     arguments.grid, arguments.programmatic = multiprocessors, 1
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    status = load_library("moe_fp8_launch.cu", "moe_").kimi_moe_fp8(ctypes.byref(arguments), stream)
-    if status:
-        raise KernelError(f"moe_fp8 could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    call(load_library("moe_fp8_launch.cu", "moe_").kimi_moe_fp8, arguments, "moe_fp8", x.device)
     return out
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_fp8
 from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, intermediate, zeros
 from kimi_k2.kernels.hardware import hopper, is_hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
@@ -30,8 +31,6 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 # Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
 # atomics and token loads wait behind them.
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
-
-
 # Up to here the pairs are products of their own (H200: 40.2 us against 42.3 at two tokens, 72.4 against 64.4 at four).
 DECODE_TOKENS = 2
 DECODE_HIDDEN = (1024, 7168)
@@ -76,14 +75,6 @@ def check_arguments(
     expert_map: Tensor | None,
 ) -> tuple[int, int, int, int, int]:
     """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
-
-    def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            wanted = " or ".join(str(d) for d in dtypes)
-            raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
-        if not tensor.is_contiguous() or tensor.device != x.device:
-            raise KernelError(f"{name} must be contiguous and on {x.device}")
-
     if x.dim() != 2 or topk_indices.dim() != 2 or gate_up_proj_packed.dim() != 3:
         raise KernelError("x and topk_indices must have 2 dimensions and gate_up_proj_packed 3")
     (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
@@ -93,18 +84,15 @@ def check_arguments(
             f"hidden {hidden} must be a multiple of {CHUNK_ROWS}, intermediate {inter} of {CHUNK_COLUMNS}, experts"
             f" {experts} at most {MAX_EXPERTS}"
         )
-    expect("x", x, (tokens, hidden), torch.bfloat16)
-    expect("gate_up_proj_packed", gate_up_proj_packed, (experts, 2 * inter, hidden // 8), torch.int32)
-    expect("gate_up_proj_scale", gate_up_proj_scale, (experts, 2 * inter, hidden // GROUP), torch.bfloat16)
+    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj_packed", gate_up_proj_packed, x.device, (experts, 2 * inter, hidden // 8), torch.int32)
+    expect("gate_up_proj_scale", gate_up_proj_scale, x.device, (experts, 2 * inter, hidden // GROUP), torch.bfloat16)
     if down_proj_scale is None:
-        expect("down_proj_packed", down_proj_packed, (experts, hidden, inter), torch.bfloat16)
+        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter), torch.bfloat16)
     else:
-        expect("down_proj_packed", down_proj_packed, (experts, hidden, inter // 8), torch.int32)
-        expect("down_proj_scale", down_proj_scale, (experts, hidden, inter // GROUP), torch.bfloat16)
-    expect("topk_indices", topk_indices, (tokens, top_k), torch.int64, torch.int32)
-    expect("topk_weights", topk_weights, (tokens, top_k), torch.float32)
-    if expert_map is not None:
-        expect("expert_map", expert_map, tuple(expert_map.shape[:1]), torch.int32)
+        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter // 8), torch.int32)
+        expect("down_proj_scale", down_proj_scale, x.device, (experts, hidden, inter // GROUP), torch.bfloat16)
+    expect_routing(x, topk_indices, topk_weights, expert_map)
     return tokens, top_k, experts, hidden, inter
 
 
@@ -168,8 +156,7 @@ def workspace_sizes(
 @functools.cache
 def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
     # As for the FP8 experts: zeros are written once, and launches of one shape must be ordered on one stream.
-    sizes = workspace_sizes(*shape, choice)
-    return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
+    return zeros(workspace_sizes(*shape, choice), device)
 
 
 def check_choice(choice: ExpertChoice) -> None:
@@ -191,34 +178,6 @@ class _DecodeArguments(ctypes.Structure):
 def takes_decode(tokens: int, top_k: int, hidden: int) -> bool:
     """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
     return tokens <= DECODE_TOKENS and top_k <= 16 and hidden in DECODE_HIDDEN
-
-
-@functools.cache
-def _intermediate(device: torch.device, count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.bfloat16, device=device)
-
-
-def _launch_decode(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    shape: tuple[int, int, int, int, int],
-    out: Tensor,
-) -> None:
-    tokens, top_k, experts, _, inter = shape
-    scratch = _intermediate(x.device, tokens * top_k * inter)
-    given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)
-    arguments = _DecodeArguments(
-        **{name: t.data_ptr() for name, t in zip(DECODE_POINTERS, given, strict=True) if t is not None}
-    )
-    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
-    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
-    arguments.ids64 = topk_indices.dtype == torch.int64
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    if status := load_library("w4a16_decode.cu", "").kimi_w4a16_decode(ctypes.byref(arguments), stream):
-        raise KernelError(f"moe_w4a16 could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 
 
 @torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
@@ -263,8 +222,12 @@ def moe_w4a16(
     name, multiprocessors = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     if choice is None and takes_decode(tokens, top_k, hidden):
+        scratch = intermediate(x.device, tokens * top_k * inter, torch.bfloat16)
         weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)
-        _launch_decode(x, weights, topk_indices, topk_weights, expert_map, shape, out)
+        given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)
+        pairs = dict(zip(DECODE_POINTERS, given, strict=True))
+        arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
+        call(load_library("w4a16_decode.cu", "").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
         return out
     if choice is None:
         dtype = TUNING_DTYPES[w2_bf16]
@@ -273,25 +236,25 @@ def moe_w4a16(
         chosen = ExpertChoice(bool(choice[0]), *choice[1:])
     chosen.check(tokens, top_k, hidden, inter)
     check_choice(chosen)
-    tensors = dict(_workspace(x.device, shape, chosen))
-    tensors |= {"x": x, "topk_ids": topk_indices, "topk_weights": topk_weights, "out": out}
-    tensors |= {"w13": gate_up_proj_packed, "s13": gate_up_proj_scale, "w2": down_proj_packed}
+    tensors = {
+        **_workspace(x.device, shape, chosen),
+        "x": x,
+        "topk_ids": topk_indices,
+        "topk_weights": topk_weights,
+        "expert_map": expert_map,
+        "out": out,
+        "w13": gate_up_proj_packed,
+        "s13": gate_up_proj_scale,
+        "w2": down_proj_packed,
+    }
     if down_proj_scale is not None:
         tensors["s2"] = down_proj_scale
-    if expert_map is not None:
-        tensors["expert_map"] = expert_map
-    arguments = _Arguments(**{field: tensor.data_ptr() for field, tensor in tensors.items()})
-    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden, arguments.inter = shape
-    arguments.num_global = experts if expert_map is None else expert_map.shape[0]
-    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
-    arguments.ids64 = topk_indices.dtype == torch.int64
-    arguments.grid, arguments.programmatic = multiprocessors, 1
-    arguments.w2_bf16, arguments.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    launch = fill(_Arguments, tensors, shape, topk_indices, expert_map)
+    launch.fused, launch.nmax, launch.splits1, launch.splits2, launch.item_slabs = astuple(chosen)
+    launch.grid, launch.programmatic = multiprocessors, 1
+    launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
     # Its sources include the FP8 experts' headers, so any change in csrc/ makes a new library.
-    status = load_library("w4a16_launch.cu", "").kimi_w4a16(ctypes.byref(arguments), stream)
-    if status:
-        raise KernelError(f"moe_w4a16 could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    call(load_library("w4a16_launch.cu", "").kimi_w4a16, launch, "moe_w4a16", x.device)
     return out
 
 
