@@ -89,10 +89,18 @@ def test_ctypes_structure_follows_the_cuda_one():
 
 def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    (tmp_path / "moe_a.cu").write_text("one")
-    before = build.source_hash("moe_")
-    (tmp_path / "moe_a.cu").write_text("two")
-    assert build.source_hash("moe_") != before
+    (tmp_path / "moe_a.cu").write_text('#include "one.cuh"\n#include <cuda.h>\n')
+    (tmp_path / "one.cuh").write_text('#include "two.cuh"\n')
+    (tmp_path / "two.cuh").write_text("two")
+    (tmp_path / "other.cuh").write_text("other")
+    hashes = [build.source_hash("moe_a.cu")]
+    for name in ("moe_a.cu", "one.cuh", "two.cuh"):
+        path = tmp_path / name
+        path.write_text(path.read_text() + "// changed\n")
+        hashes.append(build.source_hash("moe_a.cu"))
+    assert len(set(hashes)) == 4
+    (tmp_path / "other.cuh").write_text("changed")
+    assert build.source_hash("moe_a.cu") == hashes[-1]
 
 
 def test_missing_compiler_is_said(tmp_path, monkeypatch):
@@ -100,4 +108,4 @@ def test_missing_compiler_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     build.load_library.cache_clear()
     with pytest.raises(KernelError, match="nvcc"):
-        build.load_library("moe_fp8_launch.cu", "moe_")
+        build.load_library("moe_fp8_launch.cu")

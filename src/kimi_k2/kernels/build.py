@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from kimi_k2.errors import KernelError
 
 SOURCES = Path(__file__).parent / "csrc"
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC")
 
 
@@ -37,26 +39,37 @@ def find_nvcc() -> str | None:
     return str(candidate) if candidate.exists() else None
 
 
-def source_hash(prefix: str) -> str:
-    """Hex digest over the flags and every source whose name starts with `prefix`."""
+def sources_of(source: str) -> set[Path]:
+    """csrc/`source` and every file there that it includes, directly or not."""
+    found: set[Path] = set()
+    waiting = [SOURCES / source]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [SOURCES / name for name in INCLUDE.findall(path.read_text(encoding="utf-8"))]
+    return found
+
+
+def source_hash(source: str) -> str:
+    """Hex digest over the flags and every file that csrc/`source` is made of."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted(SOURCES.glob(f"{prefix}*")):
+    for path in sorted(sources_of(source)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 @functools.cache
-def load_library(source: str, prefix: str) -> ctypes.CDLL:
+def load_library(source: str) -> ctypes.CDLL:
     """The shared library of `csrc/<source>`, compiled if the cache lacks it.
 
     Args:
-        source: file name in csrc/.
-        prefix: how the names of the files that it is made of begin; a change to any of them makes a new library.
+        source: file name in csrc/; a change to it or to what it includes makes a new library.
 
     Raises:
         KernelError: there is no CUDA compiler, or it fails; its last lines are in the message.
     """
-    target = cache_directory() / f"{Path(source).stem}-{source_hash(prefix)}.so"
+    target = cache_directory() / f"{Path(source).stem}-{source_hash(source)}.so"
     if not target.exists():
         nvcc = find_nvcc()
         if nvcc is None:

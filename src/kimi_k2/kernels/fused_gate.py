@@ -161,7 +161,7 @@ def fused_gate(
 def launch_gate(arguments: GateArguments, device: torch.device) -> None:
     """The gate's kernel on the device's current stream; KernelError if it cannot be launched."""
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    status = load_library("gate_launch.cu", "gate_").kimi_gate(ctypes.byref(arguments), stream)
+    status = load_library("gate_launch.cu").kimi_gate(ctypes.byref(arguments), stream)
     if status:
         raise KernelError(f"the gate could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 

@@ -155,7 +155,7 @@ def _launch_decode(
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     sizes = x.shape[0], weight.shape[0], weight.shape[1], ctypes.c_float(eps)
-    status = load_library("decode_linear.cu", "decode_").kimi_linear_decode(*pointers, *sizes, stream)
+    status = load_library("decode_linear.cu").kimi_linear_decode(*pointers, *sizes, stream)
     if status:
         raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 

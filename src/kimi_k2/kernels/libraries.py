@@ -6,20 +6,10 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from kimi_k2.kernels.build import load_library
+from kimi_k2.kernels.build import SOURCES, load_library
 
-# Source file of csrc/ to how the names of the files that it is made of begin, as the modules ask for them.
-LIBRARIES = {
-    "decode_experts.cu": "decode_",
-    "decode_linear.cu": "decode_",
-    "decode_norm.cu": "decode_",
-    "decode_values.cu": "decode_",
-    "gate_launch.cu": "gate_",
-    "mla_launch.cu": "",
-    "moe_fp8_launch.cu": "moe_",
-    "w4a16_decode.cu": "",
-    "w4a16_launch.cu": "",
-}
+# Those of csrc/ that offer C functions are libraries; the others are included.
+LIBRARIES = sorted(path.name for path in SOURCES.glob("*.cu") if 'extern "C"' in path.read_text(encoding="utf-8"))
 
 
 def build_all(workers: int | None = None) -> dict[str, float]:
@@ -31,7 +21,7 @@ def build_all(workers: int | None = None) -> dict[str, float]:
 
     def build(source: str) -> float:
         begin = time.perf_counter()
-        load_library(source, LIBRARIES[source])
+        load_library(source)
         return time.perf_counter() - begin
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:

@@ -104,7 +104,7 @@ def run(
         sums = q.new_empty(batch, heads, joined, dtype=torch.float32)
         arguments.parts, arguments.sums = parts.data_ptr(), sums.data_ptr()
     # Its headers include moe_*: the library's name covers every source.
-    status = load_library("mla_launch.cu", "").kimi_mla_decode(
+    status = load_library("mla_launch.cu").kimi_mla_decode(
         ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(cache.data_ptr()), ctypes.c_int64(cache.numel() // ROW),
         ctypes.byref(arguments), launch.few, launch.slabs, launch.wide,
         ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),

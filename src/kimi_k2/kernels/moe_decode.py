@@ -143,7 +143,7 @@ def moe_decode(
     scratch = intermediate(x.device, tokens * slots * inter, torch.float32)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, scratch, out)
     arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
-    call(load_library("decode_experts.cu", "decode_").kimi_experts_decode, arguments, "moe_decode", x.device)
+    call(load_library("decode_experts.cu").kimi_experts_decode, arguments, "moe_decode", x.device)
     return out
 
 

@@ -194,7 +194,7 @@ def moe_fp8(
     arguments = fill(_Arguments, tensors, shape, topk_indices, expert_map)
     arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
     arguments.grid, arguments.programmatic = multiprocessors, 1
-    call(load_library("moe_fp8_launch.cu", "moe_").kimi_moe_fp8, arguments, "moe_fp8", x.device)
+    call(load_library("moe_fp8_launch.cu").kimi_moe_fp8, arguments, "moe_fp8", x.device)
     return out
 
 

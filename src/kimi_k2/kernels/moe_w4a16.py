@@ -227,7 +227,7 @@ def moe_w4a16(
         given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)
         pairs = dict(zip(DECODE_POINTERS, given, strict=True))
         arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
-        call(load_library("w4a16_decode.cu", "").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
+        call(load_library("w4a16_decode.cu").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
         return out
     if choice is None:
         dtype = TUNING_DTYPES[w2_bf16]
@@ -253,8 +253,7 @@ def moe_w4a16(
     launch.fused, launch.nmax, launch.splits1, launch.splits2, launch.item_slabs = astuple(chosen)
     launch.grid, launch.programmatic = multiprocessors, 1
     launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
-    # Its sources include the FP8 experts' headers, so any change in csrc/ makes a new library.
-    call(load_library("w4a16_launch.cu", "").kimi_w4a16, launch, "moe_w4a16", x.device)
+    call(load_library("w4a16_launch.cu").kimi_w4a16, launch, "moe_w4a16", x.device)
     return out
 
 

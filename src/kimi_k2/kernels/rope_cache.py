@@ -146,7 +146,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        library = load_library("decode_norm.cu", "decode_")
+        library = load_library("decode_norm.cu")
         if status := library.kimi_add_norm(*pointers, *x.shape, ctypes.c_float(eps), stream):
             raise KernelError(f"add_norm could not be launched: CUDA error {status}")
     elif x.shape[0]:

@@ -108,7 +108,7 @@ def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | Non
         fused=gate is not None,
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    status = load_library("gate_launch.cu", "gate_").kimi_router(ctypes.byref(arguments), stream)
+    status = load_library("gate_launch.cu").kimi_router(ctypes.byref(arguments), stream)
     if status:
         raise KernelError(f"the router could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 

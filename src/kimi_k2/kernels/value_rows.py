@@ -54,7 +54,7 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
         return out
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (latent, w_uv, out)]
     stream = ctypes.c_void_p(torch.cuda.current_stream(latent.device).cuda_stream)
-    library = load_library("decode_values.cu", "decode_")
+    library = load_library("decode_values.cu")
     if status := library.kimi_value_rows(*pointers, batch, heads, width, stream):
         raise KernelError(f"value_rows could not be launched: CUDA error {status}")
     return out
