@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
+
 #define DECODE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 
 namespace decode {
@@ -40,21 +42,7 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 // Launch that may begin before the previous kernel of the stream has ended.
 template <class Arguments>
 int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream) {
-    if (shared > 48 * 1024) {
-        const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-        if (status != cudaSuccess) return status;
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute overlap;
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, a);
+    return host::launch(kernel, {grid, threads, shared, static_cast<cudaStream_t>(stream)}, a);
 }
 
 }  // namespace decode

@@ -1,39 +1,23 @@
 // Host side of the gate and of the router: the choice of a kernel's instance, behind two C functions.
 #include "gate_packed.cuh"
 #include "gate_router.cuh"
+#include "launch.cuh"
 
 namespace gate {
-
-template <class Args>
-static int launch(void (*kernel)(Args), int grid, int block, size_t smem, cudaStream_t stream, bool programmatic,
-                  const Args& args) {
-  if (smem > 48 * 1024)
-    if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return rc;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(block);
-  config.dynamicSmemBytes = smem;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
 
 template <int EXPERTS, int KP, int WARPS>
 static int launch_packed(const GateArgs& a, cudaStream_t stream) {
   constexpr size_t smem = sizeof(PackedSmem<EXPERTS, WARPS>);
   static_assert(smem <= 232448, "shared memory of one block");
   const int groups = (a.tokens + 3) / 4, grid = groups < a.multiprocessors ? groups : a.multiprocessors;
-  return launch(gate_packed_kernel<EXPERTS, KP, WARPS>, grid, WARPS * 32, smem, stream, a.programmatic, a);
+  return host::launch(gate_packed_kernel<EXPERTS, KP, WARPS>,
+                      {dim3(grid), WARPS * 32, smem, stream, bool(a.programmatic)}, a);
 }
 
 template <int VALUES>
 static int launch_warp(const GateArgs& a, cudaStream_t stream) {
   const int grid = (a.tokens + a.warps - 1) / a.warps;
-  return launch(gate_warp_kernel<VALUES>, grid, a.warps * 32, 0, stream, a.programmatic, a);
+  return host::launch(gate_warp_kernel<VALUES>, {dim3(grid), a.warps * 32, 0, stream, bool(a.programmatic)}, a);
 }
 
 template <int EXPERTS>
@@ -45,8 +29,9 @@ static int launch_packed(const GateArgs& a, cudaStream_t stream) {
 template <int MT, int NT, int RESIDENT>
 static int launch_router(const RouterArgs& a, cudaStream_t stream) {
   const auto kernel = a.fused ? router_kernel<MT, NT, RESIDENT, true> : router_kernel<MT, NT, RESIDENT, false>;
-  return launch(kernel, a.gate.experts / (16 * MT) * kSplits, kRouterWarps * 32, sizeof(RouterSmem<MT, NT>), stream,
-                a.gate.programmatic, a);
+  const dim3 grid(a.gate.experts / (16 * MT) * kSplits);
+  constexpr size_t smem = sizeof(RouterSmem<MT, NT>);
+  return host::launch(kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic)}, a);
 }
 
 }  // namespace gate

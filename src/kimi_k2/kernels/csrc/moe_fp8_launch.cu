@@ -1,49 +1,20 @@
 // Host side of the blockwise FP8 experts: tensor maps and launches behind one C function.
+#include "launch.cuh"
 #include "moe_fp8.cu"
 #include "moe_fp8_prepare.cuh"
 
 namespace moe {
 
-using EncodeFn = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static EncodeFn encoder() {
-  static EncodeFn fn = nullptr;
-  if (!fn) {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000, cudaEnableDefault, &found) == cudaSuccess)
-      fn = reinterpret_cast<EncodeFn>(p);
-  }
-  return fn;
-}
-
 static int encode(CUtensorMap* map, const void* base, uint64_t cols, uint64_t rows) {
-  EncodeFn fn = encoder();
-  if (!fn) return 1000;
+  const auto encode_tiled = host::tensor_map_encoder();
+  if (!encode_tiled) return 1000;
   const cuuint64_t dims[2] = {cols, rows}, strides[1] = {cols};
   const cuuint32_t box[2] = {128, 128}, step[2] = {1, 1};
-  return fn(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), dims, strides, box, step,
+  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), dims, strides, box, step,
             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
              ? 1001
              : 0;
-}
-
-template <class... P, class... A>
-static int launch(void (*kernel)(P...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool pdl, A... args) {
-  cudaLaunchConfig_t cfg = {};
-  cfg.gridDim = grid;
-  cfg.blockDim = dim3(block);
-  cfg.dynamicSmemBytes = smem;
-  cfg.stream = stream;
-  cudaLaunchAttribute attr[1];
-  attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attr[0].val.programmaticStreamSerializationAllowed = 1;
-  cfg.attrs = attr;
-  cfg.numAttrs = pdl ? 1 : 0;
-  return cudaLaunchKernelEx(&cfg, kernel, args...);
 }
 
 template <int NMAX, int STAGES, bool FUSED>
@@ -51,8 +22,7 @@ static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorM
   auto kernel = moe_fp8_kernel<NMAX, STAGES, FUSED>;
   const size_t smem = sizeof(Fp8Smem<NMAX, STAGES, FUSED>);
   static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= 232448, "shared memory of one block");
-  if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return rc;
-  return launch(kernel, dim3(a.grid), FUSED ? 512 : 384, smem, stream, a.pdl, m13, m2, a);
+  return host::launch(kernel, {dim3(a.grid), FUSED ? 512 : 384, smem, stream, bool(a.pdl)}, m13, m2, a);
 }
 
 }  // namespace moe
@@ -66,12 +36,13 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (int rc = encode(&m13, a.w13, a.hidden, (uint64_t)a.experts * 2 * a.inter)) return rc;
   if (int rc = encode(&m2, a.w2, a.inter, (uint64_t)a.experts * a.hidden)) return rc;
   if (a.fused) return launch_main<16, 6, true>(a, m13, m2, stream);
-  if (int rc = launch(prepare_kernel, dim3(a.grid), 1024, 0, stream, a.pdl, a)) return rc;
+  if (int rc = host::launch(prepare_kernel, {dim3(a.grid), 1024, 0, stream, bool(a.pdl)}, a)) return rc;
   int rc = 1002;
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
   if (a.nmax == 64) rc = launch_main<64, 5, false>(a, m13, m2, stream);
   if (a.nmax == 128) rc = launch_main<128, 4, false>(a, m13, m2, stream);
   if (rc) return rc;
   if (a.top_k * a.splits2 == 1) return 0;
-  return launch(combine_kernel, dim3(a.tokens, (a.hidden + 1023) / 1024), 128, 0, stream, a.pdl, a);
+  const dim3 grid(a.tokens, (a.hidden + 1023) / 1024);
+  return host::launch(combine_kernel, {grid, 128, 0, stream, bool(a.pdl)}, a);
 }

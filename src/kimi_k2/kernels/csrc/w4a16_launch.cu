@@ -1,15 +1,12 @@
 // Host side of the INT4 experts: the launches behind one C function.
+#include "launch.cuh"
 #include "w4a16.cu"
 #include "w4a16_prepare.cuh"
 
 namespace w4a16 {
 
 static int launch(void (*kernel)(Args), dim3 grid, int threads, size_t smem, cudaStream_t stream, const Args& args) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {grid, dim3(threads), smem, stream, &attribute, args.pdl ? 1u : 0u};
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return host::launch(kernel, {grid, threads, smem, stream, bool(args.pdl)}, args);
 }
 
 template <class C>
@@ -18,7 +15,6 @@ static int launch_main(const Args& a, cudaStream_t stream) {
   static_assert(kSmem <= 232448, "shared memory of one block");
   if (a.splits1 > 1 && C::NMAX > 32) return 1004;
   if (a.in_flight < 1 || a.in_flight > C::STAGES) return 1003;
-  if (int rc = cudaFuncSetAttribute(w4a16_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem)) return rc;
   return launch(w4a16_kernel<C>, dim3(a.grid), C::THREADS, kSmem, stream, a);
 }
 

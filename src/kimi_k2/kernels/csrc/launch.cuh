@@ -1,0 +1,56 @@
+// Host side of every kernel: the launch, and the driver's encoder of tensor maps.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace host {
+
+struct Launch {
+  dim3 grid;
+  int threads;
+  size_t shared;  // dynamic shared memory in bytes
+  cudaStream_t stream;
+  bool overlap = true;  // may begin before the kernel before it in the stream has ended
+  int cluster = 1;      // blocks of a cluster, along x
+};
+
+template <class... Parameters, class... Arguments>
+inline int launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {
+  if (how.shared > 48 * 1024)
+    if (int rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(how.shared))) return rc;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = how.grid;
+  config.blockDim = dim3(how.threads);
+  config.dynamicSmemBytes = how.shared;
+  config.stream = how.stream;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (how.overlap) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (how.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(how.cluster), 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+using EncodeFn = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled, found at run time so that nothing links against the driver; null without it.
+inline EncodeFn tensor_map_encoder() {
+  static const EncodeFn found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<EncodeFn>(entry);
+  }();
+  return found;
+}
+
+}  // namespace host
