@@ -33,11 +33,10 @@ def test_the_operation_uses_this_kernel():
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 20, 128])
 @pytest.mark.parametrize(("heads", "few"), [(8, True), (8, False), (16, False), (32, False), (64, False)])
-@pytest.mark.parametrize("slabs", [False, True])
-def test_every_launch(slabs, heads, few, splits):
+def test_every_launch(heads, few, splits):
     lengths = [3000, 64, 0, 257]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
-    launch = CudaLaunch(splits, few=few, slabs=slabs)
+    launch = CudaLaunch(splits, few=few)
     first = run(q, cache, seq_lens, SCALE, table, launch)
     assert first.isfinite().all()
     assert relative(first, reference(q, rows, lengths)) < RELATIVE

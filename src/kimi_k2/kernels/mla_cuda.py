@@ -31,15 +31,11 @@ class CudaLaunch:
         splits: parts of the context, at most 128.
         cluster: parts joined by their blocks through shared memory, a divisor of `splits` up to 8; 1: none.
         few: the form for 8 heads, three stages deep instead of two.
-        slabs: cache rows are copied eight by eight, 512 bytes of each at once, not in columns of 128 bytes.
-        wide: the L2 fetches 256 bytes at a time, not 128.
     """
 
     splits: int
     cluster: int = 1
     few: bool = False
-    slabs: bool = False
-    wide: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.splits <= MAX_SPLITS or self.cluster not in (1, 2, 4, 8) or self.splits % self.cluster:
@@ -106,7 +102,7 @@ def run(
     # Its headers include moe_*: the library's name covers every source.
     status = load_library("mla_launch.cu").kimi_mla_decode(
         ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(cache.data_ptr()), ctypes.c_int64(cache.numel() // ROW),
-        ctypes.byref(arguments), launch.few, launch.slabs, launch.wide,
+        ctypes.byref(arguments), launch.few,
         ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
     )  # fmt: skip
     if status:

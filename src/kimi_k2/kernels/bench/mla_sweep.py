@@ -17,16 +17,10 @@ from kimi_k2.kernels.mla_decode import PAGE
 
 
 def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
-    """The chosen launch, those that differ from it in how they copy, other splits and clusters."""
+    """The chosen launch, the other form of 8 heads, other splits and clusters."""
     chosen = choose_launch(batch, heads, context)
     splits = chosen.splits
     yield chosen
-    for changes in (
-        {"wide": not chosen.wide},
-        {"slabs": not chosen.slabs},
-        {"slabs": not chosen.slabs, "wide": not chosen.wide},
-    ):
-        yield replace(chosen, **changes)
     if chosen.few:
         yield replace(chosen, few=False)
     for cluster in (1, 2, 4, 8):

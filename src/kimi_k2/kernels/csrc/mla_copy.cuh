@@ -15,9 +15,9 @@ struct Part {
   }
 };
 
-template <bool FEW, bool SLABS>
+template <bool FEW>
 __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
-                          const CUtensorMap* halves, const Part& part, int request) {
+                          const Part& part, int request) {
   constexpr int kStages = Shape<FEW>::kStages;
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
@@ -40,15 +40,9 @@ __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap*
         const int boxes = group < 2 ? 4 : 1;
         uint8_t* place = m.stage[stage] + group * kHalfBytes;
         moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
-        if (SLABS && group < 2) {
-          for (int eight = 0; eight < 8; ++eight)
-            tma_load_3d(smem_u32(place + eight * Layout<true>::kEight), halves, &m.full[stage][group], 0,
-                        row + eight * 8, group * 4, moe::kEvictFirst);
-        } else {
-          for (int box = 0; box < boxes; ++box)
-            moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64,
-                             row, moe::kEvictFirst);
-        }
+        for (int box = 0; box < boxes; ++box)
+          moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
+                           moe::kEvictFirst);
       }
     }
     __syncwarp();
@@ -57,11 +51,10 @@ __device__ void copy_rows(Memory<FEW>& m, const Arguments& a, const CUtensorMap*
 
 // Zeros in the 256 columns of this warpgroup for the rows from `rows` on: their weights are zero, but zero times NaN is
 // NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
-template <bool SLABS>
 __device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows) {
   for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
     const int row = rows + i / 32, box = i % 32 / 8;
-    const int place = box * Layout<SLABS>::kColumns + row / 8 * Layout<SLABS>::kEight + row % 8 * 128 + i % 8 * 16;
+    const int place = box * kBoxBytes + row / 8 * kEight + row % 8 * 128 + i % 8 * 16;
     *reinterpret_cast<uint4*>(stage + half * kHalfBytes + place) = make_uint4(0, 0, 0, 0);
   }
   moe::fence_proxy_async();

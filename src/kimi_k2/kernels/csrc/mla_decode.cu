@@ -11,7 +11,6 @@
 namespace mla {
 
 // acc = acc * shrink + weights V over 256 columns.
-template <bool SLABS>
 __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
                                            int half, float shrink0, float shrink1) {
   if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
@@ -20,7 +19,6 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[n][i] *= i % 4 < 2 ? shrink0 : shrink1;
   }
-  using L = Layout<SLABS>;
   const uint32_t base = smem_u32(stage) + half * kHalfBytes;
   moe::fence_regs(acc[0]);
   moe::fence_regs(acc[1]);
@@ -30,14 +28,14 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
 #pragma unroll
     for (int n = 0; n < 2; ++n)
       values_step(acc[n], weights[k],
-                  descriptor(base + n * 2 * L::kColumns + k * 2 * L::kEight, L::kColumns, L::kEight));
+                  descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
   moe::wgmma_commit();
   moe::wgmma_wait<0>();
   moe::fence_regs(acc[0]);
   moe::fence_regs(acc[1]);
 }
 
-template <bool FEW, bool SLABS>
+template <bool FEW>
 __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -55,9 +53,9 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int place = box / 4 * kHalfBytes + box % 4 * Layout<SLABS>::kColumns + k * 32;
-        scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, 1024),
-                    descriptor(keys + place, 16, box < 8 ? Layout<SLABS>::kEight : 1024), box + k > 0);
+        const int place = box / 4 * kHalfBytes + box % 4 * kBoxBytes + k * 32;
+        scores_step(score, descriptor(query + box * S::kQueryBox + k * 32, 16, kEight),
+                    descriptor(keys + place, 16, kEight), box + k > 0);
       }
     }
     moe::wgmma_commit();
@@ -125,8 +123,8 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
       }
     }
     named_arrive(kReady, kConsumers);
-    if (rows < kRows) clear_rows<SLABS>(m.stage[stage], 0, rows);
-    add_values<SLABS>(acc, weights, m.stage[stage], 0, shrink0, shrink1);
+    if (rows < kRows) clear_rows(m.stage[stage], 0, rows);
+    add_values(acc, weights, m.stage[stage], 0, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
   }
 #pragma unroll
@@ -150,7 +148,7 @@ __device__ void score_and_left(Memory<FEW>& m, const Arguments& a, const Part& p
   store(a, acc, request, split, 0, total0, total1);
 }
 
-template <bool FEW, bool SLABS>
+template <bool FEW>
 __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int request, int split) {
   using S = Shape<FEW>;
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
@@ -159,7 +157,7 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
     const int stage = i % S::kStages, phase = i / S::kStages & 1;
     const int rows = part.length - (part.first + i) * kRows;
     mbar_wait(&m.full[stage][1], phase);
-    if (rows < kRows) clear_rows<SLABS>(m.stage[stage], 1, rows);
+    if (rows < kRows) clear_rows(m.stage[stage], 1, rows);
     uint32_t weights[4][4] = {};
     float shrink0 = 1, shrink1 = 1;
     moe::named_sync(kReady, kConsumers);
@@ -178,7 +176,7 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
       shrink1 = m.shrink[row + 8];
     }
     if (i + 1 < part.count) named_arrive(kFree, kConsumers);
-    add_values<SLABS>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+    add_values(acc, weights, m.stage[stage], 1, shrink0, shrink1);
     if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
   }
   if (a.cluster > 1) return join_cluster(m, a, acc, request, split, 1);
@@ -186,11 +184,9 @@ __device__ void right(Memory<FEW>& m, const Arguments& a, const Part& part, int 
   store(a, acc, request, split, 1, m.total[row], m.total[row + 8]);
 }
 
-// `cache` copies boxes of 64 columns, `halves` eight rows of half of the latent; it is used with SLABS only.
-template <bool FEW, bool SLABS>
+template <bool FEW>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
-           const __grid_constant__ CUtensorMap halves, const Arguments a) {
+    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory<FEW>& m = *reinterpret_cast<Memory<FEW>*>(raw);
   const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -217,13 +213,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (role == 2) {
     moe::reg_dealloc<kCopierRegisters>();
     if (threadIdx.x < kConsumers + 32 && part.count > 0)
-      copy_rows<FEW, SLABS>(m, a, &query, &cache, &halves, part, request);
+      copy_rows<FEW>(m, a, &query, &cache, part, request);
   } else {
     moe::reg_alloc<kConsumerRegisters>();
     if (role == 0)
-      score_and_left<FEW, SLABS>(m, a, part, request, split);
+      score_and_left<FEW>(m, a, part, request, split);
     else
-      right<FEW, SLABS>(m, a, part, request, split);
+      right<FEW>(m, a, part, request, split);
   }
 }
 

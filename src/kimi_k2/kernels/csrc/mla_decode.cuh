@@ -26,14 +26,9 @@ struct Arguments {
   float scale;  // of the scores, times log2(e)
 };
 
-// How a stage holds each half of the latent, 64 rows of 4 x 64 columns. SLABS: eight rows after another as they lie in
-// memory, whose 512 bytes a row are copied at once; else 64 columns after another.
-template <bool SLABS>
-struct Layout {
-  static constexpr int kColumns = SLABS ? 1024 : kBoxBytes;  // bytes from 64 columns to the next 64
-  static constexpr int kEight = SLABS ? 4096 : 1024;         // bytes from 8 rows to the next 8
-};
-constexpr int kHalfBytes = 4 * kBoxBytes;
+// A stage holds 64 rows of 64 columns after another: a box is the step from columns to the next, kEight from 8 rows to the
+// next 8, a half four boxes.
+constexpr int kEight = 1024, kHalfBytes = 4 * kBoxBytes;
 
 // FEW: 8 heads. The matrix instruction reads 64 rows of queries all the same: the other 56 are whatever lies behind the
 // eight (more queries, cache rows), and what becomes of them is dropped. So with 16 and 32 heads.

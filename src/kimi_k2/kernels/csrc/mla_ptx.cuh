@@ -1,5 +1,4 @@
-// Instructions of MLA decode attention: scores from shared memory, values with the weights in registers, copies of
-// boxes of three dimensions. Operand lists come from moe_wgmma.cuh.
+// Instructions of MLA decode attention: scores from shared memory, values with the weights in registers. Operand lists come from moe_wgmma.cuh.
 #pragma once
 #include "moe_wgmma.cuh"
 
@@ -29,15 +28,6 @@ __device__ __forceinline__ void values_step(float (&d)[64], const uint32_t (&a)[
                "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                : MOE_D32(d, 0), MOE_D32(d, 32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-__device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
-                                            uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(moe::smem_u32(bar)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
-      : "memory");
 }
 
 __device__ __forceinline__ float exp2_approximate(float x) {
