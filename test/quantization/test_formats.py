@@ -149,3 +149,10 @@ def test_dequantization_in_chunks_is_one_product(shape: tuple[int, int]) -> None
     found = dequantize_fp8_block(weight, scale)
     assert bool(found[0, 0].isnan())
     assert torch.equal(found[1:], expected[1:])
+
+
+def test_dequantization_on_a_device_reads_nothing_back() -> None:
+    """A value read back to the host would end a CUDA graph's capture; a meta tensor has none to read."""
+    weight = torch.empty(2, 576, 256, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(2, 5, 2, device="meta")
+    assert dequantize_fp8_block(weight, scale, dtype=torch.bfloat16).shape == weight.shape

@@ -40,6 +40,8 @@ def has_nan(weight: Tensor) -> bool:
 
 def e4m3_to_float32(weight: Tensor) -> Tensor:
     """float32 values of an e4m3fn tensor of any shape; exact, NaN included."""
+    if weight.device.type != "cpu":
+        return weight.to(torch.float32)
     values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     _scaled_values(weight, torch.empty(weight.shape, dtype=torch.int16, device=weight.device), values).mul_(_SCALED)
     if has_nan(weight):
@@ -100,7 +102,8 @@ def dequantized_chunks(
     """
     rows, columns = weight.shape
     block_rows, block_columns = block_size
-    if has_nan(weight):
+    # A device has no such cache to keep to, and reading back whether a NaN is there is refused in a CUDA graph's capture.
+    if weight.device.type != "cpu" or has_nan(weight):
         values = e4m3_to_float32(weight) * expand_block_scale(weight_scale_inv, weight.shape, block_size)
         yield slice(0, rows), values
         return
