@@ -102,7 +102,7 @@ def dequantized_chunks(
     """
     rows, columns = weight.shape
     block_rows, block_columns = block_size
-    # A device has no such cache to keep to, and reading back whether a NaN is there is refused in a CUDA graph's capture.
+    # A device has no such cache to keep to, and nothing may be read back in the capture of a CUDA graph.
     if weight.device.type != "cpu" or has_nan(weight):
         values = e4m3_to_float32(weight) * expand_block_scale(weight_scale_inv, weight.shape, block_size)
         yield slice(0, rows), values
