@@ -18,7 +18,6 @@ def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
     launch = mla_cuda.choose_launch(batch, heads, capacity, 132)
     assert 1 <= launch.splits <= max(1, 132 // batch)
     assert (launch.splits - 1) * mla_decode.PAGE < capacity
-    assert launch.few == (heads == 8)
 
 
 @pytest.mark.parametrize("splits", [0, 129])
@@ -27,10 +26,11 @@ def test_splits_beyond_the_joins_reach_are_refused(splits):
         mla_cuda.CudaLaunch(splits)
 
 
-@pytest.mark.parametrize("changes", [{"cluster": 3}, {"cluster": 16}, {"cluster": 8}])
-def test_clusters_that_do_not_divide_the_splits_are_refused(changes):
-    with pytest.raises(KernelError, match="cluster"):
-        mla_cuda.CudaLaunch(12, **changes)
+@pytest.mark.parametrize(("heads", "splits"), [(64, 8), (8, 1)])
+def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads, splits):
+    q, cache = torch.zeros(1, heads, 576), torch.zeros(1, 640, 576)
+    with pytest.raises(KernelError, match="expected 8 heads, two parts"):
+        mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, mla_cuda.CudaLaunch(splits))
 
 
 @pytest.mark.parametrize(("found", "dtype", "wanted"), [

@@ -19,8 +19,9 @@ from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.mla_decode import HEADS, LATENT, LOG2_E, PAGE, ROW
 
 MAX_SPLITS = 128
-_POINTERS = ("table", "lengths", "out", "parts", "sums")
-_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "cluster")
+FEW_HEADS = 8
+_POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
+_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity")
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,13 @@ class CudaLaunch:
 
     Attributes:
         splits: parts of the context, at most 128.
-        cluster: parts joined by their blocks through shared memory, a divisor of `splits` up to 8; 1: none.
-        few: the form for 8 heads, three stages deep instead of two.
     """
 
     splits: int
-    cluster: int = 1
-    few: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.splits <= MAX_SPLITS or self.cluster not in (1, 2, 4, 8) or self.splits % self.cluster:
-            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}, cluster a divisor of it among 1, 2, 4, 8")
+        if not 1 <= self.splits <= MAX_SPLITS:
+            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
 
 
 class _Arguments(ctypes.Structure):
@@ -47,6 +44,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in _POINTERS],
+        ("rows", ctypes.c_int64),
         *[(name, ctypes.c_int) for name in _INTEGERS],
         ("scale", ctypes.c_float),
     ]
@@ -65,8 +63,50 @@ def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
 
 def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> CudaLaunch:
     """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context."""
-    splits = max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE)))
-    return CudaLaunch(splits, few=heads == 8)
+    return CudaLaunch(max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE))))
+
+
+def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """What the parts of the context and their sums are left in.
+
+    8 heads: float32 [B, 8, splits, 512], normalised, and [B, 8, splits], base-2 logarithms. More heads: as
+    csrc/mla_store.cuh says, float16 with a power of two beside each logarithm, for each half of the columns.
+    """
+    batch, heads = q.shape[:2]
+    if heads == FEW_HEADS:
+        parts = q.new_empty(batch, heads, splits, LATENT, dtype=torch.float32)
+        return parts, q.new_empty(batch, heads, splits, dtype=torch.float32)
+    parts = q.new_empty(batch, splits, heads, LATENT, dtype=torch.float16)
+    return parts, q.new_empty(batch, splits, 2, heads, 2, dtype=torch.float32)
+
+
+def _launch(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    splits: int,
+    out: Tensor | None,
+    parts: tuple[Tensor, Tensor] | None,
+) -> None:
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    arguments = _Arguments(
+        lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
+        heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E,
+    )  # fmt: skip
+    if out is not None:
+        arguments.out = out.data_ptr()
+    if block_table is not None:
+        arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
+    if parts is not None:
+        arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
+    status = load_library("mla_launch.cu").kimi_mla_decode(
+        ctypes.c_void_p(q.data_ptr()), ctypes.byref(arguments), out is not None,
+        ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
+    )  # fmt: skip
+    if status:
+        raise KernelError(f"mla_decode could not be launched: CUDA error {status} (1000 and above: our launcher's)")
 
 
 def run(
@@ -86,25 +126,27 @@ def run(
     out = q.new_empty(batch, heads, LATENT)
     if batch == 0:
         return out
-    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
-    if cache.numel() == 0 or capacity == 0:
+    if cache.numel() == 0 or (block_table is not None and block_table.shape[1] == 0):
         return out.zero_()
-    arguments = _Arguments(
-        lengths=seq_lens.data_ptr(), out=out.data_ptr(), batch=batch, heads=heads, splits=launch.splits,
-        cluster=launch.cluster, capacity=capacity, scale=softmax_scale * LOG2_E,
-    )  # fmt: skip
-    if block_table is not None:
-        arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
-    if (joined := launch.splits // launch.cluster) > 1:
-        parts = q.new_empty(batch, heads, joined, LATENT, dtype=torch.float32)
-        sums = q.new_empty(batch, heads, joined, dtype=torch.float32)
-        arguments.parts, arguments.sums = parts.data_ptr(), sums.data_ptr()
-    # Its headers include moe_*: the library's name covers every source.
-    status = load_library("mla_launch.cu").kimi_mla_decode(
-        ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(cache.data_ptr()), ctypes.c_int64(cache.numel() // ROW),
-        ctypes.byref(arguments), launch.few,
-        ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
-    )  # fmt: skip
-    if status:
-        raise KernelError(f"mla_decode could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    parts = _parts(q, launch.splits) if launch.splits > 1 else None
+    _launch(q, cache, seq_lens, softmax_scale, block_table, launch.splits, out, parts)
     return out
+
+
+def attend_parts(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, launch: CudaLaunch
+) -> tuple[Tensor, Tensor]:
+    """The parts of the context, for another launch to join: 8 heads, a cache in one piece, two parts or more.
+
+    Returns:
+        float32 [B, 8, splits, 512], each part normalised; float32 [B, 8, splits], the base-2 logarithms of the parts'
+        sums of exponentials: -inf where a part has no rows, whose values are then not written.
+
+    Raises:
+        KernelError: other sizes, or the launch failed.
+    """
+    if q.shape[1] != FEW_HEADS or launch.splits < 2 or cache.numel() == 0:
+        raise KernelError(f"parts of {q.shape[1]} heads, {launch}: expected {FEW_HEADS} heads, two parts or more")
+    parts = _parts(q, launch.splits)
+    _launch(q, cache, seq_lens, softmax_scale, None, launch.splits, None, parts)
+    return parts

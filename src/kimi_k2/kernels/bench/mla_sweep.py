@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,17 +16,12 @@ from kimi_k2.kernels.mla_decode import PAGE
 
 
 def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:
-    """The chosen launch, the other form of 8 heads, other splits and clusters."""
+    """The chosen launch, then other numbers of parts."""
     chosen = choose_launch(batch, heads, context)
-    splits = chosen.splits
     yield chosen
-    if chosen.few:
-        yield replace(chosen, few=False)
-    for cluster in (1, 2, 4, 8):
-        for other in (splits, max(1, splits // 2), 32, 64, 128):
-            fits = other * PAGE <= context and (other <= splits or batch == 1) and other % cluster == 0
-            if fits and (other, cluster) != (splits, chosen.cluster):
-                yield replace(chosen, splits=other, cluster=cluster)
+    for splits in (max(1, chosen.splits // 2), 32, 43, 64, 128):
+        if splits * PAGE <= context and (splits <= chosen.splits or batch == 1):
+            yield CudaLaunch(splits)
 
 
 def main() -> None:

@@ -17,31 +17,31 @@ static int encode(CUtensorMap* map, const void* base, int64_t rows, int box_rows
              : 0;
 }
 
-template <bool FEW>
-static int launch_attend(const CUtensorMap& query, const CUtensorMap& cache, const Arguments& a, cudaStream_t stream) {
-  static_assert(sizeof(Memory<FEW>) <= 232448, "shared memory of one block");
-  const host::Launch how = {dim3(a.splits, a.batch), kThreads, sizeof(Memory<FEW>), stream, true, a.cluster};
-  return host::launch(attend<FEW>, how, query, cache, a);
+template <bool HALVES>
+static int launch_join(const Arguments& a, cudaStream_t stream) {
+  const int threads = a.batch * a.heads * (kLatent / Source<HALVES>::kValues);
+  const auto on = [&](int groups) { return host::Launch{dim3(threads / kJoinThreads * groups), kJoinThreads, 0, stream}; };
+  if (a.splits <= 2) return host::launch(join<HALVES, 1, 2>, on(1), a);
+  if (a.splits <= 8) return host::launch(join<HALVES, 1, 8>, on(1), a);
+  return host::launch(join<HALVES, 8, 16>, on(8), a);
 }
 
 }  // namespace mla
 
-// Returns 0, a cudaError_t, or 1000 and above for errors of our own.
-extern "C" int kimi_mla_decode(const void* q, const void* cache, int64_t cache_rows, const mla::Arguments* args, int few,
-                               void* stream_ptr) {
+// Without `joins`, args->parts and args->sums are the result. Returns 0, a cudaError_t, or 1000 and above for errors of our
+// own.
+extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int joins, void* stream_ptr) {
   using namespace mla;
+  static_assert(sizeof(Memory) <= 232448, "shared memory of one block");
   const Arguments& a = *args;
-  auto stream = static_cast<cudaStream_t>(stream_ptr);
-  if (few && a.heads != 8) return 1002;
-  CUtensorMap query_map, cache_map;
-  if (int rc = encode(&query_map, q, int64_t(a.batch) * a.heads, a.heads)) return rc;
-  if (int rc = encode(&cache_map, cache, cache_rows, kRows)) return rc;
-  const auto attend_as = few ? launch_attend<true> : launch_attend<false>;
-  if (int rc = attend_as(query_map, cache_map, a, stream)) return rc;
-  Arguments joined = a;
-  joined.splits = a.splits / a.cluster;
-  if (joined.splits == 1) return 0;
-  const int rows = a.batch * a.heads;
-  if (joined.splits < 16) return host::launch(join<1>, {dim3(rows), kJoinThreads, 0, stream}, joined);
-  return host::launch(join<4>, {dim3(rows, 4), kJoinThreads, 0, stream}, joined);
+  const bool few = a.heads == kFewHeads;
+  CUtensorMap query, cache;
+  if (int rc = encode(&query, q, int64_t(a.batch) * a.heads, a.heads)) return rc;
+  if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
+  const auto stream = static_cast<cudaStream_t>(stream_ptr);
+  const host::Launch how = {dim3(a.splits, a.batch), few ? kFewThreads : kThreads,
+                            few ? sizeof(FewMemory) : sizeof(Memory), stream};
+  if (int rc = host::launch(few ? attend_few : attend, how, query, cache, a)) return rc;
+  if (a.splits == 1 || !joins) return 0;
+  return few ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

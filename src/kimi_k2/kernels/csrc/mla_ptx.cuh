@@ -30,10 +30,27 @@ __device__ __forceinline__ void values_step(float (&d)[64], const uint32_t (&a)[
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// d (+)= A[64, 16] B[8, 16]^T in shared memory: A K-major, or with ROWS_LAST its 64 rows contiguous; B K-major. accumulate 0
+// overwrites d.
+template <int ROWS_LAST>
+__device__ __forceinline__ void few_step(float (&d)[4], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {" MOE_S4 "}, %4, %5, p, 1, 1, %7, 0;\n}\n"
+               : MOE_D4(d, 0)
+               : "l"(a), "l"(b), "r"(accumulate), "n"(ROWS_LAST));
+}
+
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Brings `bytes`, a multiple of 16, to the L2, to be evicted first.
+__device__ __forceinline__ void prefetch_bulk_l2(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(p), "r"(bytes),
+               "l"(moe::kEvictFirst)
+               : "memory");
 }
 
 __device__ __forceinline__ void named_arrive(int id, int threads) {
