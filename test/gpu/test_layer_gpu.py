@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.attend_values import attend_values
+from kimi_k2.kernels.fused_linear import fused_linear
+from kimi_k2.kernels.mla_decode import mla_decode
+from kimi_k2.kernels.norm_route import add_norm_route
+from kimi_k2.kernels.query import query_and_entry
 from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm
+from kimi_k2.kernels.router_gemm import router_decode
+from kimi_k2.kernels.value_rows import value_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 
 def random(*shape: int) -> Tensor:
@@ -48,3 +58,66 @@ def test_add_norm() -> None:
     assert (total - wanted).norm() / wanted.norm() < 3e-3
     wanted = wanted * (wanted.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     assert (normed - wanted).norm() / wanted.norm() < 5e-3
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@hopper
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (4, 8), (2, 64)])
+def test_query_and_entry_are_those_of_two_launches(tokens: int, heads: int) -> None:
+    """Against `fused_linear` and `absorb_and_store`, which other tests hold to float64."""
+    both, q_norm, kv_norm = random(tokens, 2112), random(1536), random(512)
+    q_b = (torch.randn(heads * 192, 1536, device="cuda") * 20).to(torch.float8_e4m3fn)
+    scale = torch.rand(heads * 192 // 128, 12, device="cuda") * 1e-3 + 1e-3
+    cos, sin, w_uk = random(tokens, 32), random(tokens, 32), random(heads, 128, 512) * 0.05
+    positions = torch.tensor([5, -1, 69, 70][:tokens], device="cuda")
+    caches = [torch.zeros(tokens, 70, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    arguments = both, q_norm, q_b, scale, kv_norm, cos, sin, positions, w_uk
+    found = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
+    again = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
+    q = fused_linear(both[:, :1536].contiguous(), q_b, scale, q_norm, 1e-6)
+    wanted = absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, positions, w_uk, caches[1], 1e-5)
+    assert torch.equal(found, again)
+    assert distance(found, wanted) < 3e-3
+    assert distance(caches[0], caches[1]) < 1e-3
+    assert not caches[0][1:2].any()
+
+
+@hopper
+@pytest.mark.parametrize(("tokens", "heads", "capacity"), [(1, 8, 1024), (3, 8, 5000), (2, 64, 300), (1, 8, 40)])
+def test_attention_with_values(tokens: int, heads: int, capacity: int) -> None:
+    query, cache, w_uv = random(tokens, heads, 576), random(tokens, capacity, 576), random(heads, 128, 512)
+    for length in (capacity, 1, 0):
+        lengths = torch.tensor([length, capacity // 2, capacity][:tokens], dtype=torch.int32, device="cuda")
+        found = attend_values(query, cache, lengths, w_uv, 0.05)
+        wanted = value_rows(mla_decode(query, cache, lengths, 0.05), w_uv)
+        assert torch.equal(found, attend_values(query, cache, lengths, w_uv, 0.05))
+        assert bool(found.isfinite().all())
+        assert (found.double() - wanted.double()).norm() <= 3e-3 * wanted.double().norm()
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11])
+@pytest.mark.parametrize("experts", [384, 256, 32])
+def test_norm_and_route(tokens: int, experts: int) -> None:
+    x, delta, norm = random(tokens, 7168), random(tokens, 7168) * 3, random(7168)
+    weight, bias = random(experts, 7168) * 0.02, torch.randn(experts, device="cuda")
+    options = 8, True, 2.827
+    for _ in range(3):
+        total, normed, indices, weights = add_norm_route(x, delta, norm, 1e-6, weight, bias, *options)
+        wanted = add_norm(x, delta, norm, 1e-6)
+        assert torch.equal(total, wanted[0])
+        assert distance(normed, wanted[1]) < 1e-3
+        routed = router_decode(wanted[1], weight, bias, *options)
+        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
+        scores = (exact @ weight.double().T).sigmoid()
+        chosen = scores.gather(1, indices)
+        best = (scores + bias.double()).topk(8).values.sum(-1)
+        assert ((chosen + bias.double()[indices]).sum(-1) > best - 0.02).all()
+        assert distance(weights, chosen / chosen.sum(-1, keepdim=True) * 2.827) < 5e-3
+        same = (routed[0] == indices).all(-1)
+        assert distance(weights[same], routed[1][same]) < 5e-3 if same.any() else tokens < 3
+        again = add_norm_route(x, delta, norm, 1e-6, weight, bias, *options)
+        assert all(torch.equal(a, b) for a, b in zip(again, (total, normed, indices, weights), strict=True))

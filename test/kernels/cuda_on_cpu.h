@@ -1,7 +1,7 @@
-// A stand-in for CUDA: the blocks of a launch run one after another, a block's threads take turns in one thread of the
-// host, each until it waits at a barrier of its warp or block. What csrc/decode_ptx.cuh gives to the kernels for a few
-// tokens is given here in C++. Dynamic shared memory is as large as the launch asks for; what lies behind it must not be
-// written.
+// A stand-in for CUDA: the clusters of a launch run one after another, a cluster's threads take turns in one thread of the
+// host, each until it waits at a barrier of its warp, block or cluster. What csrc/decode_ptx.cuh gives to the kernels for a
+// few tokens is given here in C++. Dynamic shared memory is as large as the launch asks for; what lies behind it must not
+// be written. Kernels of clusters keep nothing in static shared memory, of which there is one copy.
 #pragma once
 #include <ucontext.h>
 
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -29,6 +30,9 @@ struct uint4 {
 struct float2 {
     float x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct __nv_bfloat16 {
     uint16_t bits;
 };
@@ -40,7 +44,7 @@ inline dim3 threadIdx, blockIdx, blockDim;
 
 namespace on_cpu {
 
-constexpr int kWarps = 32, kCanary = 65536, kOverrun = 1001, kDeadlock = 1002;
+constexpr int kWarps = 32, kBlocks = 8, kCanary = 65536, kOverrun = 1001, kDeadlock = 1002;
 constexpr size_t kStack = 1 << 17;
 
 struct Turns {
@@ -70,18 +74,25 @@ struct Barrier {
         if (--expected == arrived && arrived > 0) arrived = 0, ++generation;
     }
 };
-inline Barrier block_barrier, warp_barriers[kWarps];
-inline uint32_t exchange[kWarps][32];
+struct Block {
+    Barrier barrier, warps[kWarps];
+    uint32_t exchange[kWarps][32];
+    unsigned char* shared;
+};
+inline Block blocks[kBlocks];
+inline Barrier cluster_barrier;
+inline unsigned rank, cluster_generation[kBlocks * kWarps * 32];
 inline unsigned char* dynamic_shared;
 
 template <class T>
 inline T trade(T value, int from) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    std::memcpy(&exchange[warp][lane], &value, 4);
-    warp_barriers[warp].arrive_and_wait();
+    Block& block = blocks[rank];
+    std::memcpy(&block.exchange[warp][lane], &value, 4);
+    block.warps[warp].arrive_and_wait();
     T other;
-    std::memcpy(&other, &exchange[warp][from & 31], 4);
-    warp_barriers[warp].arrive_and_wait();
+    std::memcpy(&other, &block.exchange[warp][from & 31], 4);
+    block.warps[warp].arrive_and_wait();
     return other;
 }
 inline float float_of(uint16_t bits) {
@@ -106,34 +117,42 @@ inline float e4m3(uint32_t code) {
 inline void run_thread() {
     const unsigned thread = turns.current;
     turns.body();
-    warp_barriers[thread / 32].leave();
-    block_barrier.leave();
+    blocks[rank].warps[threadIdx.x / 32].leave();
+    blocks[rank].barrier.leave();
+    cluster_barrier.leave();
     turns.done[thread] = turns.moved = true;
     give_way();
 }
 
-// False if all threads that are left wait for others that are left.
-inline bool run_block(int threads) {
-    static std::vector<std::vector<char>> stacks;
-    while (int(stacks.size()) < threads) stacks.emplace_back(kStack);
-    block_barrier = {threads};
-    for (int warp = 0; warp < threads / 32; ++warp) warp_barriers[warp] = {32};
-    turns.threads.resize(threads);
-    turns.done.assign(threads, false);
-    for (int thread = 0; thread < threads; ++thread) {
+// False if all threads that are left wait for others that are left. `first`: the cluster's block of rank zero.
+inline bool run_cluster(dim3 first, int cluster, int threads) {
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    const int all = cluster * threads;
+    while (int(stacks.size()) < all) stacks.emplace_back(new char[kStack]);
+    cluster_barrier = {all};
+    for (int block = 0; block < cluster; ++block) {
+        blocks[block].barrier = {threads};
+        for (int warp = 0; warp < threads / 32; ++warp) blocks[block].warps[warp] = {32};
+    }
+    turns.threads.resize(all);
+    turns.done.assign(all, false);
+    for (int thread = 0; thread < all; ++thread) {
         ucontext_t& context = turns.threads[thread];
         getcontext(&context);
-        context.uc_stack.ss_sp = stacks[thread].data();
+        context.uc_stack.ss_sp = stacks[thread].get();
         context.uc_stack.ss_size = kStack;
         context.uc_link = nullptr;
         makecontext(&context, run_thread, 0);
     }
-    for (int left = threads; left > 0;) {
+    for (int left = all; left > 0;) {
         turns.moved = false;
-        for (int thread = 0; thread < threads; ++thread) {
+        for (int thread = 0; thread < all; ++thread) {
             if (turns.done[thread]) continue;
             turns.current = thread;
-            threadIdx = dim3(thread);
+            rank = thread / threads;
+            dynamic_shared = blocks[rank].shared;
+            threadIdx = dim3(thread % threads);
+            blockIdx = dim3(first.x + rank, first.y, first.z);
             swapcontext(&turns.host, &turns.threads[thread]);
             left -= turns.done[thread];
         }
@@ -157,6 +176,7 @@ inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
     return __floats2bfloat162_rn(on_cpu::float_of(a.low) * on_cpu::float_of(b.low),
                                  on_cpu::float_of(a.high) * on_cpu::float_of(b.high));
 }
+inline float __bfloat162float(__nv_bfloat16 value) { return on_cpu::float_of(value.bits); }
 inline float __uint_as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);
@@ -173,8 +193,8 @@ template <class T>
 inline T __ldcg(const T* at) {
     return *at;
 }
-inline void __syncthreads() { on_cpu::block_barrier.arrive_and_wait(); }
-inline void __syncwarp() { on_cpu::warp_barriers[threadIdx.x / 32].arrive_and_wait(); }
+inline void __syncthreads() { on_cpu::blocks[on_cpu::rank].barrier.arrive_and_wait(); }
+inline void __syncwarp() { on_cpu::blocks[on_cpu::rank].warps[threadIdx.x / 32].arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float value, int mask) { return on_cpu::trade(value, threadIdx.x % 32 ^ mask); }
 inline float __shfl_sync(unsigned, float value, int lane) { return on_cpu::trade(value, lane); }
 inline unsigned __ballot_sync(unsigned, bool predicate) {
@@ -192,18 +212,35 @@ inline float2 two_codes(uint32_t pair) { return {on_cpu::e4m3(pair & 0xff), on_c
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void wait_for_copies() {}
 
+inline void cluster_arrive() {
+    on_cpu::cluster_generation[on_cpu::turns.current] = on_cpu::cluster_barrier.generation;
+    on_cpu::cluster_barrier.arrive();
+}
+inline void cluster_wait() {
+    const unsigned mine = on_cpu::cluster_generation[on_cpu::turns.current];
+    while (on_cpu::cluster_barrier.generation == mine) on_cpu::give_way();
+}
+template <class T>
+T* of_rank(T* mine, int rank) {
+    const ptrdiff_t place = reinterpret_cast<unsigned char*>(mine) - on_cpu::dynamic_shared;
+    return reinterpret_cast<T*>(on_cpu::blocks[rank].shared + place);
+}
+
 template <class Arguments>
-int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void*) {
+int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void*,
+           int cluster = 1) {
     blockDim = dim3(threads);
-    for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
+    on_cpu::turns.body = [&] { kernel(a); };
+    for (unsigned block = 0; block < grid.x * grid.y * grid.z; block += cluster) {
         // 0xff is NaN in every format: what is read before it is written shows.
-        std::vector<uint4> memory((shared + on_cpu::kCanary) / 16 + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
-        on_cpu::dynamic_shared = reinterpret_cast<unsigned char*>(memory.data());
-        blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / (grid.x * grid.y));
-        on_cpu::turns.body = [&] { kernel(a); };
-        if (!on_cpu::run_block(threads)) return on_cpu::kDeadlock;
-        for (int i = 0; i < on_cpu::kCanary; ++i)
-            if (on_cpu::dynamic_shared[shared + i] != 0xff) return on_cpu::kOverrun;
+        const std::vector<uint4> fresh((shared + on_cpu::kCanary) / 16 + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
+        std::vector<std::vector<uint4>> memory(cluster, fresh);
+        for (int i = 0; i < cluster; ++i) on_cpu::blocks[i].shared = reinterpret_cast<unsigned char*>(memory[i].data());
+        const dim3 first(block % grid.x, block / grid.x % grid.y, block / (grid.x * grid.y));
+        if (!on_cpu::run_cluster(first, cluster, threads)) return on_cpu::kDeadlock;
+        for (int one = 0; one < cluster; ++one)
+            for (int i = 0; i < on_cpu::kCanary; ++i)
+                if (on_cpu::blocks[one].shared[shared + i] != 0xff) return on_cpu::kOverrun;
     }
     return 0;
 }

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k2.kernels import query
 from kimi_k2.kernels.build import SOURCES
 from kimi_k2.kernels.fused_linear import DECODE_COLUMNS
 from kimi_k2.kernels.moe_decode import _POINTERS, _Arguments
@@ -30,7 +31,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("on_cpu")
     whole = directory / "whole.cpp"
-    names = ("decode_linear.cu", "decode_norm.cu", "decode_values.cu", "decode_experts.cu")
+    names = (
+        "decode_linear.cu", "decode_norm.cu", "decode_values.cu", "decode_experts.cu", "decode_query.cu",
+        "decode_join.cu",
+    )  # fmt: skip
     whole.write_text("".join(f'#include "{SOURCES / name}"\n' for name in names))
     assert COMPILER is not None
     command = [COMPILER, *FLAGS, "-include", str(STAND_IN), "-o", str(directory / "whole.so"), str(whole)]
@@ -104,6 +108,56 @@ def test_values(library: ctypes.CDLL) -> None:
     out = unwritten(3, 40)
     assert library.kimi_value_rows(pointer(latent), pointer(w_uv), pointer(out), 3, 2, 20, None) == 0
     assert distance(out, torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)) < 2.5e-3
+
+
+def test_query_and_entry(library: ctypes.CDLL) -> None:
+    """A slot inside the cache, and two tokens whose slot lies outside."""
+    torch.manual_seed(5)
+    tokens, heads, capacity = 3, 2, 5
+    weight = (torch.randn(heads * 192, 1536) * 20).to(torch.float8_e4m3fn)
+    scale = torch.rand(heads * 192 // 128, 12) * 0.01 + 0.01
+    qkv, q_norm, kv_norm = torch.randn(tokens, 2112), torch.rand(1536) + 0.5, torch.rand(512) + 0.5
+    angles, w_uk = torch.rand(tokens, 32) * 6, torch.randn(heads, 128, 512) * 0.05
+    x, q_norm, kv_norm, cos, sin, w_uk = (
+        t.bfloat16() for t in (qkv, q_norm, kv_norm, angles.cos(), angles.sin(), w_uk)
+    )
+    cache, out = torch.randn(tokens, capacity, 576).bfloat16(), unwritten(tokens, heads, 576)
+    positions, before = torch.tensor([4, -1, capacity]), cache.clone()
+    given = (x, q_norm, weight, scale, kv_norm, cos, sin, positions, w_uk, cache, out)
+    arguments = query.Arguments(**{n: t.data_ptr() for n, t in zip(query.POINTERS, given, strict=True)})
+    arguments.tokens, arguments.heads, arguments.capacity = tokens, heads, capacity
+    arguments.q_eps = arguments.kv_eps = 1e-6
+    assert library.kimi_query(ctypes.byref(arguments), None) == 0
+    q = (normed(x[:, :1536], q_norm) @ dense(weight, scale).T).view(tokens, heads, 192)
+    turn = torch.complex(cos.double(), sin.double())
+    rotate = lambda t, by: torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * by)  # noqa: E731
+    latent = torch.einsum("bhn,hnr->bhr", q[..., :128], w_uk.double())
+    wanted = torch.cat((latent, rotate(q[..., 128:], turn[:, None]).flatten(-2)), -1)
+    assert distance(out[..., :512], wanted[..., :512]) < 5e-3
+    assert distance(out[..., 512:], wanted[..., 512:]) < 5e-3
+    entry = torch.cat((normed(x[:, 1536:2048], kv_norm), rotate(x[:, 2048:].double(), turn).flatten(-2)), -1)
+    assert distance(cache[0, 4], entry[0]) < 4e-3
+    cache[0, 4] = before[0, 4]
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("splits", [1, 16, 37, 128])
+def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
+    """Parts that were never written, and a token without context."""
+    torch.manual_seed(splits)
+    tokens, heads = 2, 2
+    parts, sums = torch.randn(tokens, heads, splits, 512), torch.randn(tokens, heads, splits) * 3
+    sums[1, 1] = -torch.inf
+    sums[0, :, splits // 2 :: 3] = -torch.inf
+    sums[0, :, 0] = 1.0
+    parts[sums == -torch.inf] = torch.nan
+    w_uv, out = torch.randn(heads, 128, 512).bfloat16(), unwritten(tokens, heads * 128)
+    call = library.kimi_join_values
+    assert call(pointer(parts), pointer(sums), pointer(w_uv), pointer(out), tokens, heads, splits, None) == 0
+    share = torch.nan_to_num((sums.double() * 0.6931471805599453).softmax(-1))
+    latent = torch.einsum("bhs,bhsr->bhr", share, parts.double().nan_to_num())
+    assert distance(out, torch.einsum("bhr,hvr->bhv", latent, w_uv.double()).flatten(1)) < 4e-3
+    assert not out[1, 128:].any()
 
 
 def random_weights(*lead: int, inter: int, hidden: int) -> list[Tensor]:

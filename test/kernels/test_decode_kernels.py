@@ -10,8 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build, moe_decode, moe_w4a16
+from kimi_k2.kernels import build, moe_decode, moe_w4a16, query
+from kimi_k2.kernels.attend_values import attend_values
 from kimi_k2.kernels.fused_linear import DECODE_COLUMNS, fused_add_linear
+from kimi_k2.kernels.norm_route import add_norm_route
 from kimi_k2.kernels.value_rows import value_rows
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -33,6 +35,64 @@ def arguments() -> dict[str, Tensor | None]:
         "expert_map": None,
         **dict(zip(shared, weights(), strict=True)),
     }
+
+
+def query_arguments(tokens: int = 2, heads: int = 8, capacity: int = 70) -> dict[str, Tensor | float]:
+    rows = heads * 192
+    return {
+        "qkv_a": torch.empty(tokens, 2112, dtype=BF16),
+        "q_norm": torch.empty(1536, dtype=BF16),
+        "q_b": torch.empty(rows, 1536, dtype=E4M3),
+        "q_b_scale_inv": torch.empty(rows // 128, 12),
+        "kv_norm": torch.empty(512, dtype=BF16),
+        "cos": torch.empty(tokens, 32, dtype=BF16),
+        "sin": torch.empty(tokens, 32, dtype=BF16),
+        "positions": torch.zeros(tokens, dtype=torch.int64),
+        "w_uk": torch.empty(heads, 128, 512, dtype=BF16),
+        "cache": torch.empty(tokens, capacity, 576, dtype=BF16),
+        "q_eps": 1e-6,
+        "kv_eps": 1e-6,
+    }
+
+
+def test_fake_shapes_of_joined_launches() -> None:
+    with FakeTensorMode():
+        found = query.query_and_entry(**query_arguments())
+        assert (found.shape, found.dtype) == ((2, 8, 576), BF16)
+        cache, lengths = torch.empty(2, 70, 576, dtype=BF16), torch.zeros(2, dtype=torch.int32)
+        assert attend_values(found, cache, lengths, torch.empty(8, 128, 512, dtype=BF16), 0.1).shape == (2, 1024)
+        x, weight = torch.empty(3, 512, dtype=BF16), torch.empty(64, 512, dtype=BF16)
+        total, normed, indices, weights = add_norm_route(x, x, x[0], 1e-6, weight, torch.empty(64), 8)
+        assert total.shape == normed.shape == x.shape
+        assert (indices.shape, indices.dtype, weights.dtype) == ((3, 8), torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("qkv_a", torch.empty(5, 2112, dtype=BF16), "cos"),
+        ("q_b", torch.empty(8 * 192, 1536, dtype=BF16), "q_b is torch.bfloat16"),
+        ("cache", torch.empty(2, 70, 576, dtype=E4M3), "cache is"),
+        ("positions", torch.zeros(2, dtype=torch.int32), "positions is"),
+    ],
+)
+def test_query_refuses(name: str, value: Tensor, message: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(KernelError, match=message):
+        query.query_and_entry(**(query_arguments() | {name: value}))
+
+
+def test_refusals_of_joined_launches() -> None:
+    with FakeTensorMode():
+        with pytest.raises(KernelError, match="5 tokens"):
+            query.query_and_entry(**query_arguments(5))
+        with pytest.raises(KernelError, match="w_uv"):
+            cache, lengths = torch.empty(1, 70, 576, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+            attend_values(torch.empty(1, 8, 576, dtype=BF16), cache, lengths, torch.empty(8, 64, 512, dtype=BF16), 0.1)
+        x, weight = torch.empty(3, 512, dtype=BF16), torch.empty(64, 512, dtype=BF16)
+        with pytest.raises(KernelError, match=r"\[T, H\]"):
+            add_norm_route(x, x[:2], x[0], 1e-6, weight, torch.empty(64), 8)
+        with pytest.raises(KernelError, match="e_score_correction_bias"):
+            add_norm_route(x, x, x[0], 1e-6, weight, torch.empty(32), 8)
 
 
 def test_fake_shapes() -> None:
@@ -86,6 +146,14 @@ def test_ctypes_structures_follow_the_cuda_ones(
     found = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
     assert found is not None
     assert found.group(1).split(", ") == list(integers)
+
+
+def test_the_query_s_structure_follows_the_cuda_one() -> None:
+    body = re.search(r"struct QueryArguments \{(.*?)\n\};", (build.SOURCES / "decode_query.cu").read_text(), re.S)
+    assert body is not None
+    statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body.group(1)).split(";") if s.strip()]
+    names = [name for s in statements for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
+    assert names == [name for name, _ in query.Arguments._fields_]
 
 
 def test_the_widths_are_those_that_have_an_instance() -> None:

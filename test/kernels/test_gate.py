@@ -98,7 +98,7 @@ def declared(header, structure):
 
 def test_ctypes_structures_follow_the_cuda_ones():
     assert declared("gate_common.cuh", "GateArgs") == [*fused_gate.POINTERS, *fused_gate.INTEGERS, "scale"]
-    assert declared("gate_router.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS]
+    assert declared("gate_router.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS, "eps"]
 
 
 def test_benchmark_compares_the_same_operation():

@@ -23,7 +23,7 @@ def decode(monkeypatch):
         for module in (fused_gate, router_gemm):
             monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", multiprocessors))
         monkeypatch.setattr(router_gemm, "absent_logits", lambda _: None if capturing else scratch)
-        monkeypatch.setattr(router_gemm, "_launch", product)
+        monkeypatch.setattr(router_gemm, "launch_router", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))
         x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(experts, 512, dtype=torch.bfloat16)
         body = router_gemm.router_decode._init_fn

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k2.kernels import dispatch, moe_decode, value_rows
+from kimi_k2.kernels import attend_values, dispatch, moe_decode, norm_route, value_rows
+from kimi_k2.kernels import query as query_kernel
 from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_bf16_linear, supports_fp8_linear
 from kimi_k2.kernels.mla_decode import mla_decode
 from kimi_k2.kernels.mla_decode import supports as supports_mla
@@ -28,6 +29,7 @@ from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import apply_rotary_interleaved
 
 Reduce = Callable[[Tensor], Tensor]
+Routing = tuple[Tensor, Tensor]
 
 
 class Place(NamedTuple):
@@ -134,25 +136,36 @@ class LayerStep:
             The same two for the next layer.
         """
         attended, x = self.attend(x, delta, place, cache)
-        x, normed = normed_sum(x, self.reduce(attended), self.layer.post_attention_layernorm)
-        return x, self.reduce(self.feed_forward(normed))
+        x, normed, routing = self.routed_sum(x, self.reduce(attended))
+        return x, self.reduce(self.feed_forward(normed, routing))
 
     def attend(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The attention half before the sum over ranks [B, H], and the residual x + delta."""
         attention, config, norm = self.attention, self.attention.config, self.layer.input_layernorm
+        both: Tensor | None = None
         if self.qkv_a is not None:
             both, x = add_project(x, delta, self.qkv_a, norm)
             q_a, kv_a = both.split([config.q_lora_rank, config.cache_dim], dim=-1)
         else:
             q_a, x = add_project(x, delta, attention.q_a_proj, norm)
             kv_a = project(x, attention.kv_a_proj_with_mqa, norm)
-        q = project(q_a.contiguous(), attention.q_b_proj, attention.q_a_layernorm)
+        q_b, q_norm, kv_norm = attention.q_b_proj, attention.q_a_layernorm, attention.kv_a_layernorm
         rotation = place.cos, place.sin
-        if supports(x, self.w_uk, cache):
-            norm = attention.kv_a_layernorm
-            query = absorb_and_store(q, kv_a, norm.weight, *rotation, place.positions, self.w_uk, cache, norm.eps)
+        fp8 = q_b.quantized and "weight_scale_inv" in q_b.suffixes
+        if both is not None and fp8 and query_kernel.supports(both, q_b.weight, self.w_uk, cache):
+            query = query_kernel.query_and_entry(
+                both, q_norm.weight, q_b.weight, q_b.weight_scale_inv, kv_norm.weight, *rotation, place.positions,
+                self.w_uk, cache, q_norm.eps, kv_norm.eps,
+            )  # fmt: skip
+        elif supports(x, self.w_uk, cache):
+            q = project(q_a.contiguous(), q_b, q_norm)
+            query = absorb_and_store(q, kv_a, kv_norm.weight, *rotation, place.positions, self.w_uk, cache, kv_norm.eps)
         else:
+            q = project(q_a.contiguous(), q_b, q_norm)
             query = self.queries(q, kv_a, place.positions, rotation, cache)
+        if attend_values.supports(query, cache, place.seq_lens, self.w_uv):
+            out = attend_values.attend_values(query, cache, place.seq_lens, self.w_uv, config.softmax_scale)
+            return project(out, attention.o_proj), x
         if supports_mla(query, cache, place.seq_lens):
             summed = mla_decode(query, cache, place.seq_lens, config.softmax_scale)
         else:
@@ -180,24 +193,38 @@ class LayerStep:
         q_rope = apply_rotary_interleaved(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
         return torch.cat((torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1), q_rope), dim=-1)
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """The other half from its normed input [B, H], before the sum over ranks."""
+    def routed_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
+        """x + delta, its norm, and the norm's routing where one launch makes all three."""
+        norm, mlp = self.layer.post_attention_layernorm, self.layer.mlp
+        if isinstance(mlp, MoE) and dispatch.allows("route", "router_decode"):
+            gate, config = mlp.gate, self.attention.config
+            top_k = config.num_experts_per_tok
+            if norm_route.supports(x, gate.weight, top_k, n_group=config.n_group):
+                total, normed, *routing = norm_route.add_norm_route(
+                    x, delta, norm.weight, norm.eps, gate.weight, gate.e_score_correction_bias, top_k,
+                    config.norm_topk_prob, config.routed_scaling_factor,
+                )  # fmt: skip
+                return total, normed, (routing[0], routing[1])
+        return *normed_sum(x, delta, norm), None
+
+    def feed_forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """The other half from its normed input [B, H] and, if it is known, its routing; before the sum over ranks."""
         mlp = self.layer.mlp
         if not isinstance(mlp, MoE):
             return self.swiglu(x)
         if self.dense is None:
-            return routed_experts(x, mlp.experts, *mlp.gate(x))
+            return routed_experts(x, mlp.experts, *(routing or mlp.gate(x)))
         if self.shared is not None and self.joins(x, mlp):
-            indices, weights = mlp.gate(x)
+            indices, weights = routing or mlp.gate(x)
             return moe_decode.with_shared(x, mlp.experts, indices, weights, self.shared)
         if self.side is None:
-            return self.swiglu(x) + routed_experts(x, mlp.experts, *mlp.gate(x))
+            return self.swiglu(x) + routed_experts(x, mlp.experts, *(routing or mlp.gate(x)))
         # Fork and join become edges of the graph: the shared expert fills what routing leaves idle.
         main = torch.cuda.current_stream()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
             shared = self.swiglu(x)
-        routed = routed_experts(x, mlp.experts, *mlp.gate(x))
+        routed = routed_experts(x, mlp.experts, *(routing or mlp.gate(x)))
         main.wait_stream(self.side)
         return routed + shared
 

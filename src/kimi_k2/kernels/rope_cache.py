@@ -125,7 +125,8 @@ def _(
     return q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE))
 
 
-def _check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
+def check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
+    """KernelError unless x, delta and weight are contiguous bfloat16 [T, H], [T, H], [H]."""
     if x.shape != delta.shape or x.dim() != 2 or tuple(weight.shape) != (x.shape[1],):
         raise KernelError(f"{list(x.shape)}, {list(delta.shape)}, {list(weight.shape)}: expected [T, H], [T, H], [H]")
     if not x.dtype == delta.dtype == weight.dtype == torch.bfloat16:
@@ -141,7 +142,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     Raises:
         KernelError: shapes or dtypes differ from bfloat16 [T, H], [T, H], [H].
     """
-    _check_add(x, delta, weight)
+    check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
@@ -157,5 +158,5 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 @add_norm.register_fake
 def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check_add(x, delta, weight)
+    check_add(x, delta, weight)
     return torch.empty_like(x), torch.empty_like(x)

@@ -11,6 +11,7 @@ ends) and give every token a block of its own, so `router_decode` makes two beyo
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
 # Up to here one launch is faster than two (H200: 4.5 us against 5.4 for one token, 5.5 against 6.3 for 16).
 ONE_LAUNCH_TOKENS = 16
-POINTERS = ["x", "weight", "logits"]
+POINTERS = ["x", "weight", "logits", "delta", "norm", "total", "normed"]
 INTEGERS = ["hidden", "fused"]
 
 
@@ -41,6 +42,7 @@ class _RouterArguments(ctypes.Structure):
         ("gate", GateArguments),
         *[(name, ctypes.c_void_p) for name in POINTERS],
         *[(name, ctypes.c_int) for name in INTEGERS],
+        ("eps", ctypes.c_float),
     ]
 
 
@@ -96,7 +98,12 @@ def all_resident(experts: int, multiprocessors: int) -> bool:
     return experts // 16 * 8 <= 1.5 * multiprocessors
 
 
-def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None) -> None:
+def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None, **others: Any) -> None:
+    """Launch the product, with the gate if given; `others` are further fields of the arguments.
+
+    Raises:
+        KernelError: the launch failed, or there is no instance for the sizes.
+    """
     plain = GateArguments(tokens=x.shape[0], experts=weight.shape[0], programmatic=1)
     hopper(x.device.index, "the gate")
     arguments = _RouterArguments(
@@ -106,6 +113,7 @@ def _launch(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | Non
         logits=logits.data_ptr(),
         hidden=x.shape[1],
         fused=gate is not None,
+        **others,
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     status = load_library("gate_launch.cu").kimi_router(ctypes.byref(arguments), stream)
@@ -132,7 +140,7 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     if x.shape[0]:
-        _launch(x, weight, logits, None)
+        launch_router(x, weight, logits, None)
     return logits
 
 
@@ -142,7 +150,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-def _check_decode(
+def check_decode(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -151,6 +159,7 @@ def _check_decode(
     index_dtype: torch.dtype,
     launches: int,
 ) -> None:
+    """KernelError unless product and gate take these arguments in one operation."""
     check_product(x, weight)
     if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
         raise KernelError(
@@ -177,7 +186,7 @@ def router_decode(
 
     Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose; raises KernelError as they do.
     """
-    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
+    check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     tokens, experts = x.shape[0], weight.shape[0]
     indices = torch.empty(tokens, top_k, dtype=index_dtype, device=x.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
@@ -188,14 +197,14 @@ def router_decode(
         wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
         scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.multiprocessors) else None
         if scratch is not None:
-            _launch(x, weight, scratch, gate)
+            launch_router(x, weight, scratch, gate)
         elif launches == 1:
             raise KernelError(
                 "router_decode in one launch needs a whole GPU, and a first call outside a graph's capture"
             )
         else:
             logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-            _launch(x, weight, logits, None)
+            launch_router(x, weight, logits, None)
             gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
             launch_gate(gate, x.device)
     return indices, weights
@@ -213,6 +222,6 @@ def _(
     index_dtype: torch.dtype = torch.int64,
     launches: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    _check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
+    check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     shape = (x.shape[0], top_k)
     return x.new_empty(shape, dtype=index_dtype), x.new_empty(shape, dtype=torch.float32)

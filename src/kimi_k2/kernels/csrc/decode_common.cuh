@@ -1,5 +1,7 @@
 // What the kernels for a few tokens share: each weight is read once, 16 bytes a lane and load, and the launches overlap:
-// a kernel asks for its weights before it waits for the one before it.
+// a kernel asks for its weights before it waits for the one before it. To one whose blocks start late that wait costs a
+// microsecond, so they may start once this one's inputs have arrived, or earlier where few blocks run. Where the next one
+// reads, before its own wait, what the launch before this one wrote, it may only start after this one's wait.
 #pragma once
 #include "decode_ptx.cuh"
 
@@ -26,7 +28,8 @@ __device__ __forceinline__ float dot16(const uint4 codes, const float (&x)[16]) 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float2 w = two_codes((words[i / 2] >> (i % 2 * 16)) & 0xffff);
-        sum += w.x * x[2 * i] + w.y * x[2 * i + 1];
+        sum += w.x * x[2 * i];
+        sum += w.y * x[2 * i + 1];
     }
     return sum;
 }

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
         }
         if (!waited) {
             wait_for_previous();
-            take_groups<4>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * held * 4, held * 4,
+            take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * held * 4, held * 4,
                            [&](int v, const uint4 value) { values[(v & 3) * held + (v >> 2)] = value; });
             __syncthreads();
             waited = true;
@@ -133,10 +133,10 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
             for (int quarter = 0; quarter < 4; ++quarter) {
                 const uint4 four = values[quarter * held + place[b]];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[4 * quarter + i] = __uint_as_float((&four.x)[i]) * factor[b];
+                for (int i = 0; i < 4; ++i) x[4 * quarter + i] = __uint_as_float((&four.x)[i]);
             }
 #pragma unroll
-            for (int r = 0; r < kDownRows; ++r) total[r] += dot16(codes[b][r], x);
+            for (int r = 0; r < kDownRows; ++r) total[r] += dot16(codes[b][r], x) * factor[b];
         }
     }
 #pragma unroll

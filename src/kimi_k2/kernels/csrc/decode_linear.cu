@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kThreads, 2) linear(const LinearArguments a) {
     const float second = mine + 32 < blocks ? __ldg(scales + mine + 32) : 0.f;
     request_norm<TOKENS, kColumns>(a, token);
     wait_for_previous();
-    let_next_start();
     prepare<TOKENS, kColumns, true>(a, token, sums);
+    let_next_start();
 
     float total[TOKENS][ROWS] = {};
 #pragma unroll
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments
     for (int i = 0; i < AHEAD; ++i) values[i] = load_once(weights + i * 32);
     request_norm<TOKENS, kColumns>(a, token);
     wait_for_previous();
-    let_next_start();
     prepare<TOKENS, kColumns, false>(a, token, sums);
+    let_next_start();
 
     float total[TOKENS] = {};
 #pragma unroll

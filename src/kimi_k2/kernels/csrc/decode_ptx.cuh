@@ -39,10 +39,21 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// The blocks of a cluster, which run together: a barrier in two halves, another block's copy of a place in shared memory.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+template <class T>
+__device__ __forceinline__ T* of_rank(T* mine, int rank) {
+    uint64_t other;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(reinterpret_cast<uint64_t>(mine)), "r"(rank));
+    return reinterpret_cast<T*>(other);
+}
+
 // Launch that may begin before the previous kernel of the stream has ended.
 template <class Arguments>
-int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream) {
-    return host::launch(kernel, {grid, threads, shared, static_cast<cudaStream_t>(stream)}, a);
+int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream,
+           int cluster = 1) {
+    return host::launch(kernel, {grid, threads, shared, static_cast<cudaStream_t>(stream), true, cluster}, a);
 }
 
 }  // namespace decode

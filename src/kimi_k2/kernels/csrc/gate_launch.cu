@@ -28,7 +28,11 @@ static int launch_packed(const GateArgs& a, cudaStream_t stream) {
 
 template <int MT, int NT, int RESIDENT>
 static int launch_router(const RouterArgs& a, cudaStream_t stream) {
-  const auto kernel = a.fused ? router_kernel<MT, NT, RESIDENT, true> : router_kernel<MT, NT, RESIDENT, false>;
+  auto kernel = a.fused ? router_kernel<MT, NT, RESIDENT, true, false> : router_kernel<MT, NT, RESIDENT, false, false>;
+  if (a.delta != nullptr) {
+    if constexpr (NT == 1) kernel = router_kernel<MT, NT, RESIDENT, true, true>;
+    if (NT > 1 || !a.fused || a.gate.experts < 32 * MT) return 1000;
+  }
   const dim3 grid(a.gate.experts / (16 * MT) * kSplits);
   constexpr size_t smem = sizeof(RouterSmem<MT, NT>);
   return host::launch(kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic)}, a);

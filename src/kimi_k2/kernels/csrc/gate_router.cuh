@@ -7,12 +7,17 @@
 // in their order. With the gate, the blocks of the first cluster route their tokens as soon as all logits are there:
 // each logit is its own flag, a NaN that no arithmetic produces until it is written. That saves a fence, an atomic
 // counter and the wait for both; it needs all blocks resident at once, which the caller makes sure of.
+//
+// NORMED: x is the residual and the product is of RMSNorm(x + delta). The norm's quotient is applied to the finished sums,
+// so that the product need not wait for it: the blocks' sums of squares travel with their parts of the product. The
+// second cluster writes the residual sum and its norm.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 
 #include <utility>
 
+#include "decode_norm.cuh"
 #include "gate_warp.cuh"
 
 namespace gate {
@@ -27,7 +32,12 @@ struct RouterArgs {
   const __nv_bfloat16* x;   // [tokens, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
   float* logits;            // [tokens, experts]; if fused all absent before the launch, and again after it
+  const __nv_bfloat16* delta;  // null, or [tokens, hidden], with a norm before the product
+  const __nv_bfloat16* norm;   // [hidden]
+  __nv_bfloat16* total;        // [tokens, hidden], x + delta
+  __nv_bfloat16* normed;       // [tokens, hidden]
   int hidden, fused;        // fused: the gate follows in the same launch
+  float eps;
 };
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -79,7 +89,15 @@ struct RouterSmem {
     WarpScratch gate[kRouterWarps];  // once the partial sums have been sent
   };
   float sums[kSplits][NT][16 * MT];  // by sender; this block's tokens
+  float squares[kRouterWarps][8], all_squares[kSplits][8];
 };
+
+__device__ __forceinline__ float inverse_norm(const RouterArgs& a, int token, const float (&all_squares)[kSplits][8]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int s = 0; s < kSplits; ++s) sum += all_squares[s][token];
+  return rsqrtf(sum / a.hidden + a.eps);
+}
 
 // Fragments of DEPTH steps from column k on: rows 8 * r + lane / 4 below `rows`; zeros elsewhere.
 template <int DEPTH, int ROWS, bool CONSTANT>
@@ -96,8 +114,22 @@ __device__ __forceinline__ void load_steps(const __nv_bfloat16* from, int hidden
     }
 }
 
+// The second cluster's part of the residual sum and of its norm: this block's columns.
+__device__ __forceinline__ void store_normed(const RouterArgs& a, int split, const float (&all_squares)[kSplits][8]) {
+  const int groups = a.hidden / kSplits / 8;
+  for (int i = threadIdx.x; i < groups * a.gate.tokens; i += kRouterWarps * 32) {
+    const int token = i / groups, v = split * groups + i % groups;
+    const int64_t at = static_cast<int64_t>(token) * (a.hidden / 8) + v;
+    const uint4 total = decode::add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at),
+                                     __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
+    reinterpret_cast<uint4*>(a.total)[at] = total;
+    reinterpret_cast<uint4*>(a.normed)[at] = decode::normed8(total, inverse_norm(a, token, all_squares),
+                                                             __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
+  }
+}
+
 // RESIDENT blocks of a multiprocessor: with room for two launches' blocks, the next one fetches its weights early.
-template <int MT, int NT, int RESIDENT, bool FUSED>
+template <int MT, int NT, int RESIDENT, bool FUSED, bool NORMED>
 __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(kSplits, 1, 1)
     router_kernel(RouterArgs a) {
   namespace cg = cooperative_groups;
@@ -114,15 +146,28 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
   const __nv_bfloat16* x = a.x + static_cast<int64_t>(row) * a.hidden + first;
   cudaTriggerProgrammaticLaunchCompletion();
 
-  float acc[MT][NT][4] = {};
+  static_assert(!NORMED || (NT == 1 && FUSED), "one lane holds a token's values of a step");
+  float acc[MT][NT][4] = {}, squares = 0.0f;
   for (int base = warp * kStep; base < columns; base += kRouterWarps * kDepth * kStep) {
     uint4 w[kDepth][2 * MT];
     load_steps<kDepth, 2 * MT, true>(weight, a.hidden, base, columns, 16 * MT, row, w);
+    uint4 norm[NORMED ? kDepth : 1][1], delta[NORMED ? kDepth : 1][1];
+    if constexpr (NORMED) load_steps<kDepth, 1, true>(a.norm + first, a.hidden, base, columns, tokens, row, norm);
     cudaGridDependencySynchronize();  // weights are constant, tokens are not
 #pragma unroll
     for (int part = 0; part < kDepth; part += kTokenDepth) {
       uint4 t[kTokenDepth][NT];
       load_steps<kTokenDepth, NT, false>(x, a.hidden, base + part * kRouterWarps * kStep, columns, tokens, row, t);
+      if constexpr (NORMED) {
+        const __nv_bfloat16* added = a.delta + static_cast<int64_t>(row) * a.hidden + first;
+        load_steps<kDepth, 1, false>(added, a.hidden, base, columns, tokens, row, delta);
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d) {
+          const uint4 total = decode::add8(t[d][0], delta[d][0]);
+          squares += decode::squares8(total);
+          t[d][0] = decode::normed8(total, 1.0f, norm[d][0]);
+        }
+      }
 #pragma unroll
       for (int d = 0; d < kTokenDepth; ++d)
 #pragma unroll
@@ -143,6 +188,10 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         smem.partial[warp][8 * n + 2 * quad + (i & 1)][16 * m + row + 8 * (i >> 1)] = acc[m][n][i];
+  if constexpr (NORMED) {
+    squares = decode::sum_lanes<4>(squares);
+    if (quad == 0) smem.squares[warp][row] = squares;
+  }
   __syncthreads();
   cluster.barrier_wait(std::move(started));  // the receivers have begun, so their shared memory is theirs
   for (int i = threadIdx.x; i < tokens * 16 * MT; i += kRouterWarps * 32) {
@@ -152,6 +201,12 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
     for (int w = 0; w < kRouterWarps; ++w) sum += smem.partial[w][token][column];
     *cluster.map_shared_rank(&smem.sums[split][token / kSplits][column], token % kSplits) = sum;
   }
+  if (NORMED && threadIdx.x < 8 * kSplits) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kRouterWarps; ++w) sum += smem.squares[w][threadIdx.x % 8];
+    *cluster.map_shared_rank(&smem.all_squares[split][threadIdx.x % 8], threadIdx.x / 8) = sum;
+  }
   cluster.sync();
   const int mine = (tokens - split + kSplits - 1) / kSplits;  // tokens split, split + 8, ...
   for (int i = threadIdx.x; i < mine * 16 * MT; i += kRouterWarps * 32) {
@@ -159,8 +214,10 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
     float sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSplits; ++s) sum += smem.sums[s][slot][column];
+    if constexpr (NORMED) sum *= inverse_norm(a, slot * kSplits + split, smem.all_squares);
     store_relaxed(a.logits + static_cast<int64_t>(slot * kSplits + split) * experts + tile * 16 * MT + column, sum);
   }
+  if (NORMED && tile == 1) store_normed(a, split, smem.all_squares);
   if (!FUSED || tile > 0) return;
 
   constexpr int kValues = 12;
