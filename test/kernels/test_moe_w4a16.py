@@ -13,6 +13,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels import build
 from kimi_k2.kernels.moe_tuning import ExpertChoice
 from kimi_k2.kernels.moe_w4a16 import (
+    RECORD,
     _Arguments,
     check_arguments,
     check_choice,
@@ -206,7 +207,15 @@ def test_workspace_covers_the_worst_routing(fused):
     assert sizes["flags"][0] >= tiles * 4
     assert sizes["partial"][0] >= tiles * 4 * 2 * rows * 256
     assert sizes["contrib"] == (320 * 2 * 7168, torch.float32 if fused else torch.bfloat16)
-    assert sizes["inter_q"] == (320 * 512, torch.bfloat16)
+    # A token's 128 columns as a record: two e4m3 codes a value, and its factors.
+    assert sizes["inter_q"] == (320 * 4 * (2 * 128 + 32), torch.uint8)
+    assert sizes["xs"] == (0 if fused else 40 * 56 * (2 * 128 + 32), torch.uint8)
+    many = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(False, 64, 1, 1, 1))
+    assert many["inter_q"] == (320 * 512, torch.bfloat16)
+
+
+def test_record_is_as_long_as_cuda_has_it():
+    assert int(re.search(r"kRecord = (\d+);", (build.SOURCES / "w4a16.cuh").read_text()).group(1)) == RECORD
 
 
 def test_ctypes_structure_follows_the_cuda_one():

@@ -2,9 +2,11 @@
 
 Replaces `kimi_k2.model.moe.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
 dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
-times scale rounded once; sums are float32; the intermediate is bfloat16. The second stage's weights may be bfloat16
-instead (`w2_bf16`). Weights must first be put in the kernel's order by `prepare_w4a16`. csrc/w4a16.cu says how the
-launch works; up to `DECODE_TOKENS` tokens csrc/w4a16_decode.cu takes one token-expert pair at a time.
+times scale rounded once; for few tokens an expert to e4m3, unrounded, and scales are applied to sums (tokens are then
+the sum of two e4m3 codes, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
+bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
+order by `prepare_w4a16`. csrc/w4a16.cu says how the launch works; up to `DECODE_TOKENS` tokens csrc/w4a16_decode.cu
+takes one token-expert pair at a time.
 Capture-safe: scratch memory is allocated once a shape and device and kept.
 """
 
@@ -31,7 +33,9 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 # Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
 # atomics and token loads wait behind them.
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
-# Up to here the pairs are products of their own (H200: 40.2 us against 42.3 at two tokens, 72.4 against 64.4 at four).
+# Bytes of a token's 128 columns as e4m3 codes and their factors (csrc/w4a16_e4m3.cuh).
+RECORD = 288
+# Up to here the pairs are products of their own (H200: 37.4 us against 42.3 at two tokens, 68.7 against 63.0 at four).
 DECODE_TOKENS = 2
 DECODE_HIDDEN = (1024, 7168)
 DECODE_POINTERS = (
@@ -150,7 +154,11 @@ def workspace_sizes(
     pairs = tokens * top_k
     sort = (2 * MAX_EXPERTS + 1, torch.int32)
     contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
-    return sizes | unused | {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+    made = {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+    if choice.max_tokens <= 32:
+        made["inter_q"] = (pairs * inter // CHUNK_COLUMNS * RECORD, torch.uint8)
+        made["xs"] = (0 if choice.fused else tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
+    return sizes | unused | made
 
 
 @functools.cache

@@ -106,6 +106,53 @@ __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int t
   }
 }
 
+// Three warps, each every third chunk: the first stage's tokens encoded on the way if nobody did so before. A warp
+// announces what it copied when its next copies are under way.
+template <class C>
+__device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tiles, int me, int lane) {
+  int seq = 0, pending = -1;  // stage whose copies nobody has been told of
+  auto announce_all = [&] {
+    if (pending < 0) return;
+    moe::cp_async_wait<0>();
+    announce(s, pending, lane);
+    pending = -1;
+  };
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
+    const int item = s.ring[slot];
+    if (item < 0) break;
+    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+    const int row = lane < tile.z ? token_row(a, s, it, tile, slot, lane) : 0;
+    const size_t pitch = (size_t)(it.stage ? a.inter : a.hidden) / 128 * kRecord;
+    const unsigned char* from = reinterpret_cast<const unsigned char*>(it.stage ? a.inter_q : a.xs);
+    if (it.stage == 1) {
+      announce_all();  // the tile may be waiting for this very block
+      wait_for_tile(a, it.tile, s.epoch, lane);
+    }
+    for (int slab = 0; slab < it.slabs; ++slab)
+      for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
+        if (seq % 3 != me) continue;
+        const int st = seq % C::STAGES;
+        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (C::FUSED && it.stage == 0) {
+          encode_tokens<C>(a, s, st, row, tile.z, kb, lane);
+          continue;
+        }
+        copy_records<C>(s, st, from + kb * kRecord, pitch, row, tile.z, lane);
+        if (pending >= 0) {
+          moe::cp_async_wait<1>();
+          announce(s, pending, lane);
+        }
+        pending = st;
+      }
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+  }
+  announce_all();
+}
+
 // Copies of one chunk's token rows: COLUMNS of each, 16 bytes a thread and step.
 template <int COLUMNS, class C>
 __device__ __forceinline__ void copy_tokens(Smem<C>& s, int st, const unsigned* rows, int n, const __nv_bfloat16* src,
@@ -212,16 +259,21 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     for (int i = 0; i < C::STAGES; ++i) {
       moe::mbar_init(&s.weights_full[i], 1);
       moe::mbar_init(&s.full[i], C::FEW ? 1 : kFillThreads);
-      moe::mbar_init(&s.empty[i], C::CONSUMERS / 32);
+      moe::mbar_init(&s.empty[i], C::E4M3 ? 4 : C::CONSUMERS / 32);  // e4m3: one warpgroup a chunk
     }
     for (int i = 0; i < kRing; ++i) {
       moe::mbar_init(&s.item_full[i], 1);
-      moe::mbar_init(&s.item_empty[i], (C::FEW ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
+      moe::mbar_init(&s.item_empty[i], (C::FEW && !C::E4M3 ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
       moe::mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
       moe::mbar_init(&s.epi_empty[i], 1);
     }
     moe::fence_mbar_init();
   }
+  if constexpr (C::E4M3)
+    if (tid < C::NMAX) {
+      s.amax[tid] = 0;
+      for (int k = 0; k < 4; ++k) s.sums[tid][k] = 0;
+    }
   if (a.pdl) {
     moe::pdl_launch();
     moe::pdl_wait();
@@ -247,14 +299,16 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
       feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
-    } else if (C::FEW ? warp == 1 : warp > 0) {
-      if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
+    } else if (C::FEW && !C::E4M3 ? warp == 1 : warp > 0) {
+      if constexpr (C::E4M3) feed_records<C>(a, s, tiles, warp - 1, lane);
+      else if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
       else feed_many_tokens<C>(a, s, tiles, tid - 32);
     }
   } else if (warp < 4 + C::CONSUMERS / 32) {
-    if constexpr (kMoveRegisters) moe::reg_alloc<224>();
+    if constexpr (kMoveRegisters) moe::reg_alloc<C::FUSED ? 200 : 224>();
     consume<C>(a, s, tiles);
   } else if constexpr (C::FUSED) {
+    if constexpr (kMoveRegisters) moe::reg_dealloc<56>();
     for (int t = blockIdx.x; t < a.tokens; t += gridDim.x)
       if (s.route.token_pairs[t] == 0)
         for (int i = tid - 128 - C::CONSUMERS; i < a.hidden / 2; i += 128)

@@ -32,19 +32,30 @@ struct Config {
   static constexpr int TILES = 4 / WARPGROUPS;            // 64-row tiles of a warpgroup
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
   static constexpr bool FEW = NMAX <= 32;                 // tokens: one lane each can request them
-  static constexpr int PITCH = FEW ? 272 : 256;           // bytes of a token's 128 columns in shared memory
+  static constexpr bool E4M3 = FEW && !W2_BF16;           // see w4a16_e4m3.cuh
+  static constexpr int PITCH = FEW && !E4M3 ? 272 : 256;  // bytes of a token's 128 columns in shared memory
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
+constexpr int kRecord = 288;      // bytes of a token's 128 columns as e4m3 codes and factors: w4a16_e4m3.cuh
+constexpr int kFactorPitch = 12;  // floats of its factors in shared memory, where two lanes never meet a bank
+
 template <class C>
 struct Smem {
-  // Tokens. Few: a row each. Many: two halves of 64 columns, rows of 128 bytes, swizzled.
+  // Tokens. Few in bf16: a row each. Many: two halves of 64 columns, rows of 128 bytes, swizzled; so are e4m3's upper
+  // and lower codes.
   alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
   alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
   alignas(16) float meta_w[kRing][C::NMAX];  // prepared mode: weight and pair of each token of an item
   int meta_pair[kRing][C::NMAX];
   unsigned row[2][C::FEW ? 1 : C::NMAX];  // source row of each token of the item being filled
+  static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
+  alignas(16) float factor[C::E4M3 ? C::STAGES : 1][CODED][kFactorPitch];
+  float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
+  alignas(16) unsigned char records[CODED][256];  // codes of an item's intermediate on their way out
+  unsigned amax[CODED];                           // of its float32 values, as bits
+  int sums[CODED][4];                             // of its codes, a group of 32 columns each; zero between items
   uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];

@@ -66,18 +66,22 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     const int groups = a.inter / 128, cell = it.tile * groups + it.block;
     if constexpr (C::FEW)  // with more tokens there is work enough without splits
       if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
+    if constexpr (C::E4M3) {
+      store_records<NT, C>(a, s, it, tile, acc);
+    } else {
 #pragma unroll
-    for (int m = 0; m < C::TILES; ++m) {
-      __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.block * 128 + (first + m) * 32 + w * 8 + 2 * q;
+      for (int m = 0; m < C::TILES; ++m) {
+        __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.block * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
-      for (int j = 0; j < NT / 8; ++j) {
-        const float* d = acc[m] + 4 * j;
-        const uint32_t v = moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]);
-        const uint32_t u = transpose_8x8(v);  // token 8j + g, columns 2q and 2q + 1
-        if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
+        for (int j = 0; j < NT / 8; ++j) {
+          const float* d = acc[m] + 4 * j;
+          const uint32_t v = moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]);
+          const uint32_t u = transpose_8x8(v);  // token 8j + g, columns 2q and 2q + 1
+          if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
+        }
       }
     }
-    if constexpr (C::FEW) fence_proxy_global();  // the copy engine reads it
+    if constexpr (C::FEW && !C::E4M3) fence_proxy_global();  // the copy engine reads it
     moe::named_sync(1, C::CONSUMERS);
     if (tid == 0) moe::st_release(a.flags + cell, s.epoch);
   } else if constexpr (C::FUSED) {

@@ -20,12 +20,16 @@ static int launch_main(const Args& a, cudaStream_t stream) {
 
 template <bool W2_BF16>
 static int launch_all(const Args& a, cudaStream_t stream) {
-  if (a.fused) return launch_main<Config<16, 8, 4, true, W2_BF16>>(a, stream);
+  if (a.fused) return launch_main<Config<16, 8, W2_BF16 ? 4 : 2, true, W2_BF16>>(a, stream);
+  if (!W2_BF16 && a.nmax == 32) {
+    const int64_t records = (int64_t)a.tokens * (a.hidden / 128);
+    if (int rc = launch(encode_kernel, dim3((records + 7) / 8), 256, 0, stream, a)) return rc;
+  }
   const int blocks = min(a.grid, (a.tokens * a.top_k + kSortThreads - 1) / kSortThreads);
   if (int rc = launch(count_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   if (int rc = launch(scatter_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   int rc = 1002;
-  if (a.nmax == 32) rc = launch_main<Config<32, 8, 4, false, W2_BF16>>(a, stream);
+  if (a.nmax == 32) rc = launch_main<Config<32, W2_BF16 ? 8 : 6, W2_BF16 ? 4 : 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 64) rc = launch_main<Config<64, 6, 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 128) rc = launch_main<Config<128, 4, 2, false, W2_BF16>>(a, stream);
   if (rc) return rc;

@@ -1,6 +1,6 @@
 // Weights times tokens over an item's chunks, by warps for few tokens and by warpgroups for many.
 #pragma once
-#include "w4a16.cuh"
+#include "w4a16_e4m3.cuh"
 
 namespace w4a16 {
 
@@ -121,7 +121,8 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
 // acc[m] += weights of 64-row tile m x tokens.
 template <int NT, bool BF16, class C>
 __device__ __forceinline__ void multiply(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
-  if constexpr (C::FEW) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
+  if constexpr (C::E4M3) multiply_e4m3<NT, C>(s, nk, seq, acc);
+  else if constexpr (C::FEW) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
   else multiply_by_warpgroups<NT, BF16, C>(s, nk, seq, acc);
 }
 
