@@ -68,9 +68,10 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[4], const uint4 (&wo
   }
 }
 
-// PER_WARP chunks of 128 columns a warp, AHEAD of them in flight.
+// PER_WARP chunks of 128 columns a warp, AHEAD of them in flight. Four blocks of a multiprocessor, so that all of eight
+// pairs' are under way at once where the intermediate is 512 wide; with three the last ones ran alone.
 template <int PER_WARP, int AHEAD>
-__global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArguments a) {
   DECODE_DYNAMIC_SHARED(uint32_t, token_values);
   __shared__ float part[kWarps][16];
   constexpr int kChunks = PER_WARP * kWarps, kColumns = kChunks * 128;
@@ -114,13 +115,13 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const DecodeArgument
   }
 }
 
-// Four chunks of int4 or bf16 weights at a time: 512 or 128 columns.
+// Two chunks of int4 or bf16 weights at a time: 256 or 64 columns.
 template <bool BF16>
-__global__ void __launch_bounds__(kThreads, 3) down_rows(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a) {
   DECODE_DYNAMIC_SHARED(uint32_t, values);  // the token's intermediate
   __shared__ decode::Pairs pairs[kWarps];
   __shared__ float part[kWarps][16];
-  constexpr int kColumns = BF16 ? 32 : 128, kBatch = 4;
+  constexpr int kColumns = BF16 ? 32 : 128, kBatch = 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, token = blockIdx.y;
   const int chunks = a.inter / kColumns;
   decode::let_next_start();
@@ -198,7 +199,7 @@ extern "C" int kimi_w4a16_decode(const w4a16::DecodeArguments* a, void* stream) 
   if (a->top_k >= decode::kMaxSlots) return 1000;
   switch (a->hidden) {
     case 1024: return w4a16::start<1, 1>(*a, stream);
-    case 7168: return w4a16::start<7, 4>(*a, stream);
+    case 7168: return w4a16::start<7, 2>(*a, stream);
     default: return 1000;
   }
 }
