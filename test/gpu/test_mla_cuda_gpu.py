@@ -60,6 +60,46 @@ def test_parts_for_another_launch(splits):
     assert relative(joined, reference(q, rows, lengths)) < RELATIVE
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_e4m3_cache(lengths, heads):
+    """NaN codes wherever no sequence has a row; one number of parts and the chosen one."""
+    capacity, cache_scale = -(-max(lengths) // PAGE) * PAGE + 128, 0.05
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
+    rows, cache = ((tensor / cache_scale).to(torch.float8_e4m3fn) for tensor in (rows, cache))
+    wanted = reference(q, rows.float() * cache_scale, lengths)
+    for launch in (CudaLaunch(3), choose_launch(len(lengths), heads, capacity)):
+        paged = run(q, cache, seq_lens, SCALE, table, launch, cache_scale)
+        assert paged.isfinite().all()
+        assert relative(paged, wanted) < RELATIVE
+        for _ in range(3):
+            assert torch.equal(run(q, rows, seq_lens, SCALE, None, launch, cache_scale), paged)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("capacity", [1, 50, 1000])
+def test_e4m3_cache_of_any_length(capacity, heads):
+    torch.manual_seed(capacity)
+    q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(3, capacity, 576, device="cuda").to(torch.float8_e4m3fn)
+    lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    out = run(q, rows, seq_lens, SCALE, None, choose_launch(3, heads, capacity))
+    assert relative(out, reference(q, rows.float(), lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_every_e4m3_code(heads):
+    """Rows of one code each: the result is its value; NaN of a sequence's own stays NaN."""
+    values = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    rows = values[:, None, None].expand(256, 70, 576).contiguous()
+    q = torch.randn(256, heads, 576, device="cuda", dtype=torch.bfloat16) * 1e-3
+    lengths = torch.full((256,), 70, dtype=torch.int32, device="cuda")
+    out = run(q, rows, lengths, SCALE, None, CudaLaunch(1), 0.5)
+    wanted = (values.float() * 0.5)[:, None, None].expand_as(out)
+    assert torch.equal(out.float().nan_to_num(7e4), wanted.nan_to_num(7e4))
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
 def test_latents_of_any_size(heads, size):

@@ -26,19 +26,24 @@ def test_splits_beyond_the_joins_reach_are_refused(splits):
         mla_cuda.CudaLaunch(splits)
 
 
-@pytest.mark.parametrize(("heads", "splits"), [(64, 8), (8, 1)])
-def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads, splits):
-    q, cache = torch.zeros(1, heads, 576), torch.zeros(1, 640, 576)
-    with pytest.raises(KernelError, match="expected 8 heads, two parts"):
+@pytest.mark.parametrize(("heads", "splits", "dtype"), [
+    (64, 8, torch.bfloat16),
+    (8, 1, torch.bfloat16),
+    (8, 8, torch.float8_e4m3fn),
+])  # fmt: skip
+def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads, splits, dtype):
+    q, cache = torch.zeros(1, heads, 576, dtype=torch.bfloat16), torch.zeros(1, 640, 576).to(dtype)
+    with pytest.raises(KernelError, match=r"expected 8 heads, .*bfloat16, two parts"):
         mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, mla_cuda.CudaLaunch(splits))
 
 
 @pytest.mark.parametrize(("found", "dtype", "wanted"), [
     (True, torch.bfloat16, True),
     (False, torch.bfloat16, False),
-    (True, torch.float8_e4m3fn, False),
+    (True, torch.float8_e4m3fn, True),
+    (True, torch.float16, False),
 ])  # fmt: skip
-def test_cuda_where_there_is_a_compiler_and_the_cache_is_bf16(monkeypatch, found, dtype, wanted):
+def test_cuda_where_there_is_a_compiler_and_it_takes_the_cache(monkeypatch, found, dtype, wanted):
     monkeypatch.setattr(mla_cuda, "available", lambda: found)
     assert mla_decode.uses_cuda(64, dtype) == wanted
 

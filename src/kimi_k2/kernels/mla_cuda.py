@@ -1,8 +1,8 @@
-"""MLA decode attention over a BF16 cache in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
+"""MLA decode attention in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
 
-csrc/mla_decode.cu says how a block works. The split of the context and the join of its parts are `mla_decode`'s: by the
-shapes alone, lengths read on the device, parts joined in a fixed order. The tensor maps are kernel parameters, encoded
-on every call: a captured CUDA graph keeps them.
+csrc/mla_decode.cu and, for 8 heads, mla_few.cuh say how a block works. The split of the context and the join of its
+parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts joined in a fixed order. The tensor
+maps are kernel parameters, encoded on every call: a captured CUDA graph keeps them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
-from kimi_k2.kernels.mla_decode import HEADS, LATENT, LOG2_E, PAGE, ROW
+from kimi_k2.kernels.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
@@ -47,6 +47,7 @@ class _Arguments(ctypes.Structure):
         ("rows", ctypes.c_int64),
         *[(name, ctypes.c_int) for name in _INTEGERS],
         ("scale", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
     ]
 
 
@@ -58,7 +59,7 @@ def available() -> bool:
 
 def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
     """Whether the kernel takes this many heads over such a cache."""
-    return heads in HEADS and cache_dtype == torch.bfloat16
+    return heads in HEADS and cache_dtype in CACHE_DTYPES
 
 
 def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> CudaLaunch:
@@ -86,14 +87,18 @@ def _launch(
     seq_lens: Tensor,
     softmax_scale: float,
     block_table: Tensor | None,
+    cache_scale: float,
     splits: int,
     out: Tensor | None,
     parts: tuple[Tensor, Tensor] | None,
 ) -> None:
+    codes = cache.dtype != q.dtype
+    value_scale = cache_scale if codes else 1.0
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
-        heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E,
+        heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E * value_scale,
+        value_scale=value_scale,
     )  # fmt: skip
     if out is not None:
         arguments.out = out.data_ptr()
@@ -102,7 +107,7 @@ def _launch(
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
     status = load_library("mla_launch.cu").kimi_mla_decode(
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(arguments), out is not None,
+        ctypes.c_void_p(q.data_ptr()), ctypes.byref(arguments), codes, out is not None,
         ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
     )  # fmt: skip
     if status:
@@ -116,6 +121,7 @@ def run(
     softmax_scale: float,
     block_table: Tensor | None,
     launch: CudaLaunch,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """`mla_decode` with the launch pinned, arguments unchecked.
 
@@ -129,14 +135,14 @@ def run(
     if cache.numel() == 0 or (block_table is not None and block_table.shape[1] == 0):
         return out.zero_()
     parts = _parts(q, launch.splits) if launch.splits > 1 else None
-    _launch(q, cache, seq_lens, softmax_scale, block_table, launch.splits, out, parts)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts)
     return out
 
 
 def attend_parts(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, launch: CudaLaunch
 ) -> tuple[Tensor, Tensor]:
-    """The parts of the context, for another launch to join: 8 heads, a cache in one piece, two parts or more.
+    """The parts of the context, for another launch to join: 8 heads, a BF16 cache in one piece, two parts or more.
 
     Returns:
         float32 [B, 8, splits, 512], each part normalised; float32 [B, 8, splits], the base-2 logarithms of the parts'
@@ -145,8 +151,9 @@ def attend_parts(
     Raises:
         KernelError: other sizes, or the launch failed.
     """
-    if q.shape[1] != FEW_HEADS or launch.splits < 2 or cache.numel() == 0:
-        raise KernelError(f"parts of {q.shape[1]} heads, {launch}: expected {FEW_HEADS} heads, two parts or more")
+    if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or launch.splits < 2 or cache.numel() == 0:
+        found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {launch}"
+        raise KernelError(f"parts of {found}: expected {FEW_HEADS} heads, {q.dtype}, two parts or more")
     parts = _parts(q, launch.splits)
-    _launch(q, cache, seq_lens, softmax_scale, None, launch.splits, None, parts)
+    _launch(q, cache, seq_lens, softmax_scale, None, 1.0, launch.splits, None, parts)
     return parts

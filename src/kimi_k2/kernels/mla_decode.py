@@ -3,8 +3,7 @@
 Stands for `kimi_k2.model.attention.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
 (512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
 so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
-order: the same inputs give the same bits. A BF16 cache is read by CUDA C++ (`mla_cuda`) where nvcc is found, by Triton
-elsewhere; an e4m3 one by Triton.
+order: the same inputs give the same bits. CUDA C++ (`mla_cuda`) runs where nvcc is found, Triton elsewhere.
 """
 
 from __future__ import annotations
@@ -163,7 +162,8 @@ def mla_decode(
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if uses_cuda(q.shape[1], cache.dtype):
-        return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, _cuda().choose_launch(*shape))
+        chosen = _cuda().choose_launch(*shape)
+        return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
     launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
         launch = for_codes(launch)

@@ -28,17 +28,16 @@ __device__ __forceinline__ int page_of(const Arguments& a, const Part& part, int
   return a.table && i < part.count ? load_l2(a.table + int64_t(request) * a.table_stride + part.first + i) : 0;
 }
 
-// The L2 is asked for the 64 rows that come first, by the length and the page as they lie there now. The launch ahead may
-// still change them, and the rows: nothing is taken from here.
-__device__ __forceinline__ Part ask_ahead(const Arguments& a, int split, int request) {
-  const Part guess(a, load_l2(a.lengths + request), split);
-  if (threadIdx.x % 32 == 0 && guess.count > 0) {
-    const int64_t row = a.table ? int64_t(page_of(a, guess, request, 0)) * kRows
-                                : int64_t(request) * a.capacity + guess.first * kRows;
-    if (row >= 0 && row + kRows <= a.rows)
-      prefetch_bulk_l2(a.cache + row * (kRow * 2), kRows * kRow * 2);
-  }
-  return guess;
+// First row of the part's block `i`, whose page is given.
+__device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, int request, int page, int i) {
+  return a.table ? int64_t(page) * kRows : int64_t(request) * a.capacity + int64_t(part.first + i) * kRows;
+}
+
+// The L2 is asked for 64 rows, unless they are not all there.
+template <bool CODES>
+__device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
+  constexpr int kBytes = CODES ? kRow : kRow * 2;
+  if (row >= 0 && row + kRows <= a.rows) prefetch_bulk_l2(a.cache + row * kBytes, kRows * kBytes);
 }
 
 template <class M>
@@ -50,8 +49,8 @@ __device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUten
 }
 
 // How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part and,
-// to the copying warp, its first 32 page numbers.
-template <class M>
+// to the warps that copy, its first 32 page numbers. CODES: four of them, else one.
+template <bool CODES, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       int split, int request, bool copies, int* page) {
   const int lane = threadIdx.x % 32;
@@ -61,20 +60,26 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
     moe::mbar_init(&m.query_full, 1);
     for (int stage = 0; stage < kStages; ++stage)
       for (int group = 0; group < kGroups; ++group) {
-        moe::mbar_init(&m.full[stage][group], 1);
+        moe::mbar_init(&m.full[stage][group], CODES ? 4 : 1);
         moe::mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
       }
     moe::fence_mbar_init();
   }
   Part guess;
-  if (copies) guess = ask_ahead(a, split, request);
+  if (copies) {
+    // The first rows, by the length and the page as they lie there now. The launch ahead may still change them, and the
+    // rows: nothing is taken from here.
+    guess = Part(a, load_l2(a.lengths + request), split);
+    if (threadIdx.x == kConsumers && guess.count > 0)
+      ask<CODES>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
+  }
   __syncthreads();
   moe::pdl_wait();
   moe::pdl_launch();
   const int length = load_l2(a.lengths + request);
   if (copies) {
     *page = page_of(a, guess, request, lane);
-    if (lane == 0) copy_query(m, a, query, request);
+    if (threadIdx.x == kConsumers) copy_query(m, a, query, request);
   }
   const Part part(a, length, split);
   if (copies && (part.first != guess.first || part.count != guess.count)) *page = page_of(a, part, request, lane);
@@ -90,7 +95,7 @@ __device__ void copy_rows(M& m, const Arguments& a, const CUtensorMap* cache, co
   for (int i = 0; i < part.count; ++i) {
     // Thirty-two page numbers a load, so that no copy waits for its own.
     if (i % 32 == 0 && i > 0) page = page_of(a, part, request, i + lane);
-    const int row = a.table ? __shfl_sync(~0u, page, i % 32) * kRows : request * a.capacity + (part.first + i) * kRows;
+    const int row = int(row_of(a, part, request, __shfl_sync(~0u, page, i % 32), i));
     const int stage = i % kStages;
     if (lane == 0) {
 #pragma unroll

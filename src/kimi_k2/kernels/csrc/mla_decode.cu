@@ -3,7 +3,6 @@
 // computes the scores, their online softmax in base 2 and the left 256 columns of the values; the second takes the
 // weights from shared memory, in the first one's register order, and computes the right 256 columns. Keys and values
 // are the same bytes: K-major for the scores, MN-major for the values.
-#include "mla_copy.cuh"
 #include "mla_few.cuh"
 #include "mla_join.cuh"
 #include "mla_store.cuh"
@@ -11,7 +10,11 @@
 namespace mla {
 
 // Three warpgroups, the third to copy: registers are handed from it to the other two.
-constexpr int kThreads = kConsumers + 128, kConsumerRegisters = 240, kCopierRegisters = 24;
+constexpr int kThreads = kConsumers + 128;
+template <bool CODES>
+constexpr int kConsumerRegisters = CODES ? 192 : 240;
+template <bool CODES>
+constexpr int kCopierRegisters = CODES ? 120 : 24;
 // Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
 constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
 
@@ -144,20 +147,24 @@ __device__ void right(Memory& m, const Arguments& a, const Part& part, int reque
   store(a, acc, request, split, 1, top, total);
 }
 
+template <bool CODES>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
   const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const bool copies = threadIdx.x >= kConsumers && threadIdx.x < kConsumers + 32;
+  const bool copies = role == 2 && (CODES || threadIdx.x < kConsumers + 32);
   int page = 0;
-  const Part part = begin(m, a, &query, &cache, split, request, copies, &page);
-  if (part.count <= 0) return store_empty(a, request, split, kThreads);
+  const Part part = begin<CODES>(m, a, &query, &cache, split, request, copies, &page);
+  if (part.count <= 0) return store_empty(a, request, split);
   if (role == 2) {
-    moe::reg_dealloc<kCopierRegisters>();
-    if (copies) copy_rows(m, a, &cache, part, request, page);
+    moe::reg_dealloc<kCopierRegisters<CODES>>();
+    if (CODES)
+      convert_rows<1>(m, a, part, request, page);
+    else if (copies)
+      copy_rows(m, a, &cache, part, request, page);
   } else {
-    moe::reg_alloc<kConsumerRegisters>();
+    moe::reg_alloc<kConsumerRegisters<CODES>>();
     if (role == 0)
       score_and_left(m, a, part, request, split);
     else

@@ -22,10 +22,10 @@ struct Arguments {
   __nv_bfloat16* out;    // [batch, heads, 512]
   void* parts;           // normalised, one of `splits` after another; not used where that is one
   float* sums;           // base-2 logarithms of the parts' sums of exponentials
-  const uint8_t* cache;  // [rows, 576]
+  const uint8_t* cache;  // [rows, 576] of bfloat16 or e4m3
   int64_t rows;
   int batch, heads, splits, table_stride, capacity;
-  float scale;  // of the scores, times log2(e)
+  float scale, value_scale;  // of the scores, times log2(e); of the values
 };
 
 // What the copies need: the queries in 9 boxes of 64 columns, the stages, and whether each has arrived or is free.

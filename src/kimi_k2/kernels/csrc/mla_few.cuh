@@ -3,11 +3,12 @@
 // card lowers its clock. Two warpgroups take every other 64 cache rows, each with its own online softmax and its own stage;
 // at the end each finishes half of the latent.
 #pragma once
-#include "mla_copy.cuh"
+#include "mla_codes.cuh"
 
 namespace mla {
 
-constexpr int kFewThreads = kConsumers + 32;
+template <bool CODES>
+constexpr int kFewThreads = kConsumers + (CODES ? 256 : 32);
 // Named barriers: one for each warpgroup, and both at the end.
 constexpr int kWarpgroup = 1, kHanded = 3;
 static_assert(kStages == 2, "a stage for each warpgroup: neither can come upon the other one's phase");
@@ -138,7 +139,7 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
 #pragma unroll
     for (int w = 0; w < 4; ++w) total0 += m.total[0][w][pair + h], total1 += m.total[1][w][pair + h];
     const float share0 = exp2_approximate(top0 - best), share1 = exp2_approximate(top1 - best);
-    const float total = total0 * share0 + total1 * share1, inverse = 1.f / total;
+    const float total = total0 * share0 + total1 * share1, inverse = a.value_scale / total;
     factor[0][h] = share0 * inverse, factor[1][h] = share1 * inverse;
     if (a.splits > 1 && group == 0 && thread < 4)
       a.sums[(int64_t(request) * kFewHeads + pair + h) * a.splits + split] = best + log2f(total);
@@ -169,18 +170,20 @@ __device__ void few_store_empty(const Arguments& a, int request, int split) {
     return;
   }
   uint4* out = reinterpret_cast<uint4*>(a.out + head0 * kLatent);
-  for (int i = threadIdx.x; i < kFewHeads * kLatent / 8; i += kFewThreads) out[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < kFewHeads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
 
-__global__ void __launch_bounds__(kFewThreads, 1)
+template <bool CODES>
+__global__ void __launch_bounds__(kFewThreads<CODES>, 1)
     attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   FewMemory& m = *reinterpret_cast<FewMemory*>(raw);
   const int split = blockIdx.x, request = blockIdx.y, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int page = 0;
-  const Part part = begin(m, a, &query, &cache, split, request, group == 2, &page);
+  const Part part = begin<CODES>(m, a, &query, &cache, split, request, group >= 2, &page);
   if (part.count <= 0) return few_store_empty(a, request, split);
-  if (group == 2) return copy_rows(m, a, &cache, part, request, page);
+  if (group >= 2)
+    return CODES ? convert_rows<2>(m, a, part, request, page) : copy_rows(m, a, &cache, part, request, page);
   FewState state;
   mbar_wait(&m.query_full, 0);
   for (int i = group; i < part.count; i += kStages) {

@@ -26,22 +26,29 @@ static int launch_join(const Arguments& a, cudaStream_t stream) {
   return host::launch(join<HALVES, 8, 16>, on(8), a);
 }
 
+template <bool CODES>
+static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, cudaStream_t stream) {
+  static_assert(sizeof(Memory) <= 232448, "shared memory of one block");
+  const dim3 blocks(a.splits, a.batch);
+  if (a.heads == kFewHeads)
+    return host::launch(attend_few<CODES>, {blocks, kFewThreads<CODES>, sizeof(FewMemory), stream}, query, cache, a);
+  return host::launch(attend<CODES>, {blocks, kThreads, sizeof(Memory), stream}, query, cache, a);
+}
+
 }  // namespace mla
 
-// Without `joins`, args->parts and args->sums are the result. Returns 0, a cudaError_t, or 1000 and above for errors of our
-// own.
-extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int joins, void* stream_ptr) {
+// A cache of e4m3 with `codes`, else of bfloat16. Without `joins`, args->parts and args->sums are the result. Returns 0, a
+// cudaError_t, or 1000 and above for errors of our own.
+extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int codes, int joins, void* stream_ptr) {
   using namespace mla;
-  static_assert(sizeof(Memory) <= 232448, "shared memory of one block");
   const Arguments& a = *args;
-  const bool few = a.heads == kFewHeads;
+  const auto stream = static_cast<cudaStream_t>(stream_ptr);
   CUtensorMap query, cache;
   if (int rc = encode(&query, q, int64_t(a.batch) * a.heads, a.heads)) return rc;
-  if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
-  const auto stream = static_cast<cudaStream_t>(stream_ptr);
-  const host::Launch how = {dim3(a.splits, a.batch), few ? kFewThreads : kThreads,
-                            few ? sizeof(FewMemory) : sizeof(Memory), stream};
-  if (int rc = host::launch(few ? attend_few : attend, how, query, cache, a)) return rc;
+  cache = query;  // codes do not come by it
+  if (!codes)
+    if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
+  if (int rc = codes ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
   if (a.splits == 1 || !joins) return 0;
-  return few ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
+  return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_part(const Arguments& a, const float (&acc
   peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
   peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
   // The largest comes to lie in [2^14, 2^15): 268 = 127 + 127 + 14.
-  const float inverse = 1.f / total;
+  const float inverse = a.value_scale / total;
   const int exponent = min(max(__float_as_int(peak * inverse) >> 23, 30), 254);
   const float factor = inverse * __int_as_float((268 - exponent) << 23);
   uint4* place = static_cast<uint4*>(a.parts) + part * a.heads * 64 +
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
       store_part(a, acc, int64_t(request) * a.splits + split, half, lower, top[lower], total[lower]);
       continue;
     }
-    const float inverse = 1.f / total[lower];
+    const float inverse = a.value_scale / total[lower];
     const int64_t head = int64_t(request) * a.heads + warp * 16 + lower * 8 + lane / 4;
     __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 2;
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
 }
 
 // A part without rows: its sums' logarithms are -inf and its values stay unwritten; the only part of a request is zero.
-__device__ void store_empty(const Arguments& a, int request, int split, int threads) {
+__device__ void store_empty(const Arguments& a, int request, int split) {
   if (a.splits > 1) {
     if (threadIdx.x < 2 * a.heads)
       reinterpret_cast<float2*>(a.sums)[(int64_t(request) * a.splits + split) * 2 * a.heads + threadIdx.x] =
@@ -85,7 +85,7 @@ __device__ void store_empty(const Arguments& a, int request, int split, int thre
     return;
   }
   uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
-  for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += threads) out[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace mla
