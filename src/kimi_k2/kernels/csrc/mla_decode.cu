@@ -1,8 +1,8 @@
 // MLA decode attention of 16 to 64 heads (8: mla_few.cuh): a block takes all heads of one request over one part of its
-// context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory accelerator. The first warpgroup
-// computes the scores, their online softmax in base 2 and the left 256 columns of the values; the second takes the
-// weights from shared memory, in the first one's register order, and computes the right 256 columns. Keys and values
-// are the same bytes: K-major for the scores, MN-major for the values.
+// context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory accelerator; of
+// an e4m3 cache, four warps convert. The first warpgroup computes the scores, their online softmax in base 2 and the left
+// 256 columns of the values; the second takes the weights from shared memory, in the first one's register order, and
+// computes the right 256 columns. Keys and values are the same bytes: K-major for the scores, MN-major for the values.
 #include "mla_few.cuh"
 #include "mla_join.cuh"
 #include "mla_store.cuh"

@@ -24,7 +24,8 @@ struct Source<true> {
     const Slot slot(within, a.heads);
     row = int64_t(request) * a.heads + slot.head, column = slot.column;
     part = static_cast<const uint4*>(a.parts) + int64_t(request) * a.splits * part_step + within;
-    sums = reinterpret_cast<const float2*>(a.sums) + int64_t(request) * a.splits * sums_step + slot.half * a.heads + slot.head;
+    sums = reinterpret_cast<const float2*>(a.sums) + int64_t(request) * a.splits * sums_step + slot.half * a.heads +
+           slot.head;
   }
   __device__ float2 sum_of(int split) const { return __ldcg(sums + int64_t(split) * sums_step); }
   __device__ static void unpack(float (&values)[8], const uint4& from) {
