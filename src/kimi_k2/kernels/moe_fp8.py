@@ -46,6 +46,7 @@ _POINTERS = [
     "tiles",
     "num_tiles",
     "sorted_pair",
+    "pair_slot",
 ]
 _INTEGERS = [
     "tokens",
@@ -121,10 +122,11 @@ def workspace_sizes(
         "ctrl": (4, torch.int32),
         "flags": (tiles * groups, torch.int32),
         "count1": (tiles * groups, torch.int32),
-        "count2": (tokens * (hidden // SLAB), torch.int32),
+        "count2": (tokens * (hidden // SLAB) if choice.fused else 0, torch.int32),
         "tiles": (tiles * 4, torch.int32),
         "num_tiles": (1, torch.int32),
         "sorted_pair": (pairs, torch.int32),
+        "pair_slot": (pairs, torch.int32),
     }
 
 

@@ -106,5 +106,5 @@ def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
         found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in slabs]
     if tokens >= 32:
         rows = (32,) if tokens <= 512 else (64, 128)
-        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in ((1, 2) if inter > 512 else (2, 4, 7))]
+        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in ((1, 2) if inter > 512 else (1, 2, 4, 7))]
     return found

@@ -25,14 +25,15 @@ struct Fp8Args {
   void* inter_q;              // e4m3 [T*k, I], by slot
   float* inter_s;             // [T*k, I/128]
   float* partial;             // split sums of the first stage
-  void* contrib;              // [T*k, splits2, H]: float32 fused, bf16 prepared
+  void* contrib;              // fused: float32 [T*k, splits2, H]; prepared: bf16 [H/256, T*k, splits2, 256], by slot
   int* ctrl;                  // claim, done, epoch; then flags
   int* flags;                 // [tiles, I/128]
   unsigned* count1;           // [tiles, I/128]
-  unsigned* count2;           // [T, H/256]
+  unsigned* count2;           // [T, H/256]                       (fused mode)
   int4* tiles;                // {expert, first slot, tokens, 0}   (prepared mode)
   int* num_tiles;             // (prepared mode)
   int* sorted_pair;           // [T*k] slot -> pair                (prepared mode)
+  int* pair_slot;             // [T*k] pair -> slot, or -1         (prepared mode)
   int tokens, top_k, experts, num_global, hidden, inter;
   int splits1, splits2, item_slabs, nmax, ids64, grid, fused, pdl;
 };
@@ -116,21 +117,29 @@ struct Routing : FusedRouting {};
 template <>
 struct Routing<false> {};
 
+// `group` is the 128-column group of the intermediate (stage 0) or the first 256-row slab (stage 1) of `slabs` slabs.
+struct Item {
+  int stage, tile, group, slabs, split, kb0, kb1;
+};
+
 template <int NMAX, int STAGES, bool FUSED>
 struct Fp8Smem {
   static constexpr int kStagePitch = 144;  // bytes of one token's row while the intermediate is transposed
   alignas(1024) unsigned char w[STAGES][2 * kTileBytes];
   alignas(1024) unsigned char b[STAGES][NMAX * 128];
   alignas(16) float sb[STAGES][NMAX];
+  alignas(8) float sw[STAGES][2];  // prepared mode: scales of the two weight blocks
   alignas(16) unsigned char stage_out[NMAX * kStagePitch];
   float red[8][NMAX];
   float col_scale[NMAX];
   alignas(16) float meta_w[NMAX];
   int meta_pair[NMAX];
-  int row[2][NMAX];  // prepared mode: source row of each token of the item
-  uint64_t weights_full[STAGES], full[STAGES], empty[STAGES];  // full: the tokens' operand
+  // full: the tokens' operand, and in prepared mode the weights too
+  uint64_t weights_full[STAGES], full[STAGES], empty[STAGES];
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
+  Item ring_item[kRing];      // prepared mode: decoded by the thread that claims
+  int4 ring_tile[kRing];
   int epi_tile[kRing], epi_slab[kRing];
   int last, epoch;
   Routing<FUSED> route;

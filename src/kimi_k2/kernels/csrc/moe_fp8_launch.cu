@@ -41,8 +41,6 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
   if (a.nmax == 64) rc = launch_main<64, 5, false>(a, m13, m2, stream);
   if (a.nmax == 128) rc = launch_main<128, 4, false>(a, m13, m2, stream);
-  if (rc) return rc;
-  if (a.top_k * a.splits2 == 1) return 0;
-  const dim3 grid(a.tokens, (a.hidden + 1023) / 1024);
-  return host::launch(combine_kernel, {grid, 128, 0, stream, bool(a.pdl)}, a);
+  if (rc || a.top_k * a.splits2 == 1) return rc;
+  return host::launch(combine_kernel, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
 }

@@ -1,8 +1,27 @@
-// The launches around the main one for many tokens: sort and quantize before it, sum after it.
+// The launch before the main one for many tokens: sort the pairs and quantize the tokens.
 #pragma once
 #include "moe_fp8_item.cuh"
 
 namespace moe {
+
+constexpr int kBatch = 8;  // pairs of a thread in flight together
+
+// Local experts of the pairs p, p + 1024, ...; -1 past the end.
+__device__ __forceinline__ void local_experts(const Fp8Args& a, int p, int pairs, int (&e)[kBatch]) {
+  long long id[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int pair = min(p + i * 1024, pairs - 1);
+    id[i] = a.ids64 ? static_cast<const long long*>(a.topk_ids)[pair] : static_cast<const int*>(a.topk_ids)[pair];
+    if (a.topk_weights[pair] == 0.f || p + i * 1024 >= pairs) id[i] = -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const bool known = id[i] >= 0 && id[i] < a.num_global;
+    e[i] = !known ? -1 : a.expert_map ? a.expert_map[id[i]] : static_cast<int>(id[i]);
+    if (e[i] >= a.experts) e[i] = -1;
+  }
+}
 
 // Prepared mode, first launch: block 0 sorts the pairs by expert, the others quantize the tokens.
 __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant__ Fp8Args a) {
@@ -17,10 +36,12 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
     const int pairs = a.tokens * a.top_k;
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
-#pragma unroll 4
-    for (int p = tid; p < pairs; p += 1024) {
-      const int e = local_expert(a, p);
-      if (e >= 0) atomicAdd(&count[e], 1);
+    for (int p = tid; p < pairs; p += kBatch * 1024) {
+      int e[kBatch];
+      local_experts(a, p, pairs, e);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (e[i] >= 0) atomicAdd(&count[e[i]], 1);
     }
     __syncthreads();
     const int n = tid < kMaxExperts ? count[tid] : 0;
@@ -47,33 +68,47 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
     for (int i = 0, off = 0; i < tiles; ++i, off += even)
       a.tiles[cells - tiles + i] = make_int4(tid, start + off, max(0, min(even, n - off)), 0);
     __syncthreads();
-#pragma unroll 4
-    for (int p = tid; p < pairs; p += 1024) {
-      const int e = local_expert(a, p);
-      if (e >= 0) a.sorted_pair[atomicAdd(&count[e], 1)] = p;
+    for (int p = tid; p < pairs; p += kBatch * 1024) {
+      int e[kBatch];
+      local_experts(a, p, pairs, e);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int pair = p + i * 1024, slot = e[i] >= 0 ? atomicAdd(&count[e[i]], 1) : -1;
+        if (slot >= 0) a.sorted_pair[slot] = pair;
+        if (pair < pairs) a.pair_slot[pair] = slot;
+      }
     }
   } else {
     // 16 threads a group of 128 values, 8 values a thread.
     const size_t total = (size_t)a.tokens * (a.hidden / 128) * 16;
-    for (size_t i = (size_t)(blockIdx.x - 1) * 1024 + tid; i < total; i += (size_t)(gridDim.x - 1) * 1024) {
-      const uint4 raw = __ldg(static_cast<const uint4*>(a.x) + i);
-      float f[8];
-      const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-      float m = 0.f;
+    const size_t stride = (size_t)(gridDim.x - 1) * 1024;
+    for (size_t i0 = (size_t)(blockIdx.x - 1) * 1024 + tid; i0 < total; i0 += 4 * stride) {
+      uint4 raw[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&w[k]));
-        f[2 * k] = u.x;
-        f[2 * k + 1] = u.y;
-        m = fmaxf(m, fmaxf(fabsf(u.x), fabsf(u.y)));
+      for (int u = 0; u < 4; ++u)
+        if (i0 + u * stride < total) raw[u] = __ldg(static_cast<const uint4*>(a.x) + i0 + u * stride);
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const size_t i = i0 + u * stride;
+        if (i >= total) break;
+        float f[8];
+        const uint32_t w[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
+        float m = 0.f;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 v = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&w[k]));
+          f[2 * k] = v.x;
+          f[2 * k + 1] = v.y;
+          m = fmaxf(m, fmaxf(fabsf(v.x), fabsf(v.y)));
+        }
+#pragma unroll
+        for (int d = 8; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d, 16));
+        const float scale = group_scale(m), inv = 1.f / scale;
+        static_cast<uint2*>(a.xq)[i] =
+            make_uint2(pack_e4m3(f[0] * inv, f[1] * inv, f[2] * inv, f[3] * inv),
+                       pack_e4m3(f[4] * inv, f[5] * inv, f[6] * inv, f[7] * inv));
+        if ((i & 15) == 0) a.xs[i >> 4] = scale;
       }
-#pragma unroll
-      for (int d = 8; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d, 16));
-      const float scale = group_scale(m), inv = 1.f / scale;
-      static_cast<uint2*>(a.xq)[i] =
-          make_uint2(pack_e4m3(f[0] * inv, f[1] * inv, f[2] * inv, f[3] * inv),
-                     pack_e4m3(f[4] * inv, f[5] * inv, f[6] * inv, f[7] * inv));
-      if ((i & 15) == 0) a.xs[i >> 4] = scale;
     }
     if (a.top_k * a.splits2 == 1)  // no summing launch: tokens without a valid pair are cleared here
       for (int t = blockIdx.x - 1; t < a.tokens; t += gridDim.x - 1)
@@ -81,35 +116,6 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
           for (int i = tid; i < a.hidden / 2; i += 1024)
             reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
   }
-}
-
-// Prepared mode, last launch: out[t] = sum of the token's weighted parts, in order.
-__global__ void __launch_bounds__(128) combine_kernel(const __grid_constant__ Fp8Args a) {
-  const int t = blockIdx.x, col = (blockIdx.y * 128 + threadIdx.x) * 8;
-  if (a.pdl) {
-    pdl_launch();
-    pdl_wait();
-  }
-  if (col >= a.hidden) return;
-  float acc[8] = {};
-#pragma unroll 8
-  for (int j = 0; j < a.top_k; ++j) {
-    if (local_expert(a, t * a.top_k + j) < 0) continue;
-    for (int c = 0; c < a.splits2; ++c) {
-      const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(
-          static_cast<const __nv_bfloat16*>(a.contrib) + ((size_t)(t * a.top_k + j) * a.splits2 + c) * a.hidden + col));
-      const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&w[k]));
-        acc[2 * k] += u.x;
-        acc[2 * k + 1] += u.y;
-      }
-    }
-  }
-  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + col) =
-      make_uint4(pack_bf16(acc[0], acc[1]), pack_bf16(acc[2], acc[3]), pack_bf16(acc[4], acc[5]),
-                 pack_bf16(acc[6], acc[7]));
 }
 
 }  // namespace moe
