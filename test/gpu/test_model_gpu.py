@@ -6,7 +6,9 @@ The comparison itself also runs on a CPU, at small sizes and in plain operations
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
+from kimi_k2.cuda import decode
 from kimi_k2.cuda.decode import DecodeStep
 from kimi_k2.kernels import dispatch
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
+from kimi_k2.model.rope import apply_rotary_interleaved
+from kimi_k2.model.router import noaux_tc_gate
 from kimi_k2.parallel.load import load_rank
+from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
 
@@ -113,6 +119,67 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
         print(f"\n{preset}, {dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
         assert 0 < plain < 0.03
         assert ours < 1.5 * plain
+
+
+def plain_query(both: Tensor, q_norm: Tensor, q_b: Tensor, scale: Tensor, kv_norm: Tensor, *others: Any) -> Tensor:
+    """What `query_and_entry` documents, in float32 from float32 inputs."""
+    cos, sin, positions, w_uk, cache, q_eps, kv_eps = others
+
+    def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
+    q_a, latent, key = both.float().split([1536, 512, 64], dim=-1)
+    q = normed(q_a, q_norm, q_eps) @ dequantize_fp8_block(q_b, scale).T
+    nope, rope = q.unflatten(-1, (-1, 192)).split([128, 64], dim=-1)
+    cos, sin = cos.float(), sin.float()
+    entry = torch.cat((normed(latent, kv_norm, kv_eps), apply_rotary_interleaved(key, cos, sin)), dim=-1)
+    cache[torch.arange(len(both), device=both.device), positions] = entry.to(cache.dtype)
+    turned = apply_rotary_interleaved(rope, cos[:, None], sin[:, None])
+    return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), turned), dim=-1).to(both.dtype)
+
+
+def plain_attention(query: Tensor, cache: Tensor, lengths: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
+    """What `attend_values` documents."""
+    scores = torch.einsum("bhr,btr->bht", query.float(), cache.float()) * softmax_scale
+    ahead = torch.arange(cache.shape[1], device=cache.device) >= lengths[:, None, None]
+    shares = scores.masked_fill(ahead, -torch.inf).softmax(-1)
+    summed = torch.einsum("bht,btr->bhr", shares, cache[..., :512].float())
+    return torch.einsum("bhr,hvr->bhv", summed, w_uv.float()).flatten(1).to(query.dtype)
+
+
+def plain_route(x: Tensor, delta: Tensor, norm: Tensor, eps: float, *gate: Any) -> tuple[Tensor, ...]:
+    """What `add_norm_route` documents."""
+    weight, bias, top_k, *options = gate
+    total = x + delta
+    wide = total.float()
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * norm.float()).to(x.dtype)
+    names = dict(zip(("norm_topk_prob", "routed_scaling_factor"), options, strict=True))
+    return total, normed, *noaux_tc_gate(normed.float() @ weight.float().T, bias, top_k, **names)
+
+
+@pytest.mark.parametrize("without", [None, "query_kernel", "attend_values", "norm_route"])
+def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode step's calls of the operations that join launches, which take no CPU tensors: plain ones stand in."""
+    made: list[str] = []
+
+    def stand_in(module: str, name: str, plain: Callable[..., Any]) -> None:
+        def call(*arguments: Any) -> Any:
+            made.append(name)
+            return plain(*arguments)
+
+        monkeypatch.setattr(getattr(decode, module), name, call)
+        monkeypatch.setattr(getattr(decode, module), "supports", lambda *_, **__: module != without)
+
+    stand_in("query_kernel", "query_and_entry", plain_query)
+    stand_in("attend_values", "attend_values", plain_attention)
+    stand_in("norm_route", "add_norm_route", plain_route)
+    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config = tiny_config(FP8, num_hidden_layers=2, v_head_dim=128, **sizes)
+    model = rank_of_many(config, Layout(1, target="cuda", experts="stored"))
+    ours, plain, _ = decode_errors(model, 2, steps=2, context=10)
+    print(f"\nwithout {without}: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
+    assert len(set(made)) == (3 if without is None else 2)
+    assert ours < 1.5 * plain
 
 
 @on_gpu
