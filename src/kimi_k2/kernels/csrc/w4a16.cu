@@ -73,17 +73,26 @@ __device__ __forceinline__ int token_row(const Args& a, Smem<C>& s, const Item& 
   return row;
 }
 
-// One warp, a lane a token: for each item, wait until its input exists, then request it chunk by chunk.
-template <class C>
-__device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int tiles, int lane) {
-  int seq = 0;
+// What the claiming thread has announced, item by item, for one warp, which then no longer needs its pairs and weights.
+template <class C, class Work>
+__device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int tiles, int lane, Work work) {
   for (int round = 0;; ++round) {
     const int slot = round % kRing;
     moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
     const int item = s.ring[slot];
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+    work(round, slot, it, load_tile<C::FUSED>(a, s, it.tile));
+    __syncwarp();
+    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+  }
+}
+
+// One warp, a lane a token: for each item, wait until its input exists, then request it chunk by chunk.
+template <class C>
+__device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int tiles, int lane) {
+  int seq = 0;
+  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
     const int width = it.stage ? a.inter : a.hidden, columns = C::W2_BF16 && it.stage ? 32 : 128;
     const char* src = static_cast<const char*>(it.stage ? a.inter_q : a.x);
     if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, slot, lane) * width * 2;
@@ -101,9 +110,7 @@ __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int t
         if (lane < tile.z)
           bulk_load(s.b[st] + lane * C::PITCH, src + kb * columns * 2, columns * 2, &s.full[st], moe::kEvictNormal);
       }
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
-  }
+  });
 }
 
 // Three warps, each every third chunk: the first stage's tokens encoded on the way if nobody did so before. A warp
@@ -117,13 +124,7 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
     announce(s, pending, lane);
     pending = -1;
   };
-  for (int round = 0;; ++round) {
-    const int slot = round % kRing;
-    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
-    const int item = s.ring[slot];
-    if (item < 0) break;
-    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
     const int row = lane < tile.z ? token_row(a, s, it, tile, slot, lane) : 0;
     const size_t pitch = (size_t)(it.stage ? a.inter : a.hidden) / 128 * kRecord;
     const unsigned char* from = reinterpret_cast<const unsigned char*>(it.stage ? a.inter_q : a.xs);
@@ -147,9 +148,7 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
         }
         pending = st;
       }
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
-  }
+  });
   announce_all();
 }
 
@@ -169,13 +168,7 @@ template <class C>
 __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int tiles, int t) {
   const int lane = t & 31;
   int seq = 0;
-  for (int round = 0;; ++round) {
-    const int slot = round % kRing;
-    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
-    const int item = s.ring[slot];
-    if (item < 0) break;
-    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
     // Two copies, so that one barrier an item is enough: nobody is more than an item behind.
     unsigned* rows = s.row[round & 1];
     for (int c = t; c < tile.z; c += kFillThreads) rows[c] = token_row(a, s, it, tile, slot, c);
@@ -191,9 +184,7 @@ __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int 
         else copy_tokens<128, C>(s, st, rows, tile.z, src + kb * 128, width, t);
         arrive_after_copies(&s.full[st]);
       }
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
-  }
+  });
   moe::cp_async_wait<0>();
 }
 
@@ -207,13 +198,7 @@ template <class C>
 __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
   const int lane = threadIdx.x & 31;
   int seq = 0, events = 0;
-  for (int round = 0;; ++round) {
-    const int slot = round % kRing;
-    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
-    const int item = s.ring[slot];
-    if (item < 0) break;
-    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    const int4 tile = load_tile<C::FUSED>(a, s, it.tile);
+  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
     const int n = tile.z;
     if constexpr (C::NMAX == 16) {
       if (n <= 8) process_slabs<8, C>(a, s, it, tile, slot, seq, events);
@@ -234,9 +219,7 @@ __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
       else if (n <= 120) process_slabs<120, C>(a, s, it, tile, slot, seq, events);
       else process_slabs<128, C>(a, s, it, tile, slot, seq, events);
     }
-    __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);  // its pairs and weights are no longer needed
-  }
+  });
   if constexpr (C::FUSED) {
     for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
       const int slot = events % kRing;
