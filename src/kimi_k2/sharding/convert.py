@@ -1,8 +1,8 @@
-"""From one unit of stored tensors (a module, an expert) to whole tensors of the output, still uncut."""
+"""From one unit of stored tensors to tensors of the output: a module's still uncut, an expert's by rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,15 +22,15 @@ from kimi_k2.quantization.fp8_channel import (
 )
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
 from kimi_k2.sharding.errors import ConversionError, compare, halving_error
-from kimi_k2.sharding.plan import Layout, expert_block
+from kimi_k2.sharding.plan import Layout, PlannedTensor, expert_block
 
 Stored = dict[str, Tensor]
-_ROWS = 64
+_ROWS = 32
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Part(NamedTuple):
-    """A whole tensor of the output, or one expert's of it."""
+    """A whole tensor of the output; or of one expert [parts, ...]: what each rank of those that share it holds."""
 
     name: str
     expert: int | None
@@ -68,11 +68,14 @@ class Converter:
     """Converts units; safe to call from several threads.
 
     Args:
+        planned: the output's tensors by name, at least those that experts make.
         report: measure the error of every expert.
     """
 
-    def __init__(self, config: KimiK2Config, layout: Layout, *, report: bool = True) -> None:
-        self.config, self.layout, self.report = config, layout, report
+    def __init__(
+        self, config: KimiK2Config, layout: Layout, planned: Mapping[str, PlannedTensor], *, report: bool = True
+    ) -> None:
+        self.config, self.layout, self.planned, self.report = config, layout, planned, report
         self.block = expert_block(config, layout)
 
     def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
@@ -130,9 +133,15 @@ class Converter:
 
         def part(projection: str, suffix: str, *matrices: Tensor) -> Part:
             # The plain model's buffers are named without `.weight`.
-            ending = f".{suffix}" if neuron else suffix.removeprefix("weight")
-            joined = input_first(*matrices) if neuron else torch.cat(matrices) if matrices[1:] else matrices[0]
-            return Part(f"{root}.{projection}{ending}", unit.expert, joined)
+            name = f"{root}.{projection}" + (f".{suffix}" if neuron else suffix.removeprefix("weight"))
+            tensor = self.planned[name]
+            if not neuron:
+                made = tensor.by_rank(torch.cat(matrices) if matrices[1:] else matrices[0])
+            elif tensor.dim == 2:
+                made = input_first(*matrices, parts=tensor.parts)
+            else:
+                made = tensor.by_rank(input_first(*matrices)[0])
+            return Part(name, unit.expert, made)
 
         # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
@@ -179,18 +188,20 @@ class Converter:
         return halved, doubled
 
 
-def input_first(*matrices: Tensor) -> Tensor:
-    """[N, K] matrices of one K to one contiguous [K, sum of N], their columns side by side."""
+def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:
+    """[N, K] matrices of one shape to [parts, K, columns]: of each matrix a part's columns, side by side."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[matrices[0].dtype.itemsize]
-    out = torch.empty(matrices[0].shape[1], sum(len(m) for m in matrices), dtype=matrices[0].dtype)
-    target, column = out.view(bits).numpy(), 0
-    for matrix in matrices:
-        source = matrix.view(bits).numpy()
+    rows, columns = matrices[0].shape
+    width = rows // parts
+    out = torch.empty(parts, columns, width * len(matrices), dtype=matrices[0].dtype)
+    target = out.view(bits).numpy()
+    for place, matrix in enumerate(matrices):
+        source = matrix.view(bits).numpy().reshape(parts, width, columns)
         # A few rows at a time, so that each cache line is read and written once; torch walks the whole matrix.
-        for first in range(0, len(source), _ROWS):
-            rows = source[first : first + _ROWS]
-            target[:, column : column + len(rows)] = rows.T
-            column += len(rows)
+        for first in range(0, width, _ROWS):
+            some = source[:, first : first + _ROWS]
+            column = place * width + first
+            target[:, :, column : column + some.shape[1]] = some.transpose(0, 2, 1)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,9 @@ class LayerSink:
             self.write(parts, pool)
             return
         for part in parts:
+            tensor = self.planned[part.name]
+            shares = 1 if tensor.dim is None else tensor.parts
+            self._check(part, (shares, *tensor.local_shape[1:]))
             self._experts[part.name].append(part)
             self._waiting += part.tensor.nbytes
         local = self.planned[parts[0].name].experts_of(0)
@@ -52,45 +55,56 @@ class LayerSink:
             self._write_experts(pool)
 
     def _write_experts(self, pool: ThreadPoolExecutor) -> None:
-        grouped = [
-            Part(name, parts[0].expert, torch.stack([part.tensor for part in parts]))
-            for name, parts in self._experts.items()
-        ]
+        groups = [(self.planned[name], parts[0].expert, _shares(parts)) for name, parts in self._experts.items()]
+
+        def write(ranks: range) -> None:
+            # Hashing and writing release the interpreter's lock.
+            for rank in ranks:
+                for tensor, first, shares in groups:
+                    assert first is not None
+                    held = tensor.experts_of(rank)
+                    if first not in held:
+                        continue
+                    pieces = shares[rank % len(shares)]
+                    if (first - held.start) * len(pieces[0]) != self._written[rank][tensor.name]:
+                        raise CheckpointError("experts do not follow each other", tensor=tensor.name)
+                    self._append(rank, tensor, pieces)
+
+        self._over_ranks(write, pool)
         self._experts.clear()
         self._waiting = 0
-        self.write(grouped, pool)
 
     def write(self, parts: list[Part], pool: ThreadPoolExecutor) -> None:
-        """Write whole tensors, or some experts of them from `part.expert` on, to every rank that holds some of them."""
+        """Write whole tensors, to every rank its cut of them."""
         for part in parts:
-            tensor = self.planned[part.name]
-            shape = tensor.shape if part.expert is None else (part.tensor.shape[0], *tensor.shape[1:])
-            if tuple(part.tensor.shape) != shape or part.tensor.dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"planned {tensor.dtype} {list(shape)}, made {part.tensor.dtype} {list(part.tensor.shape)}",
-                    tensor=part.name,
-                )
+            self._check(part, self.planned[part.name].shape)
         shared = {part.name: tensor_bytes(part.tensor) for part in parts if self.planned[part.name].dim is None}
 
         def write(ranks: range) -> None:
             # Cutting, hashing and writing release the interpreter's lock.
             for rank in ranks:
                 for part in parts:
-                    tensor = self.planned[part.name]
-                    if part.expert is None or part.expert in tensor.experts_of(rank):
-                        self._write_part(rank, tensor, part, shared.get(part.name))
+                    tensor, data = self.planned[part.name], shared.get(part.name)
+                    self._append(rank, tensor, [data or tensor_bytes(_cut(tensor, part.tensor, rank))])
 
         self._over_ranks(write, pool)
+
+    def _check(self, part: Part, shape: tuple[int, ...]) -> None:
+        dtype = self.planned[part.name].dtype
+        if tuple(part.tensor.shape) != shape or part.tensor.dtype != dtype:
+            raise CheckpointError(
+                f"planned {dtype} {list(shape)}, made {part.tensor.dtype} {list(part.tensor.shape)}", tensor=part.name
+            )
 
     def write_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None, pool: ThreadPoolExecutor) -> None:
         """Append rows of a matrix: to `holder`, or to every rank its columns of them."""
         if holder is not None:
-            self._append(holder, tensor, tensor_bytes(rows))
+            self._append(holder, tensor, [tensor_bytes(rows)])
             return
 
         def write(ranks: range) -> None:
             for rank in ranks:
-                self._append(rank, tensor, tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1)))
+                self._append(rank, tensor, [tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1))])
 
         self._over_ranks(write, pool)
 
@@ -99,18 +113,11 @@ class LayerSink:
         step = -(-count // min(count, self.threads))
         list(pool.map(write, (range(first, min(first + step, count)) for first in range(0, count, step))))
 
-    def _append(self, rank: int, tensor: PlannedTensor, data: memoryview) -> None:
-        self.ranks[rank].write(tensor.name, data, self._written[rank][tensor.name])
-        self._digests[rank][tensor.name].update(data)
-        self._written[rank][tensor.name] += len(data)
-
-    def _write_part(self, rank: int, tensor: PlannedTensor, part: Part, shared: memoryview | None) -> None:
-        data = shared if shared is not None else tensor_bytes(_cut(tensor, part.tensor, rank))
-        if part.expert is not None:
-            offset = (part.expert - tensor.experts_of(rank).start) * len(data) // part.tensor.shape[0]
-            if offset != self._written[rank][tensor.name]:
-                raise CheckpointError("experts do not follow each other", tensor=tensor.name)
-        self._append(rank, tensor, data)
+    def _append(self, rank: int, tensor: PlannedTensor, pieces: Sequence[memoryview]) -> None:
+        written = self.ranks[rank].write(tensor.name, pieces, self._written[rank][tensor.name])
+        for piece in pieces:
+            self._digests[rank][tensor.name].update(piece)
+        self._written[rank][tensor.name] += written
 
     def finish(self, pool: ThreadPoolExecutor) -> list[dict[str, str]]:
         """Write what is held back; checksums by rank and name.
@@ -125,6 +132,12 @@ class LayerSink:
                 if written[name] != tensor.spec().nbytes:
                     raise MissingTensorError("planned, but not (fully) made", tensor=name)
         return [{name: digest.hexdigest() for name, digest in rank.items()} for rank in self._digests]
+
+
+def _shares(experts: list[Part]) -> list[list[memoryview]]:
+    """Of each rank of those that share the experts, the bytes of each expert."""
+    whole = [part.tensor.view(len(part.tensor), -1).view(torch.uint8).numpy() for part in experts]
+    return [[one[share].data for one in whole] for share in range(len(whole[0]))]
 
 
 def _cut(tensor: PlannedTensor, whole: Tensor, rank: int) -> Tensor:

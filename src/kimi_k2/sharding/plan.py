@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kimi_k2.checkpoint.names import TensorSpec, linear_specs
 from kimi_k2.config import KimiK2Config
@@ -127,6 +128,14 @@ class PlannedTensor:
         section = self.shape[self.dim] // self.stride
         width, part = section // self.parts, rank % self.parts
         return [slice(s * section + part * width, s * section + (part + 1) * width) for s in range(self.stride)]
+
+    def by_rank(self, expert: Tensor) -> Tensor:
+        """One expert's whole tensor to [parts, ...], contiguous: what each rank of those that share it holds."""
+        if self.dim is None:
+            return expert.contiguous().unsqueeze(0)
+        dim = self.dim - 1
+        cut = expert.unflatten(dim, (self.stride, self.parts, -1)).movedim(dim + 1, 0)
+        return cut.contiguous().flatten(dim + 1, dim + 2)
 
     def regions(self, rank: int) -> list[Region]:
         """Boxes of the whole tensor that `rank` holds; concatenated along `dim` they are its local tensor."""

@@ -175,7 +175,8 @@ class Presharder:
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
         sink = LayerSink(planned, self._ranks, THREADS)
-        converter, error = Converter(self.config, self.layout, report=self.report), ConversionError()
+        converter = Converter(self.config, self.layout, planned, report=self.report)
+        error = ConversionError()
         for part in self._rank_numbers(layer):
             sink.write([part], pool)
         waiting: deque[tuple[int, Future[tuple[list[Part], ConversionError]]]] = deque()

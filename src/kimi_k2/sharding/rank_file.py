@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kimi_k2.checkpoint.names import TensorSpec
 from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX, encode_header
 from kimi_k2.errors import CheckpointError
 
+_AT_ONCE = os.sysconf("SC_IOV_MAX")
 RESUME = "what is finished is kept; make room or mend the disk and run the same command again"
 
 
@@ -48,7 +49,7 @@ class RankFile:
             return
         try:
             os.posix_fallocate(self._fd, 0, self.nbytes)
-            self._pwrite(memoryview(prefix), 0)
+            self._pwrite([memoryview(prefix)], 0)
         except OSError as error:
             os.close(self._fd)
             self.partial.unlink(missing_ok=True)
@@ -56,20 +57,31 @@ class RankFile:
                 f"cannot reserve {self.nbytes} bytes: {error.strerror}; {RESUME}", file=self.path
             ) from error
 
-    def write(self, name: str, data: memoryview, offset: int) -> None:
-        """Write at byte `offset` within a tensor."""
-        assert offset + len(data) <= self.specs[name].nbytes
+    def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> int:
+        """Write pieces after each other from byte `offset` within a tensor; how many bytes they are."""
+        count = sum(len(piece) for piece in pieces)
+        assert offset + count <= self.specs[name].nbytes
+        position = self._offsets[name] + offset
         try:
-            self._pwrite(data, self._offsets[name] + offset)
+            for first in range(0, len(pieces), _AT_ONCE):
+                position = self._pwrite(pieces[first : first + _AT_ONCE], position)
         except OSError as error:
             raise CheckpointError(
                 f"cannot be written: {error.strerror}; {RESUME}", file=self.partial, tensor=name
             ) from error
+        return count
 
-    def _pwrite(self, data: memoryview, position: int) -> None:
-        while data:
-            written = os.pwrite(self._fd, data, position)
-            data, position = data[written:], position + written
+    def _pwrite(self, pieces: Sequence[memoryview], position: int) -> int:
+        """The position after the last piece."""
+        left = list(pieces)
+        while left:
+            written = os.pwritev(self._fd, left, position)
+            position += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        return position
 
     def sync(self) -> None:
         """Flush data to the disk and drop it from the page cache, where a terabyte would crowd everything else out."""
