@@ -4,13 +4,6 @@
 
 namespace moe {
 
-__device__ __forceinline__ bool first_stage_done(const Fp8Args& a, int tile, int epoch) {
-  const int groups = a.inter / 128;
-  bool ready = true;
-  for (int f = threadIdx.x & 31; f < groups; f += 32) ready &= ld_acquire(a.flags + tile * groups + f) == epoch;
-  return __all_sync(0xffffffffu, ready);
-}
-
 // Fused mode: each warp takes every third step and quantizes the tokens of the first stage as it goes.
 template <int NMAX, int STAGES>
 __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGES, true>& s, int tiles) {
@@ -26,9 +19,7 @@ __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGE
     const Item it = decode_item(a, item, tiles);
     const int4 tile = load_tile<true>(a, s, it.tile);
     const int n = tile.z, nk = it.kb1 - it.kb0;
-    if (it.stage == 1)
-      while (!first_stage_done(a, it.tile, s.epoch)) {
-      }
+    if (it.stage == 1) wait_for_tile(a, it.tile, s.epoch, lane);
     for (int step = 0; step < it.slabs * nk; ++step, ++seq) {
       if (seq % 3 != me) continue;
       const int kb = it.kb0 + step % nk;
@@ -89,9 +80,7 @@ __device__ __forceinline__ void fill_prepared(const Fp8Args& a, Fp8Smem<NMAX, ST
     if ((t & 31) == 0) mbar_arrive(&s.item_empty[slot]);
     if (item < 0) break;
     const int n = tile.z;
-    if (it.stage == 1)
-      while (!first_stage_done(a, it.tile, s.epoch)) {
-      }
+    if (it.stage == 1) wait_for_tile(a, it.tile, s.epoch, threadIdx.x & 31);
     const unsigned char* src = static_cast<const unsigned char*>(it.stage == 0 ? a.xq : a.inter_q);
     const float* ssrc = it.stage == 0 ? a.xs : a.inter_s;
     const int blocks = (it.stage == 0 ? a.hidden : a.inter) / 128;

@@ -32,10 +32,21 @@ __device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tile
   return r;
 }
 
+// {expert, first slot, tokens, 0}
 template <bool FUSED, class S>
 __device__ __forceinline__ int4 load_tile(const Fp8Args& a, const S& s, int tile) {
   if constexpr (FUSED) return make_int4(s.route.tile_expert[tile], s.route.tile_start[tile], s.route.tile_n[tile], 0);
   else return __ldg(a.tiles + tile);
+}
+
+// Until every 128-column group of the tile's intermediate is written. All lanes of a warp.
+__device__ __forceinline__ void wait_for_tile(const Fp8Args& a, int tile, int epoch, int lane) {
+  const int groups = a.inter / 128;
+  bool ready;
+  do {
+    ready = true;
+    for (int f = lane; f < groups; f += 32) ready &= ld_acquire(a.flags + tile * groups + f) == epoch;
+  } while (!__all_sync(0xffffffffu, ready));
 }
 
 __device__ __forceinline__ float group_scale(float amax) { return fmaxf(amax, 1e-10f) / 448.f; }

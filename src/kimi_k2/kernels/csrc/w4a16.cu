@@ -25,13 +25,13 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
     if (item >= total) break;
     const int next = gridDim.x + atomicAdd(a.ctrl, 1);
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    const int expert = load_tile<C::FUSED>(a, s, it.tile).x;
+    const int expert = moe::load_tile<C::FUSED>(a, s, it.tile).x;
     const bool packed = !(C::W2_BF16 && it.stage);
     const int chunks = it.stage ? a.inter / (C::W2_BF16 ? 32 : 128) : a.hidden / 128;
     const char* weights = static_cast<const char*>(it.stage ? a.w2 : a.w13);
     const char* scales = reinterpret_cast<const char*>(it.stage ? a.s2 : a.s13);
     for (int slab = 0; slab < it.slabs; ++slab) {
-      const size_t row = (size_t)expert * (it.stage ? slabs : groups) + it.block + slab;
+      const size_t row = (size_t)expert * (it.stage ? slabs : groups) + it.group + slab;
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
         const int st = seq % C::STAGES, before = seq - a.in_flight;
         if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
@@ -49,16 +49,6 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
     a.ctrl[0] = 0;
     a.ctrl[2] = s.epoch;
   }
-}
-
-// Until every 128-column group of the tile's intermediate is written. All lanes of a warp.
-__device__ __forceinline__ void wait_for_tile(const Args& a, int tile, int epoch, int lane) {
-  const int groups = a.inter / 128;
-  bool ready;
-  do {
-    ready = true;
-    for (int f = lane; f < groups; f += 32) ready &= moe::ld_acquire(a.flags + tile * groups + f) == epoch;
-  } while (!__all_sync(0xffffffffu, ready));
 }
 
 // Source row of token c of the tile; for a prepared second-stage item also its pair and weight, for the epilogue.
@@ -82,7 +72,7 @@ __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int til
     const int item = s.ring[slot];
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    work(round, slot, it, load_tile<C::FUSED>(a, s, it.tile));
+    work(round, slot, it, moe::load_tile<C::FUSED>(a, s, it.tile));
     __syncwarp();
     if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
   }
@@ -97,7 +87,7 @@ __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int t
     const char* src = static_cast<const char*>(it.stage ? a.inter_q : a.x);
     if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, slot, lane) * width * 2;
     if (it.stage == 1) {
-      wait_for_tile(a, it.tile, s.epoch, lane);
+      moe::wait_for_tile(a, it.tile, s.epoch, lane);
       fence_proxy_global();
     }
     for (int slab = 0; slab < it.slabs; ++slab)
@@ -130,7 +120,7 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
     const unsigned char* from = reinterpret_cast<const unsigned char*>(it.stage ? a.inter_q : a.xs);
     if (it.stage == 1) {
       announce_all();  // the tile may be waiting for this very block
-      wait_for_tile(a, it.tile, s.epoch, lane);
+      moe::wait_for_tile(a, it.tile, s.epoch, lane);
     }
     for (int slab = 0; slab < it.slabs; ++slab)
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
@@ -172,7 +162,7 @@ __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int 
     // Two copies, so that one barrier an item is enough: nobody is more than an item behind.
     unsigned* rows = s.row[round & 1];
     for (int c = t; c < tile.z; c += kFillThreads) rows[c] = token_row(a, s, it, tile, slot, c);
-    if (it.stage == 1) wait_for_tile(a, it.tile, s.epoch, lane);
+    if (it.stage == 1) moe::wait_for_tile(a, it.tile, s.epoch, lane);
     moe::named_sync(2, kFillThreads);
     const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(it.stage ? a.inter_q : a.x);
     const int width = it.stage ? a.inter : a.hidden;
@@ -191,7 +181,7 @@ __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int 
 template <int NT, class C>
 __device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int slot, int& seq,
                                               int& events) {
-  for (int slab = 0; slab < it.slabs; ++slab, ++it.block) process_item<NT, C>(a, s, it, tile, slot, seq, events);
+  for (int slab = 0; slab < it.slabs; ++slab, ++it.group) process_item<NT, C>(a, s, it, tile, slot, seq, events);
 }
 
 template <class C>

@@ -6,12 +6,12 @@
 // chunk's scales are 2 KB: for each tile, warp and row g of 8, the pairs (row g, row g + 8) of its 4 groups. Row g of a
 // first-stage tile is a gate row and g + 8 the same up row. Second-stage weights in bf16 have chunks of 32 columns.
 #pragma once
-#include "moe_fp8.cuh"
+#include "moe_fp8_item.cuh"
 #include "w4a16_wgmma.cuh"
 
 namespace w4a16 {
 
-using moe::FusedRouting;
+using moe::Item;
 using moe::kRing;
 
 constexpr int kChunkBytes = 16384;
@@ -64,11 +64,7 @@ struct Smem {
   moe::Routing<C::FUSED> route;
 };
 
-// A range of column chunks of one row block (first stage) or of `slabs` row blocks (second stage) of a tile.
-struct Item {
-  int stage, tile, block, slabs, split, kb0, kb1;
-};
-
+// `group` and `slabs` count row blocks, kb0 to kb1 column chunks.
 template <bool W2_BF16>
 __device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) {
   const int groups = a.inter / 128, slabs = a.hidden / 256;
@@ -82,18 +78,11 @@ __device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) 
   r.split = item % splits;
   item /= splits;
   const int per_tile = r.stage ? slabs / a.item_slabs : groups;
-  r.block = item % per_tile * r.slabs;
+  r.group = item % per_tile * r.slabs;
   r.tile = item / per_tile;
   r.kb0 = r.split * chunks / splits;
   r.kb1 = (r.split + 1) * chunks / splits;
   return r;
-}
-
-// {expert, first slot, tokens, 0}
-template <bool FUSED, class S>
-__device__ __forceinline__ int4 load_tile(const Args& a, const S& s, int tile) {
-  if constexpr (FUSED) return make_int4(s.route.tile_expert[tile], s.route.tile_start[tile], s.route.tile_n[tile], 0);
-  else return __ldg(a.tiles + tile);
 }
 
 __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {

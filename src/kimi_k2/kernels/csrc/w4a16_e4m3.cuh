@@ -303,7 +303,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
   }
   moe::named_sync(1, C::CONSUMERS);
   const size_t pitch = (size_t)(a.inter / 128) * kRecord;
-  unsigned char* to = static_cast<unsigned char*>(a.inter_q) + tile.y * pitch + it.block * kRecord;
+  unsigned char* to = static_cast<unsigned char*>(a.inter_q) + tile.y * pitch + it.group * kRecord;
   for (int i = tid; i < n * 16; i += C::CONSUMERS)
     __stcg(reinterpret_cast<uint4*>(to + (i >> 4) * pitch) + (i & 15),
            reinterpret_cast<const uint4*>(s.records[i >> 4])[i & 15]);

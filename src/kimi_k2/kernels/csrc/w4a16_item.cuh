@@ -63,7 +63,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
   else multiply<NT, false, C>(s, it.kb1 - it.kb0, seq, acc);
 
   if (it.stage == 0) {
-    const int groups = a.inter / 128, cell = it.tile * groups + it.block;
+    const int groups = a.inter / 128, cell = it.tile * groups + it.group;
     if constexpr (C::FEW)  // with more tokens there is work enough without splits
       if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
     if constexpr (C::E4M3) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     } else {
 #pragma unroll
       for (int m = 0; m < C::TILES; ++m) {
-        __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.block * 128 + (first + m) * 32 + w * 8 + 2 * q;
+        __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
           const float* d = acc[m] + 4 * j;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         if (col < n) {
           const float weight = s.route.weight[tile.y + col];
           float* dst = static_cast<float*>(a.contrib) +
-                       ((size_t)s.route.slot_pair[tile.y + col] * a.splits2 + it.split) * a.hidden + it.block * 256;
+                       ((size_t)s.route.slot_pair[tile.y + col] * a.splits2 + it.split) * a.hidden + it.group * 256;
 #pragma unroll
           for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
@@ -105,13 +105,13 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
       }
     if (tid == 0) {
       s.epi_tile[event] = it.tile;
-      s.epi_slab[event] = it.block;
+      s.epi_slab[event] = it.group;
     }
     __syncwarp();
     if (lane == 0) moe::mbar_arrive(&s.epi_full[event]);
     ++events;
   } else {
-    __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.contrib) + it.block * 256 + first * 64 + w * 16 + 4 * q;
+    __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.contrib) + it.group * 256 + first * 64 + w * 16 + 4 * q;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j) {
       const float2 f = *reinterpret_cast<const float2*>(s.meta_w[slot] + 8 * j + 2 * q);
