@@ -6,8 +6,8 @@
 // block, one thread requests weights without ever waiting for activations, three warps copy the tokens' rows, two or
 // four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow one),
 // and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
+#include "moe_fp8_sum.cuh"
 #include "w4a16_item.cuh"
-#include "w4a16_sum.cuh"
 
 namespace w4a16 {
 
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
       if (s.route.token_pairs[t] == 0)
         for (int i = tid - 128 - C::CONSUMERS; i < a.hidden / 2; i += 128)
           reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
-    sum_tokens<C>(a, s, warp - 4 - C::CONSUMERS / 32, lane);
+    moe::sum_completed(a, s, warp - 4 - C::CONSUMERS / 32);
   }
 }
 
