@@ -1,7 +1,5 @@
 // How the rows of an e4m3 cache come to shared memory as bfloat16.
 #pragma once
-#include <cuda_fp16.h>
-
 #include "mla_copy.cuh"
 
 namespace mla {
@@ -13,9 +11,7 @@ constexpr int kUnits = 2 * kBoxes;
 
 // Two codes; exact: e4m3 is a part of float16, and of bfloat16.
 __device__ __forceinline__ uint32_t two_bf16(uint32_t codes) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(codes)));
-  const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+  const float2 two = moe::from_e4m3(codes);
   return moe::pack_bf16(two.x, two.y);
 }
 __device__ __forceinline__ uint4 eight_bf16(uint32_t low, uint32_t high) {

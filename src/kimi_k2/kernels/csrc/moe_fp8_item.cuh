@@ -52,10 +52,7 @@ __device__ __forceinline__ void wait_for_tile(const Fp8Args& a, int tile, int ep
 __device__ __forceinline__ float group_scale(float amax) { return fmaxf(amax, 1e-10f) / 448.f; }
 
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint16_t lo, hi;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(lo) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(hi) : "f"(d), "f"(c));
-  return uint32_t(lo) | (uint32_t(hi) << 16);
+  return to_e4m3(a, b) | to_e4m3(c, d) << 16;
 }
 
 // One 128-value group of a bf16 row by one warp: lane holds 4 values.

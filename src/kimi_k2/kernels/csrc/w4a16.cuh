@@ -104,6 +104,12 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   return r;
 }
 
+// silu(gate) * up in bf16 from sums of gate rows g, then up rows g, of tokens 8j + 2q and 8j + 2q + 1: token 8j + g, rows 2q
+// and 2q + 1.
+__device__ __forceinline__ uint32_t activate(const float* d) {
+  return transpose_8x8(moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]));
+}
+
 // Both constants of the unpacking, hidden in registers: one instruction takes only one of them as an immediate.
 struct Unpack {
   uint32_t mask, one;

@@ -15,17 +15,6 @@
 
 namespace w4a16 {
 
-__device__ __forceinline__ uint32_t to_e4m3(float a, float b) {
-  uint16_t codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-  return codes;
-}
-__device__ __forceinline__ float2 from_e4m3(uint32_t codes) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
-  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
-}
-
 // The power of two that brings `amax` to 128..256, where values down to 2^-10 of it keep all of bf16's bits.
 struct Power {
   float up, down;
@@ -42,10 +31,10 @@ struct Power {
 __device__ __forceinline__ void split(float a, float b, const Power& power, uint32_t& upper, uint32_t& lower,
                                       float& sum) {
   a *= power.up, b *= power.up;
-  upper = to_e4m3(a, b);
-  const float2 u = from_e4m3(upper);
-  lower = to_e4m3(a - u.x, b - u.y);
-  const float2 l = from_e4m3(lower);
+  upper = moe::to_e4m3(a, b);
+  const float2 u = moe::from_e4m3(upper);
+  lower = moe::to_e4m3(a - u.x, b - u.y);
+  const float2 l = moe::from_e4m3(lower);
   sum += (u.x + l.x) + (u.y + l.y);
 }
 
@@ -272,9 +261,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
     float amax = 0;
 #pragma unroll
     for (int m = 0; m < C::TILES; ++m) {
-      const float* d = acc[m] + 4 * j;
-      const uint32_t v = moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]);
-      const uint32_t u = transpose_8x8(v);
+      const uint32_t u = activate(acc[m] + 4 * j);
       value[m][j] = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&u));
       amax = fmaxf(amax, fmaxf(fabsf(value[m][j].x), fabsf(value[m][j].y)));
     }

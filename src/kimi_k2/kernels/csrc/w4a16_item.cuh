@@ -74,9 +74,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
-          const float* d = acc[m] + 4 * j;
-          const uint32_t v = moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]);
-          const uint32_t u = transpose_8x8(v);  // token 8j + g, columns 2q and 2q + 1
+          const uint32_t u = activate(acc[m] + 4 * j);
           if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
         }
       }
