@@ -14,6 +14,77 @@
 
 namespace moe {
 
+// One thread: claim items, announce them to the block, request their weights.
+template <int NMAX, int STAGES, bool FUSED>
+__device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STAGES, FUSED>& s, const CUtensorMap& map13,
+                                             const CUtensorMap& map2, int tiles, int total) {
+  int item = blockIdx.x, seq = 0;
+  // Prepared mode claims an item, and looks up its tile, one item before it is needed.
+  [[maybe_unused]] int claimed = 0;
+  [[maybe_unused]] Item ahead;
+  [[maybe_unused]] int4 ahead_tile;
+  if constexpr (!FUSED) {
+    claimed = gridDim.x + atomicAdd(a.ctrl, 1);
+    if (item < total) {
+      ahead = decode_item(a, item, tiles);
+      ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
+    }
+  }
+  for (int round = 0;; ++round) {
+    const int slot = round % kRing;
+    if (round >= kRing) mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
+    s.ring[slot] = item < total ? item : -1;
+    Item it;
+    int expert, next;
+    if constexpr (FUSED) {
+      mbar_arrive(&s.item_full[slot]);
+      if (item >= total) break;
+      next = gridDim.x + atomicAdd(a.ctrl, 1);
+      it = decode_item(a, item, tiles);
+      expert = load_tile<FUSED>(a, s, it.tile).x;
+    } else {
+      s.ring_item[slot] = it = ahead;
+      s.ring_tile[slot] = ahead_tile;
+      expert = ahead_tile.x;
+      mbar_arrive(&s.item_full[slot]);
+      next = claimed;
+      // Both, so that the claim under way has ended: it must not come after the count's return to zero.
+      if (item >= total && next >= total) break;
+      claimed = gridDim.x + atomicAdd(a.ctrl, 1);
+      if (next < total) {
+        ahead = decode_item(a, next, tiles);
+        ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
+      }
+    }
+    const CUtensorMap* map = it.stage == 0 ? &map13 : &map2;
+    const int row0 = it.stage == 0 ? expert * 2 * a.inter + it.group * 128 : expert * a.hidden + it.group * 256;
+    const int gap = it.stage == 0 ? a.inter : 128, nk = it.kb1 - it.kb0;
+    for (int i = 0; i < it.slabs * nk; ++i, ++seq) {
+      const int row = row0 + i / nk * 256, kb = it.kb0 + i % nk;
+      const int st = seq % STAGES;
+      if (seq >= STAGES) mbar_wait(&s.empty[st], ((seq / STAGES) - 1) & 1);
+      // The ring is deeper than what the fused mode keeps in flight: flags, atomics and token loads would wait
+      // behind a full ring of requests.
+      constexpr int kInFlight = 2;
+      if (FUSED && seq >= kInFlight) {
+        const int before = seq - kInFlight;
+        mbar_wait(&s.weights_full[before % STAGES], (before / STAGES) & 1);
+      }
+      uint64_t* bar = FUSED ? &s.weights_full[st] : &s.full[st];
+      mbar_arrive_expect_tx(bar, 2 * kTileBytes);
+      const uint32_t dst = smem_u32(s.w[st]);
+      tma_load_2d(dst, map, bar, kb * 128, row, kEvictFirst);
+      tma_load_2d(dst + kTileBytes, map, bar, kb * 128, row + gap, kEvictFirst);
+    }
+    item = next;
+  }
+  // The last block to run out of work opens the next launch.
+  if (atomicInc(reinterpret_cast<unsigned*>(a.ctrl) + 1, gridDim.x - 1) == gridDim.x - 1) {
+    a.ctrl[0] = 0;
+    a.ctrl[2] = s.epoch;
+  }
+}
+
 template <int NMAX, int STAGES, bool FUSED>
 __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
     moe_fp8_kernel(const __grid_constant__ CUtensorMap map13, const __grid_constant__ CUtensorMap map2,
@@ -62,73 +133,7 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
   if (warp < 4) {
     if constexpr (!FUSED && NMAX >= 64) reg_dealloc<56>();
     if (warp == 0) {
-      if (lane == 0) {
-        int item = blockIdx.x, seq = 0;
-        // Prepared mode claims an item, and looks up its tile, one item before it is needed.
-        [[maybe_unused]] int claimed = 0;
-        [[maybe_unused]] Item ahead;
-        [[maybe_unused]] int4 ahead_tile;
-        if constexpr (!FUSED) {
-          claimed = gridDim.x + atomicAdd(a.ctrl, 1);
-          if (item < total) {
-            ahead = decode_item(a, item, tiles);
-            ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
-          }
-        }
-        for (int round = 0;; ++round) {
-          const int slot = round % kRing;
-          if (round >= kRing) mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
-          s.ring[slot] = item < total ? item : -1;
-          Item it;
-          int expert, next;
-          if constexpr (FUSED) {
-            mbar_arrive(&s.item_full[slot]);
-            if (item >= total) break;
-            next = gridDim.x + atomicAdd(a.ctrl, 1);
-            it = decode_item(a, item, tiles);
-            expert = load_tile<FUSED>(a, s, it.tile).x;
-          } else {
-            s.ring_item[slot] = it = ahead;
-            s.ring_tile[slot] = ahead_tile;
-            expert = ahead_tile.x;
-            mbar_arrive(&s.item_full[slot]);
-            next = claimed;
-            // Both, so that the claim under way has ended: it must not come after the count's return to zero.
-            if (item >= total && next >= total) break;
-            claimed = gridDim.x + atomicAdd(a.ctrl, 1);
-            if (next < total) {
-              ahead = decode_item(a, next, tiles);
-              ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
-            }
-          }
-          const CUtensorMap* map = it.stage == 0 ? &map13 : &map2;
-          const int row0 = it.stage == 0 ? expert * 2 * a.inter + it.group * 128 : expert * a.hidden + it.group * 256;
-          const int gap = it.stage == 0 ? a.inter : 128, nk = it.kb1 - it.kb0;
-          for (int i = 0; i < it.slabs * nk; ++i, ++seq) {
-            const int row = row0 + i / nk * 256, kb = it.kb0 + i % nk;
-            const int st = seq % STAGES;
-            if (seq >= STAGES) mbar_wait(&s.empty[st], ((seq / STAGES) - 1) & 1);
-            // The ring is deeper than what the fused mode keeps in flight: flags, atomics and token loads would wait
-            // behind a full ring of requests.
-            constexpr int kInFlight = 2;
-            if (FUSED && seq >= kInFlight) {
-              const int before = seq - kInFlight;
-              mbar_wait(&s.weights_full[before % STAGES], (before / STAGES) & 1);
-            }
-            uint64_t* bar = FUSED ? &s.weights_full[st] : &s.full[st];
-            mbar_arrive_expect_tx(bar, 2 * kTileBytes);
-            const uint32_t dst = smem_u32(s.w[st]);
-            tma_load_2d(dst, map, bar, kb * 128, row, kEvictFirst);
-            tma_load_2d(dst + kTileBytes, map, bar, kb * 128, row + gap, kEvictFirst);
-          }
-          item = next;
-        }
-        // The last block to run out of work opens the next launch.
-        if (atomicInc(reinterpret_cast<unsigned*>(a.ctrl) + 1, gridDim.x - 1) == gridDim.x - 1) {
-          a.ctrl[0] = 0;
-          a.ctrl[2] = s.epoch;
-        }
-      }
+      if (lane == 0) feed_weights(a, s, map13, map2, tiles, total);
     } else {
       if constexpr (FUSED) fill_fused(a, s, tiles);
       else fill_prepared(a, s);
