@@ -30,7 +30,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Part(NamedTuple):
-    """A whole tensor of the output; or of one expert [parts, ...]: what each rank of those that share it holds."""
+    """A whole tensor of the output; or of one expert, by rank: `PlannedTensor.expert_shape`."""
 
     name: str
     expert: int | None

@@ -45,9 +45,7 @@ class LayerSink:
             self.write(parts, pool)
             return
         for part in parts:
-            tensor = self.planned[part.name]
-            shares = 1 if tensor.dim is None else tensor.parts
-            self._check(part, (shares, *tensor.local_shape[1:]))
+            self._check(part, self.planned[part.name].expert_shape)
             self._experts[part.name].append(part)
             self._waiting += part.tensor.nbytes
         local = self.planned[parts[0].name].experts_of(0)
@@ -104,7 +102,7 @@ class LayerSink:
 
         def write(ranks: range) -> None:
             for rank in ranks:
-                self._append(rank, tensor, [tensor_bytes(torch.cat([rows[:, cut] for cut in tensor.cuts(rank)], 1))])
+                self._append(rank, tensor, [tensor_bytes(_cut(tensor, rows, rank))])
 
         self._over_ranks(write, pool)
 

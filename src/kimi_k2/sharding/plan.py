@@ -129,8 +129,13 @@ class PlannedTensor:
         width, part = section // self.parts, rank % self.parts
         return [slice(s * section + part * width, s * section + (part + 1) * width) for s in range(self.stride)]
 
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Of one expert by rank: [1, ...] where the ranks that share it all hold the same, else [parts, ...]."""
+        return (1 if self.dim is None else self.parts, *self.local_shape[1:])
+
     def by_rank(self, expert: Tensor) -> Tensor:
-        """One expert's whole tensor to [parts, ...], contiguous: what each rank of those that share it holds."""
+        """One expert's whole tensor to `expert_shape`, contiguous: what each rank of those that share it holds."""
         if self.dim is None:
             return expert.contiguous().unsqueeze(0)
         dim = self.dim - 1
