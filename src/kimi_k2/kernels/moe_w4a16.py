@@ -150,7 +150,7 @@ def workspace_sizes(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Element count and dtype of every scratch buffer that one call needs."""
     sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
-    unused = dict.fromkeys(("xs", "inter_s"), (0, torch.uint8))
+    unused = dict.fromkeys(("xs", "inter_s", "pair_slot"), (0, torch.uint8))
     pairs = tokens * top_k
     sort = (2 * MAX_EXPERTS + 1, torch.int32)
     contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
