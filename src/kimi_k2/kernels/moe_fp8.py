@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import astuple
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
-from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, zeros
+from kimi_k2.kernels.expert_launch import Shape, call, expect, expect_routing, fill, zeros
 from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 
@@ -70,6 +72,9 @@ class _Arguments(ctypes.Structure):
     """`moe::Fp8Args` of csrc/moe_fp8.cuh, field for field."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+
+
+_Structure = TypeVar("_Structure", bound=_Arguments)
 
 
 def check_arguments(
@@ -137,6 +142,28 @@ def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choi
     return zeros(workspace_sizes(*shape, choice), device)
 
 
+def queue_arguments(
+    structure: type[_Structure],
+    tensors: Mapping[str, Tensor | None],
+    shape: Shape,
+    routing: tuple[Tensor, Tensor, Tensor | None],
+    chosen: ExpertChoice,
+    multiprocessors: int,
+) -> _Structure:
+    """`_Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
+
+    Args:
+        tensors: by field name, the routing's aside; None stays null.
+        routing: topk_indices, topk_weights, expert_map.
+    """
+    topk_indices, topk_weights, expert_map = routing
+    named = {**tensors, "topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
+    arguments = fill(structure, named, shape, topk_indices, expert_map)
+    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
+    arguments.grid, arguments.programmatic = multiprocessors, 1
+    return arguments
+
+
 @torch.library.custom_op("kimi_k2::moe_fp8", mutates_args=(), device_types="cuda")
 def moe_fp8(
     x: Tensor,
@@ -184,18 +211,14 @@ def moe_fp8(
     tensors = {
         **_workspace(x.device, shape, chosen),
         "x": x,
-        "topk_ids": topk_indices,
-        "topk_weights": topk_weights,
-        "expert_map": expert_map,
         "out": out,
         "w13": gate_up_proj,
         "s13": gate_up_proj_scale_inv,
         "w2": down_proj,
         "s2": down_proj_scale_inv,
     }
-    arguments = fill(_Arguments, tensors, shape, topk_indices, expert_map)
-    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
-    arguments.grid, arguments.programmatic = multiprocessors, 1
+    routing = topk_indices, topk_weights, expert_map
+    arguments = queue_arguments(_Arguments, tensors, shape, routing, chosen, multiprocessors)
     call(load_library("moe_fp8_launch.cu").kimi_moe_fp8, arguments, "moe_fp8", x.device)
     return out
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import astuple
 from typing import Any, Literal
 
 import torch
@@ -247,19 +246,14 @@ def moe_w4a16(
     tensors = {
         **_workspace(x.device, shape, chosen),
         "x": x,
-        "topk_ids": topk_indices,
-        "topk_weights": topk_weights,
-        "expert_map": expert_map,
         "out": out,
         "w13": gate_up_proj_packed,
         "s13": gate_up_proj_scale,
         "w2": down_proj_packed,
+        "s2": down_proj_scale,
     }
-    if down_proj_scale is not None:
-        tensors["s2"] = down_proj_scale
-    launch = fill(_Arguments, tensors, shape, topk_indices, expert_map)
-    launch.fused, launch.nmax, launch.splits1, launch.splits2, launch.item_slabs = astuple(chosen)
-    launch.grid, launch.programmatic = multiprocessors, 1
+    routing = topk_indices, topk_weights, expert_map
+    launch = moe_fp8.queue_arguments(_Arguments, tensors, shape, routing, chosen, multiprocessors)
     launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
     call(load_library("w4a16_launch.cu").kimi_w4a16, launch, "moe_w4a16", x.device)
     return out
