@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     }
     for (int i = 0; i < kRing; ++i) {
       moe::mbar_init(&s.item_full[i], 1);
-      moe::mbar_init(&s.item_empty[i], (C::FEW && !C::E4M3 ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
+      moe::mbar_init(&s.item_empty[i], (C::ROWS ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
       moe::mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
       moe::mbar_init(&s.epi_empty[i], 1);
     }
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
       feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
-    } else if (C::FEW && !C::E4M3 ? warp == 1 : warp > 0) {
+    } else if (C::ROWS ? warp == 1 : warp > 0) {
       if constexpr (C::E4M3) feed_records<C>(a, s, tiles, warp - 1, lane);
       else if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
       else feed_many_tokens<C>(a, s, tiles, tid - 32);

@@ -33,7 +33,8 @@ struct Config {
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
   static constexpr bool FEW = NMAX <= 32;                 // tokens: one lane each can request them
   static constexpr bool E4M3 = FEW && !W2_BF16;           // see w4a16_e4m3.cuh
-  static constexpr int PITCH = FEW && !E4M3 ? 272 : 256;  // bytes of a token's 128 columns in shared memory
+  static constexpr bool ROWS = FEW && W2_BF16;            // tokens as rows of bf16, requested by one warp
+  static constexpr int PITCH = ROWS ? 272 : 256;          // bytes of a token's 128 columns in shared memory
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 

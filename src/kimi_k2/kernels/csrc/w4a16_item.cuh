@@ -79,7 +79,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         }
       }
     }
-    if constexpr (C::FEW && !C::E4M3) fence_proxy_global();  // the copy engine reads it
+    if constexpr (C::ROWS) fence_proxy_global();  // the copy engine reads it
     moe::named_sync(1, C::CONSUMERS);
     if (tid == 0) moe::st_release(a.flags + cell, s.epoch);
   } else if constexpr (C::FUSED) {
