@@ -1,0 +1,51 @@
+"""Sums over GPUs at decode sizes, ours beside PyTorch's, under `torchrun --nproc-per-node N -m`.
+
+Calls follow each other in a graph on every rank, so that a call's time is from all parts ready to all sums there.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from kimi_k2.kernels.bench.harness import graph_median
+from kimi_k2.parallel.all_reduce import ONE_SHOT_BYTES, AllReduce
+
+HIDDEN = 7168
+TOKENS = (1, 2, 4, 8, 16, 32)
+CALLS = 20
+
+
+def main() -> None:
+    """Rank 0 prints microseconds a call and how far each sum is from float64's."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    ways = {
+        "pushed": AllReduce(None, push_bytes=ONE_SHOT_BYTES),
+        "PyTorch one-shot": AllReduce(None, push_bytes=0),
+        "NCCL": AllReduce(None, one_shot=False),
+    }
+    if rank == 0:
+        print(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, bfloat16 [tokens, {HIDDEN}]")
+    for tokens in TOKENS:
+        torch.manual_seed(rank)
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        exact = x.double()
+        dist.all_reduce(exact)
+        for name, reduce in ways.items():
+            found = reduce(x.clone())
+            error = float((found.double() - exact).norm() / exact.norm())
+            # NCCL writes to what it is given: each call has its own.
+            copies = [x.clone() for _ in range(CALLS)]
+            time = graph_median([partial(reduce, copy) for copy in copies])
+            if rank == 0:
+                print(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
