@@ -18,6 +18,7 @@ from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synt
 from kimi_k2.config import KimiK2Config
 from kimi_k2.cuda import decode
 from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels import dispatch
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -223,6 +224,19 @@ def test_decode_of_eight(preset: str) -> None:
     print(f"\n{preset}, batch 8: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
     assert ("moe_fp8 (" if preset == FP8 else "moe_w4a16 (") in used
     assert ours < (0.04 if preset == FP8 else 1.2 * plain)
+
+
+@on_gpu
+def test_a_graph_of_plain_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the routing back, which would end the process in the middle of a capture."""
+    monkeypatch.setattr(dispatch, "_pins", {"routed_experts": dispatch.PLAIN})
+    model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
+    step = DecodeStep(model, model.new_cache(1, 4), graph=True)
+    now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(KernelError, match="cannot be captured"):
+        step(now, now)
+    monkeypatch.setattr(dispatch, "_pins", {})
+    assert bool(DecodeStep(model, model.new_cache(1, 4), graph=True)(now, now).isfinite().all())
 
 
 @on_gpu

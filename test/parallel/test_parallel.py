@@ -64,7 +64,7 @@ def test_ranks_agree_with_the_plain_model(
 @pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("preset", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
 def test_ranks_on_gpus(preset: str, moe_tp: int, moe_ep: int, tmp_path: Path) -> None:
-    """NCCL, one-shot all-reduce and CUDA graphs against float64: float32 exactly, BF16 with the kernels."""
+    """NCCL, sums over peer memory and CUDA graphs against float64: float32 exactly, BF16 with the kernels."""
     layout = Layout(moe_tp, moe_ep, target="cuda", experts="stored")
     if torch.cuda.device_count() < layout.ranks:
         pytest.skip(f"needs {layout.ranks} GPUs")

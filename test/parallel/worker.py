@@ -47,7 +47,7 @@ def run(
     again.data.copy_(cache.data)
     plain = [model(ids[:, p : p + 1], at[:, None], cache) for p, at in enumerate(positions, PROMPT)]
     reduce, gather = AllReduce(None), partial(gather_last, group=None)
-    step = DecodeStep(model, again, reduce=reduce, gather=gather, graph=device == "cuda")
+    step = DecodeStep(model, again, reduce=reduce, gather=gather, graph=where == "cuda:bfloat16")
     stepped = [step(ids[:, p], at).clone() for p, at in enumerate(positions, PROMPT)]
     if rank == 0:
         torch.save([tensor.cpu() for tensor in (ids, torch.cat([first, *plain], dim=1), torch.stack(stepped, 1))], out)

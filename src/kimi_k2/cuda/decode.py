@@ -256,7 +256,7 @@ class DecodeStep:
         model: whole, or a rank's part from `parallel.parallelize`.
         cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
         reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
-        graph: capture; needs a GPU.
+        graph: capture; needs a GPU, and experts that a kernel takes: KernelError otherwise, at the first call.
     """
 
     def __init__(
