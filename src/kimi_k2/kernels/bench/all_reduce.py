@@ -5,13 +5,13 @@ Calls follow each other in a graph on every rank, so that a call's time is from 
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from kimi_k2.kernels.bench.harness import graph_median
@@ -26,7 +26,8 @@ class OneShot:
     """PyTorch's one-shot sum, for which each rank reads its peers' parts."""
 
     def __init__(self, count: int) -> None:
-        self.buffer = symmetric.empty(count, dtype=torch.bfloat16, device="cuda")
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+        self.buffer: Tensor = symmetric.empty(count, dtype=torch.bfloat16, device="cuda")
         symmetric.rendezvous(self.buffer, dist.group.WORLD)
 
     def __call__(self, x: Tensor) -> Tensor:
