@@ -159,6 +159,8 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
         else process_item<NMAX>(a, s, it, tile, seq, events);
       }
     }
+    if constexpr (!FUSED)
+      if ((tid & 127) == 0) bulk_wait();
     if (FUSED && a.top_k * a.splits2 > 1) {
       for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
         const int slot = events % kRing;

@@ -25,7 +25,7 @@ struct Fp8Args {
   void* inter_q;              // e4m3 [T*k, I], by slot
   float* inter_s;             // [T*k, I/128]
   float* partial;             // split sums of the first stage
-  void* contrib;              // fused: float32 [T*k, splits2, H]; prepared: bf16 [H/256, T*k, splits2, 256], by slot
+  void* contrib;              // fused: float32 [T*k, splits2, H]; prepared: bf16 [H/256, splits2, 2, T*k, 128], by slot
   int* ctrl;                  // claim, done, epoch; then flags
   int* flags;                 // [tiles, I/128]
   unsigned* count1;           // [tiles, I/128]
@@ -129,7 +129,8 @@ struct Fp8Smem {
   alignas(1024) unsigned char b[STAGES][NMAX * 128];
   alignas(16) float sb[STAGES][NMAX];
   alignas(8) float sw[STAGES][2];  // prepared mode: scales of the two weight blocks
-  alignas(16) unsigned char stage_out[NMAX * kStagePitch];
+  // What leaves through shared memory: the transposed intermediate, or each warpgroup's half of a slab of outputs.
+  alignas(128) unsigned char stage_out[FUSED ? NMAX * kStagePitch : NMAX * 512];
   float red[8][NMAX];
   float col_scale[NMAX];
   alignas(16) float meta_w[NMAX];

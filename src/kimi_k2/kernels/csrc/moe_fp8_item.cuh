@@ -49,6 +49,9 @@ __device__ __forceinline__ void wait_for_tile(const Fp8Args& a, int tile, int ep
   } while (!__all_sync(0xffffffffu, ready));
 }
 
+// Prepared mode: where the 32-byte unit `unit` of a slot's 128 outputs lies among its eight.
+__device__ __forceinline__ int output_unit(int unit, int slot) { return unit ^ ((slot >> 1) & 3); }
+
 __device__ __forceinline__ float group_scale(float amax) { return fmaxf(amax, 1e-10f) / 448.f; }
 
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {

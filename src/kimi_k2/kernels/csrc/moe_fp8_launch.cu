@@ -39,8 +39,8 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (int rc = host::launch(prepare_kernel, {dim3(a.grid), 1024, 0, stream, bool(a.pdl)}, a)) return rc;
   int rc = 1002;
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
-  if (a.nmax == 64) rc = launch_main<64, 5, false>(a, m13, m2, stream);
-  if (a.nmax == 128) rc = launch_main<128, 4, false>(a, m13, m2, stream);
+  if (a.nmax == 64) rc = launch_main<64, 4, false>(a, m13, m2, stream);
+  if (a.nmax == 128) rc = launch_main<128, 3, false>(a, m13, m2, stream);
   if (rc || a.top_k * a.splits2 == 1) return rc;
   return host::launch(combine_kernel, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
 }

@@ -4,7 +4,8 @@
 
 namespace moe {
 
-constexpr int kBatch = 8;  // pairs of a thread in flight together
+constexpr int kBatch = 8;    // pairs of a thread in flight together
+constexpr int kSorters = 8;  // blocks that sort
 
 // Local experts of the pairs p, p + 1024, ...; -1 past the end.
 __device__ __forceinline__ void local_experts(const Fp8Args& a, int p, int pairs, int (&e)[kBatch]) {
@@ -23,7 +24,9 @@ __device__ __forceinline__ void local_experts(const Fp8Args& a, int p, int pairs
   }
 }
 
-// Prepared mode, first launch: block 0 sorts the pairs by expert, the others quantize the tokens.
+// Prepared mode, first launch: the first blocks sort the pairs by expert, the others quantize the tokens. Every sorter
+// counts all pairs, and puts those of its share of the experts into their slots: one multiprocessor's stores to
+// scattered places are what took long.
 __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant__ Fp8Args a) {
   __shared__ int count[kMaxExperts];
   __shared__ int warp_sum[32];
@@ -32,7 +35,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
     pdl_launch();
     pdl_wait();
   }
-  if (blockIdx.x == 0) {
+  if (blockIdx.x < kSorters) {
     const int pairs = a.tokens * a.top_k;
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
@@ -62,10 +65,10 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       __syncthreads();
     }
     const int start = slots - n;
-    if (tid == 1023) *a.num_tiles = cells;
+    if (tid == 1023 && blockIdx.x == 0) *a.num_tiles = cells;
     if (tid < kMaxExperts) count[tid] = start;
     const int even = tiles ? min(a.nmax, ((n + tiles - 1) / tiles + 7) / 8 * 8) : 0;
-    for (int i = 0, off = 0; i < tiles; ++i, off += even)
+    for (int i = 0, off = 0; blockIdx.x == 0 && i < tiles; ++i, off += even)
       a.tiles[cells - tiles + i] = make_int4(tid, start + off, max(0, min(even, n - off)), 0);
     __syncthreads();
     for (int p = tid; p < pairs; p += kBatch * 1024) {
@@ -73,16 +76,19 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       local_experts(a, p, pairs, e);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int pair = p + i * 1024, slot = e[i] >= 0 ? atomicAdd(&count[e[i]], 1) : -1;
+        const int pair = p + i * 1024;
+        const unsigned sorter = e[i] >= 0 ? e[i] % kSorters : 0;
+        if (sorter != blockIdx.x || pair >= pairs) continue;
+        const int slot = e[i] >= 0 ? atomicAdd(&count[e[i]], 1) : -1;
         if (slot >= 0) a.sorted_pair[slot] = pair;
-        if (pair < pairs) a.pair_slot[pair] = slot;
+        a.pair_slot[pair] = slot;
       }
     }
   } else {
     // 16 threads a group of 128 values, 8 values a thread.
     const size_t total = (size_t)a.tokens * (a.hidden / 128) * 16;
-    const size_t stride = (size_t)(gridDim.x - 1) * 1024;
-    for (size_t i0 = (size_t)(blockIdx.x - 1) * 1024 + tid; i0 < total; i0 += 4 * stride) {
+    const size_t stride = (size_t)(gridDim.x - kSorters) * 1024;
+    for (size_t i0 = (size_t)(blockIdx.x - kSorters) * 1024 + tid; i0 < total; i0 += 4 * stride) {
       uint4 raw[4];
 #pragma unroll
       for (int u = 0; u < 4; ++u)
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       }
     }
     if (a.top_k * a.splits2 == 1)  // no summing launch: tokens without a valid pair are cleared here
-      for (int t = blockIdx.x - 1; t < a.tokens; t += gridDim.x - 1)
+      for (int t = blockIdx.x - kSorters; t < a.tokens; t += gridDim.x - kSorters)
         if (local_expert(a, t) < 0)
           for (int i = tid; i < a.hidden / 2; i += 1024)
             reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
@@ -128,8 +134,10 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp
     pdl_wait();
   }
   if (t >= a.tokens) return;
-  const __nv_bfloat16* from =
-      static_cast<const __nv_bfloat16*>(a.contrib) + (size_t)slab * a.tokens * parts * 256 + lane * 8;
+  // A lane's eight values are half of a 32-byte unit of one warpgroup's 128.
+  const size_t pairs = (size_t)a.tokens * a.top_k;
+  const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.contrib) +
+                              (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128 + (lane & 1) * 8;
   float acc[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
     // Lane i looks up part c0 + i.
@@ -138,13 +146,16 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp
     if (lane < 8 && c0 + lane < parts) {
       const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
       weight = __ldg(a.topk_weights + pair);
-      if (slot >= 0) row = slot * a.splits2 + (c0 + lane) % a.splits2;
+      row = slot;
     }
     uint4 raw[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int r = __shfl_sync(0xffffffffu, row, i);
-      raw[i] = r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(from + (size_t)r * 256)) : make_uint4(0, 0, 0, 0);
+      const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
+      raw[i] = r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(
+                            from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
+                      : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

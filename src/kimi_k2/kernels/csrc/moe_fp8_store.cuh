@@ -137,21 +137,31 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
       ++events;
     }
   } else if (!direct) {
-    // As the registers hold them: of a token's 256 values those of one lane's four rows are neighbours. Nobody but
-    // the sums reads them, and those know the order.
-    __nv_bfloat16* dst = static_cast<__nv_bfloat16*>(a.contrib) +
-                         (((size_t)it.group * a.tokens * a.top_k + tile.y) * a.splits2 + it.split) * 256 +
-                         warp * 32 + g * 4;
+    // Each warpgroup's 128 values of a token as its registers hold them, four rows of a lane side by side; the copy
+    // engine stores the tile's tokens as one piece. Nobody but the sums reads them, and those know the order. The
+    // 32-byte units of a slot are permuted so that no two lanes write one bank.
+    unsigned char* mine = s.stage_out + wg * (NMAX * 256);
+    const bool leader = (tid & 127) == 0;
+    if (leader) bulk_wait_read();  // the copy of the item before
+    named_sync(2 + wg, 128);
+    unsigned char* put[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      put[i] = mine + (2 * q + i) * 256 + output_unit((warp & 3) * 2 + (g >> 2), tile.y + 2 * q + i) * 32 + (g & 3) * 8;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int col = 8 * j + 2 * q + i;
-        if (col < n)
-          __stcg(reinterpret_cast<uint2*>(dst + (size_t)col * a.splits2 * 256),
-                 make_uint2(pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
-                            pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i])));
-      }
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<uint2*>(put[i] + j * 2048) =
+            make_uint2(pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                       pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
+    fence_proxy_async();
+    named_sync(2 + wg, 128);
+    if (leader) {
+      const size_t slot = (size_t)((it.group * a.splits2 + it.split) * 2 + wg) * a.tokens * a.top_k + tile.y;
+      bulk_store(static_cast<__nv_bfloat16*>(a.contrib) + slot * 128, smem_u32(mine), n * 256);
+      bulk_commit();
+    }
   } else {
     // Transpose through shared memory so that each token's 64 rows leave as one 128-byte line.
     constexpr int kCols = NT <= NMAX / 2 ? NT : NT / 2;
