@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +20,11 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.synthetic import TINY, Format, tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import PRESET_DIR, KimiK2Config
 from kimi_k2.convert_cli import ExpertsOption, TargetOption, make_layout, print_sharding
+from kimi_k2.cuda.generator import Generator
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.generate import SamplingParams, load_eos_token_ids, stream
+from kimi_k2.generate import SamplingParams, Step, load_eos_token_ids
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parallel.ranks import leave_ranks, load_generator
 from kimi_k2.progress import ByteProgress
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -108,8 +110,17 @@ def generate(
         bool, typer.Option("--keep-quantized", help="Hold FP8/INT4 weights as stored: less memory, slower.")
     ] = False,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
+    ranks: Annotated[
+        Path | None,
+        typer.Option(help="Weights: output of `convert --target cuda`, a rank a process of `torchrun --no-python`."),
+    ] = None,
 ) -> None:
-    """Generate text from a checkpoint; tokens appear as they are made (one prompt) or at the end (several)."""
+    """Generate text from a checkpoint; tokens appear as they are made (one prompt) or at the end (several).
+
+    With --ranks CHECKPOINT gives the configuration and the tokenizer only, and rank 0 prints.
+    """
+    if ranks is not None and not prompt:
+        raise typer.BadParameter("--ranks needs --prompt: standard input reaches one process only")
     prompts = prompt or [sys.stdin.read()]
     config = KimiK2Config.from_pretrained(checkpoint)
     tokenizer = KimiTokenizer.from_pretrained(checkpoint)
@@ -122,21 +133,37 @@ def generate(
         eos_token_ids=load_eos_token_ids(checkpoint, config),
     )
     encoded = [encode_prompt(tokenizer, config, text, raw=raw) for text in prompts]
-    model = load_model(checkpoint, dtype=getattr(torch, dtype.value), device=device, keep_quantized=keep_quantized)
-    decoders = [tokenizer.incremental_decoder() for _ in prompts]
-    texts = ["" for _ in prompts]
+    compute = getattr(torch, dtype.value)
+    rank = 0
+    if ranks is None:
+        generator = Generator(load_model(checkpoint, dtype=compute, device=device, keep_quantized=keep_quantized))
+    else:
+        rank, generator = load_generator(ranks, config, compute, device)
+    steps = generator.stream(encoded, params, chunk_size=chunk_size)
+    if rank == 0:
+        print_steps(steps, tokenizer, params, len(prompts))
+    else:
+        for _ in steps:
+            pass
+    leave_ranks()
+
+
+def print_steps(steps: Iterable[Step], tokenizer: KimiTokenizer, params: SamplingParams, sequences: int) -> None:
+    """Text as it is made, or of several sequences at the end; then TTFT and TPOT on standard error."""
+    decoders = [tokenizer.incremental_decoder() for _ in range(sequences)]
+    texts = ["" for _ in range(sequences)]
     seconds = []
-    for step in stream(model, encoded, params, chunk_size=chunk_size):
+    for step in steps:
         seconds.append(step.seconds)
         for row, token in enumerate(step.tokens):
             if token is not None and token not in params.eos_token_ids:
                 piece = decoders[row].feed(token)
                 texts[row] += piece
-                if len(prompts) == 1:
+                if sequences == 1:
                     typer.echo(piece, nl=False)
     for row, decoder in enumerate(decoders):
         rest = decoder.flush()
-        if len(prompts) == 1:
+        if sequences == 1:
             typer.echo(rest)
         else:
             typer.echo(f"--- {row}\n{texts[row]}{rest}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 # <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
 IM_END = 163586
+# Tokens int64 [B] at positions int64 [B] to logits [B, vocab_size].
+Decode = Callable[[Tensor, Tensor], Tensor]
 REAL_VOCAB_SIZE = 163840
 
 
@@ -164,6 +167,22 @@ def decode_step(model: KimiK2ForCausalLM, tokens: Tensor, positions: Tensor, cac
     return model(tokens[:, None], positions[:, None], cache)[:, 0]
 
 
+def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
+    """Cache slots a sequence that a generation fills.
+
+    Raises:
+        GenerationError: more than max_position_embeddings.
+    """
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    needed = longest + params.max_new_tokens - 1
+    if needed > model.config.max_position_embeddings:
+        raise GenerationError(
+            f"prompt of {longest} and {params.max_new_tokens} new tokens exceed max_position_embeddings "
+            f"({model.config.max_position_embeddings})"
+        )
+    return max(needed, 1)
+
+
 @dataclass(frozen=True)
 class Step:
     """What one step produced: a token for each sequence still running (None for ended ones), and its seconds."""
@@ -201,27 +220,25 @@ def stream(
     *,
     chunk_size: int | None = None,
     cache: LatentCache | None = None,
+    decode: Decode | None = None,
 ) -> Iterator[Step]:
     """Generate step by step; the first step contains the prefill.
 
     Args:
         prompts: token ids a sequence; lengths may differ.
         chunk_size: see `prefill`.
-        cache: an empty cache to use; None makes one that just fits.
+        cache: to use, whose entries are overwritten; None makes one that just fits.
+        decode: makes a step's logits with `cache`; None is `decode_step`.
 
     Raises:
         GenerationError: a prompt is empty, or prompt and new tokens exceed max_position_embeddings.
     """
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    needed = longest + params.max_new_tokens - 1
-    if needed > model.config.max_position_embeddings:
-        raise GenerationError(
-            f"prompt of {longest} and {params.max_new_tokens} new tokens exceed max_position_embeddings "
-            f"({model.config.max_position_embeddings})"
-        )
+    needed = slots_needed(model, prompts, params)
     start = time.perf_counter()
     if cache is None:
-        cache = model.new_cache(len(prompts), max(needed, 1))
+        cache = model.new_cache(len(prompts), needed)
+    if decode is None:
+        decode = partial(decode_step, model, cache=cache)
     sampler = Sampler(params, len(prompts))
     tokens = sampler(prefill(model, prompts, cache, chunk_size))
     positions = torch.tensor([len(prompt) for prompt in prompts], device=tokens.device)
@@ -229,7 +246,7 @@ def stream(
     for step in range(params.max_new_tokens):
         if step:
             start = time.perf_counter()
-            tokens = sampler(decode_step(model, tokens, positions, cache))
+            tokens = sampler(decode(tokens, positions))
             # An ended sequence stays where it is: its row goes on being computed, and is ignored.
             positions = positions + torch.tensor(running, device=tokens.device)
         values = tokens.tolist()

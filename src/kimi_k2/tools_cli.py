@@ -17,6 +17,7 @@ from rich.table import Table
 from kimi_k2.bench.backend import Backend, NeuronBackend, TorchBackend
 from kimi_k2.bench.compare import DRIFT, compare, differing, overall
 from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.bench.render import markdown, write_reports
 from kimi_k2.bench.results import load_results
 from kimi_k2.bench.stopwatch import check_tpot
@@ -103,6 +104,9 @@ def bench(
     keep_quantized: Annotated[
         bool, typer.Option("--keep-quantized", help="Hold weights as stored (cpu, cuda).")
     ] = False,
+    ranks: Annotated[
+        Path | None, typer.Option(help="Output of `convert --target cuda`, under torchrun (cpu, cuda).")
+    ] = None,
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp32-ep2",
     compiled: Annotated[Path | None, typer.Option(help="What scripts/compile.py wrote (neuron).")] = None,
     published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
@@ -136,12 +140,21 @@ def bench(
         if backend is BackendOption.neuron:
             chosen = NeuronPreset.load(preset)
             used = NeuronBackend(directory, chosen, compiled or directory)
+        elif ranks is not None:
+            used = RanksBackend.load_ranks(directory, ranks, backend.value, getattr(torch, dtype.value))
         else:
-            used = TorchBackend(directory, backend.value, getattr(torch, dtype.value), keep_quantized)
+            used = TorchBackend.load(directory, backend.value, getattr(torch, dtype.value), keep_quantized)
         if check_stopwatch:
             _print_stopwatch(settings, used)
             return
-        results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+        try:
+            if isinstance(used, RanksBackend) and used.rank > 0:
+                used.follow()
+                return
+            results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+        finally:
+            if isinstance(used, RanksBackend):
+                used.stop()
     written = write_reports(results, out, published)
     typer.echo(markdown(results, published))
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
@@ -163,8 +176,8 @@ def _numbers(field: str, text: str) -> tuple[int, ...]:
 
 
 def _print_stopwatch(settings: Settings, backend: Backend) -> None:
-    if not isinstance(backend, TorchBackend):
-        raise SweepError("--check-stopwatch needs the cpu or cuda backend")
+    if not isinstance(backend, TorchBackend) or isinstance(backend, RanksBackend):
+        raise SweepError("--check-stopwatch needs the cpu or cuda backend, without --ranks")
     table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference", "bare loop, ms")
     for cell in settings.cells():
         prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])

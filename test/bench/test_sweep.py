@@ -138,7 +138,7 @@ def test_killed_sweep_continues(tmp_path: Path) -> None:
 def test_plain_model_makes_every_step(checkpoints: dict[str, Path]) -> None:
     import torch
 
-    backend = TorchBackend(checkpoints["fp8"], "cpu", torch.float32)
+    backend = TorchBackend.load(checkpoints["fp8"], "cpu", torch.float32)
     run = time_run(backend, [[1, 2, 3], [4, 5, 6]], 7)
     assert len(run["itl"]) == 6
     start = time.perf_counter()
@@ -155,7 +155,7 @@ def test_missing_machines_are_named(checkpoints: dict[str, Path], tmp_path: Path
 
     if not torch.cuda.is_available():
         with pytest.raises(BackendUnavailableError, match="no CUDA device"):
-            TorchBackend(checkpoints["fp8"], "cuda", torch.float32)
+            TorchBackend.load(checkpoints["fp8"], "cuda", torch.float32)
     with pytest.raises(BackendUnavailableError, match="neuronx-cc" if not contrib.missing() else "Neuron SDK"):
         NeuronBackend(checkpoints["fp8"], NeuronPreset.load("trn2-tp32-ep2"), tmp_path)
 

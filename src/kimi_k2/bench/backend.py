@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
-from kimi_k2.generate import SamplingParams, stream
+from kimi_k2.cuda.generator import Generator
+from kimi_k2.generate import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compile import build_application
@@ -51,33 +52,47 @@ class Backend(Protocol):
         ...
 
 
+def check_device(device: str) -> None:
+    """BackendUnavailableError if torch lacks it."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise BackendUnavailableError("no CUDA device is available to torch")
+
+
 class TorchBackend:
-    """The plain PyTorch model on one device.
+    """The plain PyTorch model on one device; on a GPU its decode steps come from a graph where kernels allow.
 
     Args:
-        checkpoint: Hugging Face checkpoint directory.
-        device: cpu, or cuda with an index if wanted.
-        dtype: of weights and activations.
-        keep_quantized: hold FP8 or INT4 weights as stored.
-
-    Raises:
-        BackendUnavailableError: cuda is asked for and there is none.
+        generator: of the model.
+        weights: how they are held, for the result's environment.
     """
 
-    def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False) -> None:
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise BackendUnavailableError("no CUDA device is available to torch")
-        self.name = device.partition(":")[0]
-        self.device = device
-        self.model = KimiK2ForCausalLM.from_pretrained(
-            checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized
-        )
+    def __init__(self, generator: Generator, weights: str) -> None:
+        self.generator, self.model = generator, generator.model
+        self.device = str(self.model.lm_head.weight.device)
+        self.name = self.device.partition(":")[0]
         self.vocab_size = self.model.config.vocab_size
-        self.details = {"dtype": str(dtype).removeprefix("torch."), "weights": "stored" if keep_quantized else "float"}
+        self.details: dict[str, Any] = {"dtype": str(self.model.dtype).removeprefix("torch."), "weights": weights}
+
+    @classmethod
+    def load(cls, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False) -> TorchBackend:
+        """A checkpoint on one device.
+
+        Args:
+            checkpoint: Hugging Face checkpoint directory.
+            device: cpu, or cuda with an index if wanted.
+            dtype: of weights and activations.
+            keep_quantized: hold FP8 or INT4 weights as stored.
+
+        Raises:
+            BackendUnavailableError: cuda is asked for and there is none.
+        """
+        check_device(device)
+        model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
+        return cls(Generator(model), "stored" if keep_quantized else "float")
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         """See Backend; each step's token ids are on the host when it yields."""
-        for _ in stream(self.model, prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
+        for _ in self.generator.stream(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
             yield
 
     def reset_peak_memory(self) -> None:

@@ -10,26 +10,26 @@ import torch
 from kimi_k2.bench.backend import Prompts, TorchBackend
 from kimi_k2.bench.results import tpot
 from kimi_k2.bench.sweep import time_run
-from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
+from kimi_k2.generate import prefill
 
 
 def whole_call(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:
-    """Seconds of one `generate` call, by a watch that knows nothing of steps."""
+    """Seconds of one generation, by a watch that knows nothing of steps."""
     start = time.perf_counter()
-    generate(backend.model, prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    list(backend.generate(prompts, new_tokens))
     return time.perf_counter() - start
 
 
 def bare_loop(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:
-    """Seconds a token after the first of nothing but `decode_step` and argmax: what `generate` adds is the rest."""
+    """Seconds a token after the first of nothing but decode steps and argmax: what `stream` adds is the rest."""
     model, length = backend.model, len(prompts[0])
-    cache = model.new_cache(len(prompts), length + new_tokens - 1)
+    cache, decode = backend.generator.prepare(len(prompts), length + new_tokens - 1)
     tokens = prefill(model, prompts, cache).argmax(-1)
     tokens.tolist()
     start = time.perf_counter()
     for step in range(new_tokens - 1):
         positions = torch.full((len(prompts),), length + step, device=tokens.device)
-        tokens = decode_step(model, tokens, positions, cache).argmax(-1)
+        tokens = decode(tokens, positions).argmax(-1)
         tokens.tolist()
     return (time.perf_counter() - start) / (new_tokens - 1)
 

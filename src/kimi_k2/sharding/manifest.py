@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kimi_k2 import __version__
 from kimi_k2.checkpoint.reader import CheckpointReader, read_header
 from kimi_k2.config import KimiK2Config
@@ -54,6 +56,23 @@ def _options(layout: Layout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "spmd_rank": layout.has_spmd_rank,
     }
+
+
+def made_layout(directory: str | Path) -> Layout:
+    """The layout of a finished conversion.
+
+    Raises:
+        MissingShardError, CorruptHeaderError: see `load_manifest`.
+    """
+    directory = Path(directory)
+    try:
+        options = load_manifest(directory)["made_from"]["options"]
+        return Layout(
+            options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
+            dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptHeaderError(f"no options of a conversion: {error}", file=directory / MANIFEST) from None
 
 
 def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) -> None:

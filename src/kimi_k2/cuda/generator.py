@@ -1,0 +1,76 @@
+"""Generation whose decode steps are replayed from a CUDA graph, where kernels take the model's experts.
+
+A graph belongs to the cache that it was captured with, so both are kept from one generation to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kimi_k2.cuda.decode import DecodeStep, Reduce
+from kimi_k2.generate import Decode, SamplingParams, Step, decode_step, slots_needed, stream
+from kimi_k2.kernels import dispatch
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import MoE
+
+# Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
+SLOTS = 1024
+
+
+def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
+    """Whether a graph can hold a step of `batch` tokens: on a GPU, the experts by a kernel."""
+    device = model.lm_head.weight.device
+    if device.type != "cuda":
+        return False
+    x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
+    chosen = batch, model.config.num_experts_per_tok
+    routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
+    moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
+    return moe is None or dispatch.choose("routed_experts", x, moe.experts, *routing) is not None
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """What one rank sums and gathers."""
+    return x
+
+
+class Generator:
+    """`generate.stream` of one model, again and again.
+
+    Args:
+        model: whole, or a rank's part, whose ranks must make the same calls.
+        reduce, gather: see DecodeStep.
+    """
+
+    def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = unchanged, gather: Reduce = unchanged) -> None:
+        self.model, self.reduce, self.gather = model, reduce, gather
+        self._steps: dict[int, DecodeStep] = {}
+
+    def prepare(self, batch: int, length: int) -> tuple[LatentCache, Decode]:
+        """A cache with `length` slots a sequence or more, and what decodes with it."""
+        if not capturable(self.model, batch):
+            cache = self.model.new_cache(batch, length)
+            return cache, partial(decode_step, self.model, cache=cache)
+        step = self._steps.get(batch)
+        if step is None or step.cache.max_length < length:
+            self._steps.pop(batch, None)
+            slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
+            cache = self.model.new_cache(batch, slots)
+            graph = cache.data.is_cuda
+            step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
+            # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
+            step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
+            self._steps[batch] = step
+        return step.cache, step
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None
+    ) -> Iterator[Step]:
+        """As `generate.stream`."""
+        cache, decode = self.prepare(len(prompts), slots_needed(self.model, prompts, params))
+        return stream(self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode)

@@ -1,0 +1,62 @@
+"""The processes that `torchrun` starts, each a rank with its own file of a conversion."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.cuda.generator import Generator
+from kimi_k2.errors import ConfigError
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import gather_last
+from kimi_k2.parallel.load import load_rank
+from kimi_k2.sharding.manifest import made_layout
+
+
+def join_ranks(device: str) -> tuple[int, torch.device]:
+    """This process's rank and device, after it has met the others: over NCCL for `cuda`, gloo for `cpu`."""
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    place = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if place.type == "cuda":
+            dist.init_process_group("nccl", device_id=place)
+        else:
+            dist.init_process_group("gloo")
+    return rank, place
+
+
+def leave_ranks() -> None:
+    """Wait for the others and part from them; without them nothing."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def load_generator(directory: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> tuple[int, Generator]:
+    """This process's rank, and the model of which its file in `directory` is a part.
+
+    Args:
+        directory: output of `kimi-k2 convert --target cuda`.
+        dtype: of activations and float weights.
+        device: `cuda` or `cpu`.
+
+    Raises:
+        ConfigError: converted from another model, for another target or for another number of processes.
+        CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
+    """
+    layout = made_layout(directory)
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != layout.ranks:
+        raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
+    rank, place = join_ranks(device)
+    model = load_rank(directory, config, layout, rank, dtype=dtype, device=place)
+    if started == 1:
+        return rank, Generator(model)
+    return rank, Generator(model, reduce=AllReduce(None), gather=partial(gather_last, group=None))

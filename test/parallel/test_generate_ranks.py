@@ -1,0 +1,94 @@
+"""`kimi-k2 generate --ranks` and `kimi-k2 bench --ranks` under torchrun against one process with the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k2.bench.results import load_results
+from kimi_k2.cuda.generator import Generator
+from kimi_k2.errors import ConfigError, CorruptHeaderError
+from kimi_k2.generate import SamplingParams, generate
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parallel.ranks import load_generator
+from kimi_k2.sharding.manifest import MANIFEST, made_layout
+from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.presharder import Presharder
+
+KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+
+
+@pytest.fixture(scope="module")
+def halves(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("halves")
+    Presharder(wide, out, Layout(2, target="cuda", experts="stored")).run()
+    return out
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
+    options = ["generate", wide, "-p", "What is MLA?", "-p", "Hello", "--max-new-tokens", 6, "--temperature", 0.5]
+    alone, together = run(*KIMI, *options), run(*TORCHRUN, *KIMI, *options, "--ranks", halves)
+    assert alone.returncode == together.returncode == 0, together.stderr[-3000:]
+    assert alone.stdout == together.stdout
+    assert together.stderr.count("TTFT") == 1
+
+
+def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:
+    """The second cell is too long for the model: recorded, and the others go on with rank 0."""
+    config = json.loads((wide / "config.json").read_text())
+    too_long = config["max_position_embeddings"]
+    options = ["--output-lengths", f"2,{too_long},3", "--prompt-lengths", 4, "--runs", 2, "--out", tmp_path]
+    done = run(*TORCHRUN, *KIMI, "bench", wide, "--ranks", halves, *options)
+    assert done.returncode != 0  # a cell failed
+    assert "1 of 3 cells failed" in done.stderr, done.stderr[-3000:]
+    results = load_results(tmp_path / "sweep.json")
+    assert [cell["status"] for cell in results["cells"]] == ["ok", "ok", "failed"]
+    assert results["environment"]["ranks"] == 2
+
+
+def test_another_number_of_processes_is_refused(wide: Path, halves: Path, tmp_path: Path) -> None:
+    done = run(*KIMI, "generate", wide, "-p", "Hello", "--ranks", halves)
+    assert done.returncode == 1
+    assert "2 ranks in" in done.stderr
+    assert "but 1 processes" in done.stderr
+    assert run(*KIMI, "generate", wide, "--ranks", halves).returncode == 2  # no prompt
+
+
+def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:
+    assert made_layout(halves) == Layout(2, target="cuda", experts="stored")
+    content = json.loads((halves / MANIFEST).read_text())
+    del content["made_from"]["options"]["moe_ep"]
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CorruptHeaderError, match="moe_ep"):
+        made_layout(tmp_path)
+
+
+def test_one_rank_needs_no_group(wide: Path, tmp_path: Path) -> None:
+    Presharder(wide, tmp_path, Layout(1, target="cuda", experts="stored")).run()
+    model = KimiK2ForCausalLM.from_pretrained(wide)
+    rank, generator = load_generator(tmp_path, model.config, torch.float32, "cpu")
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    steps = list(generator.stream([[3, 1, 4]], params))
+    assert [[step.tokens[0] for step in steps]] == generate(model, [[3, 1, 4]], params).token_ids
+    assert rank == 0
+    assert isinstance(generator, Generator)
+
+
+def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:
+    Presharder(wide, tmp_path, Layout(1, experts="blockwise")).run()
+    config = KimiK2ForCausalLM.from_pretrained(wide).config
+    with pytest.raises(ConfigError, match="target"):
+        load_generator(tmp_path, config, torch.float32, "cpu")

@@ -1,0 +1,73 @@
+"""Generations one after another over kept caches give what a fresh one gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k2.checkpoint.synthetic import tiny_config
+from kimi_k2.cuda import generator as module
+from kimi_k2.cuda.generator import Generator, capturable
+from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
+from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.sharding.plan import Layout
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
+
+
+def tokens_of(generator: Generator, new_tokens: int) -> list[list[int | None]]:
+    steps = generator.stream(PROMPTS, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    return [list(row) for row in zip(*(step.tokens for step in steps), strict=True)]
+
+
+def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrangement that a GPU captures, run launch by launch."""
+    monkeypatch.setattr(module, "capturable", lambda model, batch: True)
+    monkeypatch.setattr(module, "SLOTS", 8)
+    model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
+    generator = Generator(model)
+    wanted = {n: generate(model, PROMPTS, SamplingParams(max_new_tokens=n, ignore_eos=True)).token_ids for n in (4, 9)}
+    assert tokens_of(generator, 4) == wanted[4]
+    kept = generator.prepare(2, 7)[0]
+    assert kept.max_length == 8
+    assert tokens_of(generator, 9) == wanted[9]  # longer than the cache
+    assert generator.prepare(2, 7)[0].max_length == 16
+    assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
+
+
+def test_on_a_cpu_nothing_is_captured(wide: Path) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(wide)
+    assert not capturable(model, 1)
+    generator = Generator(model)
+    assert generator.prepare(1, 5)[0] is not generator.prepare(1, 5)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("preset", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
+@torch.inference_mode()
+def test_graphs_are_kept(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays over a kept cache: the bits of a fresh one, and near to the plain step."""
+    monkeypatch.setattr(module, "SLOTS", 8)
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    config = tiny_config(preset, **sizes)
+    whole = Layout(1, target="cuda", experts="stored")
+    model = decide_routes(synthetic_rank(config, whole, 0, communicate=False))
+    assert capturable(model, 2)
+    generator = Generator(model)
+    first = tokens_of(generator, 4)
+    longer = tokens_of(generator, 9)
+    assert tokens_of(generator, 4) == first == tokens_of(Generator(model), 4)
+    assert longer == tokens_of(Generator(model), 9)
+    cache, decode = generator.prepare(2, 9)
+    assert generator.prepare(2, 9)[1] is decode
+    other = model.new_cache(2, 9)
+    for one in (cache, other):
+        prefill(model, PROMPTS, one)
+    tokens, positions = torch.tensor([3, 4], device="cuda"), torch.tensor([4, 2], device="cuda")
+    found, wanted = decode(tokens, positions), decode_step(model, tokens, positions, other)
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
