@@ -1,4 +1,4 @@
-"""Decode on one GPU or, under torchrun, on several: from pre-sharded files, or with synthetic weights for timing."""
+"""TPOT and TTFT on one GPU or, under torchrun, on several: from pre-sharded files, or with synthetic weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import os
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 import yaml
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels import dispatch
-from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, time_step
+from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, time_prefill, time_step
 from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.ranks import join_ranks, leave_ranks
 from kimi_k2.sharding.plan import Layout
 
 
@@ -28,6 +27,7 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true", help="one GPU as rank 0 of the target, nothing is sent")
     parser.add_argument("--batch", type=int, help="sequences, instead of the target's")
     parser.add_argument("--context", type=int, help="cached tokens, instead of the target's")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prefill that TTFT is of; 0 for none")
     parser.add_argument("--kernels", help="op=name,…: pins, as KIMI_K2_KERNELS")
     parser.add_argument("--verbose", action="store_true", help="print the chosen kernels")
     parser.add_argument("--launches", action="store_true", help="print what one step launches, by time")
@@ -39,28 +39,32 @@ def main() -> None:
     config = KimiK2Config.load(arguments.config)
     whole = config.num_hidden_layers
     config = config.model_copy(update={"num_hidden_layers": arguments.layers or whole})
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    torch.cuda.set_device(rank)
+    rank, _ = join_ranks("cuda")
     communicate = not arguments.stand_in and layout.ranks > 1
-    if communicate:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if communicate and int(os.environ.get("WORLD_SIZE", 1)) != layout.ranks:
+        parser.error(f"the target has {layout.ranks} ranks: torchrun --nproc-per-node {layout.ranks}, or --stand-in")
     if arguments.weights:
         model = load_rank(arguments.weights, config, layout, rank, device="cuda")
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
     batch, context = arguments.batch or target["batch_size"], arguments.context or target["context"]
     times = time_step(model, batch, context, communicate=communicate)
+    ttft, prefill_layer = time_prefill(model, batch, arguments.prompt) if arguments.prompt else (0.0, 0.0)
     lines = launches(make_step(model, batch, context, communicate=communicate)) if arguments.launches else []
     if rank == 0:
         print("\n".join(times.lines()))
-        if config.num_hidden_layers < whole:
-            total = times.step + (whole - config.num_hidden_layers) * times.moe_layer
-            print(f"extrapolated: step {total / 1e3:.3f} ms over {whole} layers")
+        missing = whole - config.num_hidden_layers
+        if missing:
+            print(f"extrapolated: TPOT {(times.step + missing * times.moe_layer) / 1e3:.3f} ms over {whole} layers")
+        if arguments.prompt:
+            each = f"MoE layer {prefill_layer / 1e3:.3f} ms"
+            print(f"measured: TTFT {ttft / 1e3:.2f} ms of {arguments.prompt} tokens, {each}")
+            if missing:
+                print(f"extrapolated: TTFT {(ttft + missing * prefill_layer) / 1e3:.1f} ms over {whole} layers")
         print("\n".join(lines), end="\n" if lines else "")
         if arguments.verbose:
             print(dispatch.explain())
-    if communicate:
-        dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

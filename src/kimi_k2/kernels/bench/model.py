@@ -18,7 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.cuda.decode import DecodeStep, Place
 from kimi_k2.kernels import moe_w4a16
 from kimi_k2.kernels.bench.harness import event_times, graph_median
-from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts, MoE
 from kimi_k2.model.router import Router
 from kimi_k2.parallel.all_reduce import AllReduce
@@ -43,7 +43,7 @@ class StepTimes:
 
     def lines(self) -> Iterator[str]:
         """The breakdown as text."""
-        yield f"measured: step {self.step / 1e3:.3f} ms over {self.layers} layers"
+        yield f"measured: TPOT {self.step / 1e3:.3f} ms over {self.layers} layers"
         yield f"measured: MoE layer {self.moe_layer:.1f} us"
         yield f"measured: of it attention {self.attention:.1f} us, experts {self.feed_forward:.1f} us"
         yield f"measured: dense layer {self.dense_layer:.1f} us, head {self.head:.1f} us"
@@ -167,3 +167,23 @@ def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate
         graph_median([partial(step.head, x, delta)]),
         graph_median([partial(reduce, x.clone())] * 20) if communicate and dist.get_world_size() > 1 else 0.0,
     )
+
+
+@torch.inference_mode()
+def time_prefill(model: KimiK2ForCausalLM, batch: int, length: int) -> tuple[float, float]:
+    """Median microseconds of a prefill of random prompts to the last token's logits, and of one MoE layer in it."""
+    cache = model.new_cache(batch, length)
+    device = cache.data.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
+    positions = torch.arange(length, device=device).expand(batch, -1)
+    last = torch.full((batch,), length - 1, device=device)
+    whole = statistics.median(event_times(lambda: model(ids, positions, cache, logits_at=last), 5))
+    x = torch.randn(batch, length, model.config.hidden_size, device=device).bfloat16()
+    rotation = model.model.rotary(positions, x.dtype)
+    moe = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)]
+
+    def all_layers() -> None:
+        for layer in moe:
+            layer(x, positions, rotation, cache, length)
+
+    return whole, statistics.median(event_times(all_layers, 5)) / len(moe)
