@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import fused_linear_triton, mla_decode, mla_prefill, rope_cache_triton
+from kimi_k2.kernels import fused_linear_triton, mla_decode, mla_prefill, rope_cache_triton, rowwise_triton
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -132,6 +132,32 @@ def add_norm() -> dict[str, float]:
     }
 
 
+def rowwise() -> dict[str, float]:
+    """Ragged blocks, strided rows and heads, slots outside the cache."""
+    weight, scale = (torch.randn(300, 200) * 20).to(torch.float8_e4m3fn), torch.rand(3, 2)
+    values = torch.empty(300, 200)
+    rowwise_triton.dequantize[(10, 2)](weight, scale, values, 300, 200, 2, ROWS=32, WIDTH=128)
+    blocks = scale.double().repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    x, norm = torch.randn(3, 500)[:, 100:400], torch.rand(300)
+    quotients = torch.empty(3, 300)
+    rowwise_triton.norm[(3,)](x, norm, quotients, 500, 300, 1e-6, WIDTH=512)
+    heads = torch.randn(2, 5, 3, 96)[..., 32:]
+    cos, sin, rotated = torch.randn(2, 5, 32), torch.randn(2, 5, 32), torch.empty(2, 5, 3, 64)
+    rowwise_triton.rotate[(10,)](heads, cos, sin, rotated, 5, 3, *heads.stride()[:3], PAIRS=32, HEADS=4)
+    entries, positions = torch.randn(2, 3, 72) * 4, torch.tensor([[6, 0, -1], [-1, 7, 3]])
+    cache = torch.randn(2, 7, 72)
+    before = cache.double()
+    rowwise_triton.store[(6,)](entries, positions, cache, 3, 7, 72, 5.0, WIDTH=128)
+    for b, s in ((0, 0), (0, 1), (1, 2)):
+        before[b, positions[b, s]] = entries[b, s].double().clamp(-5, 5)
+    return {
+        "rowwise dequantize": error(values, weight.double() * blocks),
+        "rowwise norm": error(quotients, normed(x, norm)),
+        "rowwise rotate": error(rotated, turned(heads, cos[:, :, None], sin[:, :, None])),
+        "rowwise store": error(cache, before),
+    }
+
+
 def main() -> None:
     torch.manual_seed(0)
     errors = {}
@@ -148,7 +174,7 @@ def main() -> None:
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     errors |= absorb(1.0) | absorb(2.5)
-    print(json.dumps(errors | add_norm()))
+    print(json.dumps(errors | add_norm() | rowwise()))
 
 
 if __name__ == "__main__":

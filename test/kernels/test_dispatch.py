@@ -14,14 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import dispatch
-from kimi_k2.model import attention, linear, moe, router
+from kimi_k2.model import attention, cache, linear, moe, norm, rope, router
+from kimi_k2.quantization import fp8_block
 
 PLAIN = {
+    "apply_rotary_interleaved": rope.apply_rotary_interleaved,
+    "dequantize_fp8_block": fp8_block.dequantize_fp8_block,
     "fp8_linear": linear.fp8_linear,
     "mla_absorbed_attention": attention.mla_absorbed_attention,
     "mla_naive_attention": attention.mla_naive_attention,
+    "rms_norm": norm.rms_norm,
     "route": router.route,
     "routed_experts": moe.routed_experts,
+    "store_entries": cache.store_entries,
 }
 
 
@@ -43,11 +48,15 @@ def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -
 
 def test_the_order_is_the_tables() -> None:
     assert {op: [entry.name for entry in entries] for op, entries in dispatch.TABLE.items()} == {
+        "apply_rotary_interleaved": ["triton"],
+        "dequantize_fp8_block": ["triton"],
         "fp8_linear": ["triton_decode"],
         "mla_absorbed_attention": ["mla_decode"],
         "mla_naive_attention": ["mla_prefill"],
-        "route": ["router_decode"],
+        "rms_norm": ["triton"],
+        "route": ["router_decode", "router_prefill"],
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16"],
+        "store_entries": ["triton"],
     }
 
 
@@ -85,7 +94,8 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
         assert chosen is not None and chosen.name == "router_decode"
         assert dispatch.choose("route", x.double(), weight, bias, 8) is None
         assert dispatch.choose("route", x, weight, bias, 8, n_group=2) is None
-        assert dispatch.choose("route", x.expand(65, -1), weight, bias, 8) is None
+        many = dispatch.choose("route", x.expand(65, -1), weight, bias, 8)
+        assert many is not None and many.name == "router_prefill"
         dispatch.pin("route=router_decode")
         with pytest.raises(KernelError, match="pinned"):
             dispatch.choose("route", x.double(), weight, bias, 8)

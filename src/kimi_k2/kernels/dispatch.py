@@ -51,15 +51,22 @@ class Implementation:
 
 # The order within an operation is the order of preference; the plain function follows by itself.
 TABLE: dict[str, tuple[Implementation, ...]] = {
+    "apply_rotary_interleaved": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
+    "dequantize_fp8_block": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
     "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.fused_linear"),),
     "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
     "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.mla_prefill"),),
-    "route": (Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),),
+    "rms_norm": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
+    "route": (
+        Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),
+        Implementation("router_prefill", "kimi_k2.kernels.router_prefill"),
+    ),
     "routed_experts": (
         Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),
         Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),
         Implementation("moe_w4a16", "kimi_k2.kernels.moe_w4a16"),
     ),
+    "store_entries": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
 }
 _pins: dict[str, str] = {}
 _chosen: dict[str, dict[str, int]] = {}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 
 
 def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
@@ -13,6 +14,21 @@ def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float8_e4m3fn:
         entries = entries.clamp(-448.0, 448.0)
     return entries.to(dtype)
+
+
+@dispatched("store_entries")
+def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
+    """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none."""
+    entries = to_cache(entries, cache.dtype)
+    if positions.shape[1] == 1 or bool((positions < 0).any()):
+        rows, columns = torch.where(positions >= 0)
+        cache[rows, positions[rows, columns]] = entries[rows, columns]
+        return
+    index = positions.unsqueeze(-1).expand(-1, -1, cache.shape[-1])
+    if cache.dtype == torch.float8_e4m3fn:  # PyTorch scatters no FP8
+        cache.view(torch.uint8).scatter_(1, index, entries.view(torch.uint8))
+    else:
+        cache.scatter_(1, index, entries)
 
 
 class LatentCache:
@@ -65,14 +81,5 @@ class LatentCache:
         Returns:
             [B, length, cache_dim], a view of the cache.
         """
-        cache, entries = self.data[layer], to_cache(entries, self.data.dtype)
-        if positions.shape[1] == 1 or bool((positions < 0).any()):
-            rows, columns = torch.where(positions >= 0)
-            cache[rows, positions[rows, columns]] = entries[rows, columns]
-        else:
-            index = positions.unsqueeze(-1).expand(-1, -1, cache.shape[-1])
-            if cache.dtype == torch.float8_e4m3fn:  # PyTorch scatters no FP8
-                cache.view(torch.uint8).scatter_(1, index, entries.view(torch.uint8))
-            else:
-                cache.scatter_(1, index, entries)
-        return cache[:, :length]
+        store_entries(self.data[layer], entries, positions)
+        return self.data[layer, :, :length]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.dispatch import dispatched
 
 
 def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:
@@ -59,6 +60,7 @@ class RotaryEmbedding:
         return (angles.cos() * self.multiplier).to(dtype), (angles.sin() * self.multiplier).to(dtype)
 
 
+@dispatched("apply_rotary_interleaved")
 def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (2i, 2i + 1) of the last dimension by its angle.
 

@@ -1,0 +1,66 @@
+"""Triton kernels of `rowwise`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# Triton takes no annotations but its own.
+@triton.jit
+def dequantize(  # type: ignore[no-untyped-def]
+    weight, scale, out, rows, columns, scale_columns, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """ROWS rows of WIDTH columns, which lie in one block of 128x128."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    factor = tl.load(scale + tl.program_id(0) * ROWS // 128 * scale_columns + tl.program_id(1) * WIDTH // 128)
+    value = tl.load(weight + at, inside, 0.0).to(tl.float32) * factor
+    tl.store(out + at, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def norm(x, weight, out, stride, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row; the quotient is rounded before the weight is applied, as the plain norm does."""
+    column = tl.arange(0, WIDTH)
+    inside = column < size
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    quotient = (value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)).to(x.dtype.element_ty).to(tl.float32)
+    scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate(  # type: ignore[no-untyped-def]
+    x, cos, sin, out, tokens, heads, batch_stride, token_stride, head_stride, PAIRS: tl.constexpr, HEADS: tl.constexpr
+):
+    """All heads of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS), tl.arange(0, PAIRS)
+    inside = (head < heads)[:, None] & (pair < PAIRS)[None, :]
+    c, s = tl.load(cos + row * PAIRS + pair).to(tl.float32), tl.load(sin + row * PAIRS + pair).to(tl.float32)
+    source = x + row // tokens * batch_stride + row % tokens * token_stride
+    source += head[:, None] * head_stride + 2 * pair[None, :]
+    even, odd = tl.load(source, inside, 0.0).to(tl.float32), tl.load(source + 1, inside, 0.0).to(tl.float32)
+    target = out + (row * heads + head[:, None]) * (2 * PAIRS) + 2 * pair[None, :]
+    tl.store(target, (even * c - odd * s).to(out.dtype.element_ty), inside)
+    tl.store(target + 1, (odd * c + even * s).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def store(  # type: ignore[no-untyped-def]
+    entries, positions, cache, tokens, capacity, size, top, WIDTH: tl.constexpr
+):
+    """One entry to its slot, saturated at `top`; none for a position outside the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    slot = tl.where(position < capacity, position, -1)
+    column = tl.arange(0, WIDTH)
+    value = tl.load(entries + row * size + column, column < size, 0.0).to(tl.float32)
+    value = tl.minimum(tl.maximum(value, -top), top)
+    # A mask of the stored shape: Triton 3.9's interpreter takes no scalar one.
+    inside = (slot + column >= column) & (column < size)
+    target = cache + (row // tokens * capacity + position) * size + column
+    tl.store(target, value.to(cache.dtype.element_ty), inside)

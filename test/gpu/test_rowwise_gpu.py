@@ -1,0 +1,75 @@
+"""The launches between prefill's products, on a GPU: bits of the plain functions, or float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.kernels.router_prefill import route
+from kimi_k2.kernels.rowwise import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.model.router import noaux_tc_gate
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(576, 7168), (7168, 1024), (130, 300)])
+def test_blocks_to_bf16_are_rounded_once(rows: int, columns: int) -> None:
+    """Every code, NaN's too."""
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(-(-rows // 128), -(-columns // 128), device="cuda") + 0.01
+    weight = codes.view(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    wanted = (weight.cpu().float() * wide.cpu()).bfloat16()
+    assert torch.equal(fp8_block_to_bf16(weight, scale).cpu().nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("size", [512, 1536, 7168])
+def test_norm(size: int) -> None:
+    x, weight = torch.randn(50, size + 64, device="cuda").bfloat16()[:, :size], torch.rand(size, device="cuda")
+    wide = x.double()
+    wanted = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.bfloat16().double()
+    assert distance(row_norm(x, weight.bfloat16(), 1e-6), wanted) < 2.5e-3  # two roundings to BF16
+
+
+@pytest.mark.parametrize("heads", [1, 8, 64])
+def test_rotation(heads: int) -> None:
+    x = torch.randn(2, 40, heads, 192, device="cuda").bfloat16()[..., 128:]
+    angles = torch.rand(2, 40, 32, device="cuda") * 6
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    wanted = torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, :, None]).flatten(-2)
+    assert distance(rotate_pairs(x, cos, sin), wanted) < 1.8e-3  # one rounding to BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_slots(dtype: torch.dtype) -> None:
+    """A slot a token, none for padding or past the end; e4m3 saturates and rounds as PyTorch does."""
+    entries = torch.randn(2, 30, 576, device="cuda").bfloat16() * 200
+    cache = torch.randn(2, 25, 576, device="cuda").to(dtype)
+    positions = torch.stack([torch.randperm(30) - 3 for _ in range(2)]).cuda()
+    wanted = cache.float()
+    stored = entries.clamp(-448, 448).to(dtype).float() if dtype == torch.float8_e4m3fn else entries.float()
+    for b in range(2):
+        for s, position in enumerate(positions[b].tolist()):
+            if 0 <= position < 25:
+                wanted[b, position] = stored[b, s]
+    write_slots(cache, entries, positions)
+    assert torch.equal(cache.float(), wanted)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(100, 384), (1500, 256)])
+def test_routing_of_many(tokens: int, experts: int) -> None:
+    """Biases that no rounding overrules, so that choices compare; weights against float64."""
+    x = torch.randn(tokens, 7168, device="cuda").bfloat16()
+    weight = (torch.randn(experts, 7168, device="cuda") * 0.02).bfloat16()
+    bias = 2.0 * torch.randperm(experts, device="cuda").float()
+    indices, weights = route(x, weight, bias, 8, norm_topk_prob=True, routed_scaling_factor=2.827)
+    logits = x.double() @ weight.double().T
+    wanted = noaux_tc_gate(logits, bias.double(), 8, norm_topk_prob=True, routed_scaling_factor=2.827)
+    assert torch.equal(indices, wanted[0])
+    assert distance(weights, wanted[1]) < 1e-5
