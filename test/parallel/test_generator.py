@@ -9,7 +9,9 @@ import torch
 
 from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.cuda import generator as module
-from kimi_k2.cuda.generator import Generator, capturable
+from kimi_k2.cuda.decode import DecodeStep, capturable
+from kimi_k2.cuda.generator import Generator
+from kimi_k2.errors import KernelError
 from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -42,6 +44,8 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
 def test_on_a_cpu_nothing_is_captured(wide: Path) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide)
     assert not capturable(model, 1)
+    with pytest.raises(KernelError, match="a graph needs a GPU"):
+        DecodeStep(model, model.new_cache(1, 4), graph=True)
     generator = Generator(model)
     assert generator.prepare(1, 5)[0] is not generator.prepare(1, 5)[0]
 

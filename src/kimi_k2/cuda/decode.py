@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels import attend_values, dispatch, moe_decode, norm_route, value_rows
 from kimi_k2.kernels import query as query_kernel
 from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_bf16_linear, supports_fp8_linear
@@ -249,6 +250,21 @@ class LayerStep:
         return project((F.silu(gate) * up), self.dense.down_proj)
 
 
+def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
+    """Whether a graph can hold a step of `batch` tokens: on a GPU, with experts that a kernel takes.
+
+    The plain function for experts reads the routing back, which would end the process in the middle of a capture.
+    """
+    device = model.lm_head.weight.device
+    if device.type != "cuda":
+        return False
+    x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
+    chosen = batch, model.config.num_experts_per_tok
+    routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
+    moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
+    return moe is None or dispatch.choose("routed_experts", x, moe.experts, *routing) is not None
+
+
 class DecodeStep:
     """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
 
@@ -256,7 +272,10 @@ class DecodeStep:
         model: whole, or a rank's part from `parallel.parallelize`.
         cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
         reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
-        graph: capture; needs a GPU, and experts that a kernel takes: KernelError otherwise, at the first call.
+        graph: capture.
+
+    Raises:
+        KernelError: `graph`, but the step is not `capturable`.
     """
 
     def __init__(
@@ -268,12 +287,14 @@ class DecodeStep:
         gather: Reduce = lambda x: x,
         graph: bool = False,
     ) -> None:
+        batch, device = cache.data.shape[1], cache.data.device
+        if graph and not capturable(model, batch):
+            raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
         self.layers = []
         for layer in model.model.layers:
             assert isinstance(layer, DecoderLayer)
             self.layers.append(LayerStep(layer, reduce))
-        batch, device = cache.data.shape[1], cache.data.device
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self._captured: torch.cuda.CUDAGraph | None = None

@@ -11,27 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kimi_k2.cuda.decode import DecodeStep, Reduce
+from kimi_k2.cuda.decode import DecodeStep, Reduce, capturable
 from kimi_k2.generate import Decode, SamplingParams, Step, decode_step, slots_needed, stream
-from kimi_k2.kernels import dispatch
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.moe import MoE
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
-
-
-def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
-    """Whether a graph can hold a step of `batch` tokens: on a GPU, the experts by a kernel."""
-    device = model.lm_head.weight.device
-    if device.type != "cuda":
-        return False
-    x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
-    chosen = batch, model.config.num_experts_per_tok
-    routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
-    moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
-    return moe is None or dispatch.choose("routed_experts", x, moe.experts, *routing) is not None
 
 
 def unchanged(x: Tensor) -> Tensor:
