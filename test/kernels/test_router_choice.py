@@ -26,7 +26,7 @@ def decode(monkeypatch):
         monkeypatch.setattr(router_gemm, "launch_router", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))
         x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(experts, 512, dtype=torch.bfloat16)
-        body = router_gemm.router_decode._init_fn
+        body = router_gemm.router_decode.function
         indices, weights = body(x, weight, torch.zeros(experts), 8, launches=launches)
         assert indices.shape == weights.shape == (tokens, 8)
         return list(made)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.hardware import hopper, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
@@ -111,7 +112,7 @@ def warps_a_block(tokens: int) -> int:
     return 1 if tokens <= 2048 else 4
 
 
-@torch.library.custom_op("kimi_k2::fused_gate", mutates_args=(), device_types="cuda")
+@kernel_operation("fused_gate")
 def fused_gate(
     logits: Tensor,
     e_score_correction_bias: Tensor,

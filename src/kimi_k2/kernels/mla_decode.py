@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.hardware import has_triton, hopper, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 LATENT = 512
 ROPE = 64
@@ -133,7 +134,7 @@ def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
     return bool(_cuda().available() and _cuda().supports_shape(heads, cache_dtype))
 
 
-@torch.library.custom_op("kimi_k2::mla_decode", mutates_args=(), device_types="cuda")
+@kernel_operation("mla_decode")
 def mla_decode(
     q: Tensor,
     cache: Tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.hardware import has_triton, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
 LOG2_E = 1.4426950408889634
@@ -74,7 +75,7 @@ def _kernels() -> Any:
     return importlib.import_module("kimi_k2.kernels.mla_prefill_triton")
 
 
-@torch.library.custom_op("kimi_k2::mla_prefill", mutates_args=(), device_types="cuda")
+@kernel_operation("mla_prefill")
 def mla_prefill(
     q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
 ) -> Tensor:

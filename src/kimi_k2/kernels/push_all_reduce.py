@@ -15,6 +15,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.expert_launch import call, expect
 from kimi_k2.kernels.hardware import is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 MAX_RANKS = 8
 PACKET = 4  # values that travel in 16 bytes
@@ -73,7 +74,7 @@ def _check(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: i
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("kimi_k2::push_all_reduce", mutates_args=("calls",), device_types="cuda")
+@kernel_operation("push_all_reduce", mutates_args=("calls",))
 def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Tensor:
     """Sum of x over the ranks, which must make the same calls with the same mailboxes in the same order.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.hardware import has_triton, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 NOPE, ROPE, RANK = 128, 64, 512
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -64,7 +65,7 @@ def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions:
         raise KernelError("kv_a must be contiguous along its last dimension")
 
 
-@torch.library.custom_op("kimi_k2::absorb_and_store", mutates_args=("cache",), device_types="cuda")
+@kernel_operation("absorb_and_store", mutates_args=("cache",))
 def absorb_and_store(
     q: Tensor,
     kv_a: Tensor,
@@ -135,7 +136,7 @@ def check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
         raise KernelError("x and delta must be contiguous")
 
 
-@torch.library.custom_op("kimi_k2::add_norm", mutates_args=(), device_types="cuda")
+@kernel_operation("add_norm")
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta and its RMSNorm, both bfloat16 [T, H].
 

@@ -26,6 +26,7 @@ from kimi_k2.kernels.fused_gate import (
     warps_a_block,
 )
 from kimi_k2.kernels.hardware import hopper, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
@@ -121,7 +122,7 @@ def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments
         raise KernelError(f"the router could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 
 
-@torch.library.custom_op("kimi_k2::router_gemm", mutates_args=(), device_types="cuda")
+@kernel_operation("router_gemm")
 def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T in float32.
 
@@ -170,7 +171,7 @@ def check_decode(
     check_gate(bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
 
 
-@torch.library.custom_op("kimi_k2::router_decode", mutates_args=(), device_types="cuda")
+@kernel_operation("router_decode")
 def router_decode(
     x: Tensor,
     weight: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.fused_gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
 from kimi_k2.kernels.hardware import is_hopper
+from kimi_k2.kernels.router_gemm import router_gemm
 
 
 def supports_route(
@@ -42,7 +43,7 @@ def route(
     x: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """topk_indices int64 [T, k] and topk_weights float32 [T, k]."""
-    logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    logits = router_gemm(x.contiguous(), weight)
     normalize, scale = options.get("norm_topk_prob", True), options.get("routed_scaling_factor", 1.0)
     chosen: tuple[Tensor, Tensor] = fused_gate(logits, e_score_correction_bias, top_k, normalize, scale)
     return chosen

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.hardware import has_triton
+from kimi_k2.kernels.operation import kernel_operation
 
 BLOCK = 128
 MAX_WIDTH = 8192
@@ -76,7 +77,7 @@ def _check_blocks(weight: Tensor, weight_scale_inv: Tensor) -> None:
         raise KernelError(f"weight_scale_inv is {list(weight_scale_inv.shape)}, expected float32 {grid}")
 
 
-@torch.library.custom_op("kimi_k2::fp8_block_to_bf16", mutates_args=(), device_types="cuda")
+@kernel_operation("fp8_block_to_bf16")
 def fp8_block_to_bf16(weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
     """Every block times its scale, formed in float32 and rounded once: the plain function's bits.
 
@@ -125,7 +126,7 @@ def _check_rows(x: Tensor, weight: Tensor) -> None:
         raise KernelError(f"{x.dtype}, {weight.dtype}: expected torch.bfloat16, contiguous along the last dimension")
 
 
-@torch.library.custom_op("kimi_k2::row_norm", mutates_args=(), device_types="cuda")
+@kernel_operation("row_norm")
 def row_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of rows; statistics in float32, the quotient rounded before the weight is applied.
 
@@ -188,7 +189,7 @@ def _check_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise KernelError(f"{x.dtype}, {cos.dtype}, {sin.dtype}: expected torch.bfloat16")
 
 
-@torch.library.custom_op("kimi_k2::rotate_pairs", mutates_args=(), device_types="cuda")
+@kernel_operation("rotate_pairs")
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (2i, 2i + 1) of the last dimension by its token's angle, in float32.
 
@@ -244,7 +245,7 @@ def _check_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
         raise KernelError("cache, entries and positions must be contiguous")
 
 
-@torch.library.custom_op("kimi_k2::write_slots", mutates_args=("cache",), device_types="cuda")
+@kernel_operation("write_slots", mutates_args=("cache",))
 def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """cache[b, positions[b, s]] = entries[b, s]; a position outside the cache writes nothing.
 
