@@ -74,6 +74,7 @@ def test_workspace_covers_the_worst_routing(fused):
     assert sizes["flags"][0] >= tiles * 2
     assert sizes["partial"][0] >= tiles * 2 * 2 * rows * 256
     assert sizes["contrib"][0] == pairs * 7168
+    assert sizes["count2"][0] == (40 if fused else 1) * 28  # a counter a slab of 256, and a token where tokens finish
 
 
 def test_ctypes_structure_follows_the_cuda_one():

@@ -127,7 +127,7 @@ def workspace_sizes(
         "ctrl": (4, torch.int32),
         "flags": (tiles * groups, torch.int32),
         "count1": (tiles * groups, torch.int32),
-        "count2": (tokens * (hidden // SLAB) if choice.fused else 0, torch.int32),
+        "count2": ((tokens if choice.fused else 1) * (hidden // SLAB), torch.int32),
         "tiles": (tiles * 4, torch.int32),
         "num_tiles": (1, torch.int32),
         "sorted_pair": (pairs, torch.int32),

@@ -37,7 +37,8 @@ class ExpertChoice:
         max_tokens: tokens of one expert that share a pass over its weights: 16 fused; 32, 64 or 128 otherwise.
         splits1: parts of the hidden dimension that the first stage sums separately.
         splits2: parts of the intermediate dimension that the second stage sums separately.
-        item_slabs: slabs of 256 output rows that one second-stage work item covers.
+        item_slabs: slabs of 256 output rows that one second-stage work item covers (at most, where FP8's launch sums
+            slab after slab).
     """
 
     fused: bool

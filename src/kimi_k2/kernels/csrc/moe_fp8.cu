@@ -5,8 +5,8 @@
 // Blocks claim items with one atomic, so whatever an item waits for was claimed before it: no deadlock, whatever is
 // resident. In a block, one thread feeds the weight ring through the copy engine without ever waiting for
 // activations, three warps fill the token operand, two warpgroups multiply (weights are the 64-row operand, tokens
-// the narrow one), and in the fused mode four more warps sum finished tokens. In the prepared mode a launch before this
-// one sorts and quantizes, and one after it sums.
+// the narrow one), and four more warps may sum: finished tokens in the fused mode, finished slabs in the prepared mode
+// where the L2 would not hold them all. There a launch before this one sorts and quantizes, and else one after it sums.
 // Every sum has a fixed order; which block performs it does not matter.
 #include "moe_fp8_fill.cuh"
 #include "moe_fp8_multiply.cuh"
@@ -18,6 +18,7 @@ namespace moe {
 template <int NMAX, int STAGES, bool FUSED>
 __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STAGES, FUSED>& s, const CUtensorMap& map13,
                                              const CUtensorMap& map2, int tiles, int total) {
+  const bool slabwise = !FUSED && NMAX == kSlabwiseTokens && sums_slabwise(a);
   int item = blockIdx.x, seq = 0;
   // Prepared mode claims an item, and looks up its tile, one item before it is needed.
   [[maybe_unused]] int claimed = 0;
@@ -26,7 +27,7 @@ __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STA
   if constexpr (!FUSED) {
     claimed = gridDim.x + atomicAdd(a.ctrl, 1);
     if (item < total) {
-      ahead = decode_item(a, item, tiles);
+      ahead = decode_item(a, item, tiles, slabwise);
       ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
     }
   }
@@ -52,7 +53,7 @@ __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STA
       if (item >= total && next >= total) break;
       claimed = gridDim.x + atomicAdd(a.ctrl, 1);
       if (next < total) {
-        ahead = decode_item(a, next, tiles);
+        ahead = decode_item(a, next, tiles, slabwise);
         ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
       }
     }
@@ -86,14 +87,15 @@ __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STA
 }
 
 template <int NMAX, int STAGES, bool FUSED>
-__global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
+__global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
     moe_fp8_kernel(const __grid_constant__ CUtensorMap map13, const __grid_constant__ CUtensorMap map2,
                    const __grid_constant__ Fp8Args a) {
   extern __shared__ __align__(1024) unsigned char raw[];
   using S = Fp8Smem<NMAX, STAGES, FUSED>;
   S& s = *reinterpret_cast<S*>(raw);  // swizzled tiles need the base aligned to 1024 bytes: checked below
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int groups = a.inter / 128, slabs = a.hidden / 256;
+  const int groups = a.inter / 128;
+  const bool slabwise = !FUSED && NMAX == kSlabwiseTokens && sums_slabwise(a);
 
   if (tid == 0) {
     if (smem_u32(raw) & 1023) __trap();
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
   int tiles;
   if constexpr (FUSED) tiles = s.route.num_tiles;
   else tiles = *a.num_tiles;
-  const int total = tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2);
+  const int total = tiles * (groups * a.splits1 + slab_items(a, slabwise) * a.splits2);
 
   if (warp < 4) {
     if constexpr (!FUSED && NMAX >= 64) reg_dealloc<56>();
@@ -158,9 +160,13 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
         else if (NMAX == 128 && tile.z <= 96) process_item<(NMAX == 128 ? 96 : NMAX)>(a, s, it, tile, seq, events);
         else process_item<NMAX>(a, s, it, tile, seq, events);
       }
+      if (slabwise && it.stage == 1) events = it.group;
     }
     if constexpr (!FUSED)
-      if ((tid & 127) == 0) bulk_wait();
+      if ((tid & 127) == 0) {
+        bulk_wait();
+        if (slabwise && events) announce_slabs(a, events);
+      }
     if (FUSED && a.top_k * a.splits2 > 1) {
       for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
         const int slot = events % kRing;
@@ -175,6 +181,8 @@ __global__ void __launch_bounds__(FUSED ? 512 : 384, 1)
         for (int i = tid - 384; i < a.hidden / 2; i += 128)
           reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
     if (a.top_k * a.splits2 > 1) sum_completed(a, s, warp - 12);
+  } else if (slabwise) {
+    sum_slabs(a, warp - 12, tiles);
   }
 }
 

@@ -29,7 +29,7 @@ struct Fp8Args {
   int* ctrl;                  // claim, done, epoch; then flags
   int* flags;                 // [tiles, I/128]
   unsigned* count1;           // [tiles, I/128]
-  unsigned* count2;           // [T, H/256]                       (fused mode)
+  unsigned* count2;           // fused: [T, H/256]; slabwise: [H/256]
   int4* tiles;                // {expert, first slot, tokens, 0}   (prepared mode)
   int* num_tiles;             // (prepared mode)
   int* sorted_pair;           // [T*k] slot -> pair                (prepared mode)
@@ -37,6 +37,20 @@ struct Fp8Args {
   int tokens, top_k, experts, num_global, hidden, inter;
   int splits1, splits2, item_slabs, nmax, ids64, grid, fused, pdl;
 };
+
+// Prepared mode, bytes of the pairs' outputs if this device's experts get their share of the pairs.
+__host__ __device__ inline size_t output_bytes(const Fp8Args& a) {
+  return (size_t)a.tokens * a.top_k * a.experts / a.num_global * a.splits2 * a.hidden * 2;
+}
+constexpr size_t kCachedOutputBytes = 32 << 20;  // what the L2 keeps of them until a launch after this one sums them
+
+// Prepared mode, tiles of up to kSlabwiseTokens: the main launch sums the outputs itself, slab after slab, where the L2
+// would not hold them all.
+constexpr int kSlabwiseTokens = 32;
+__host__ __device__ inline bool sums_slabwise(const Fp8Args& a) {
+  return a.nmax == kSlabwiseTokens && a.top_k * a.splits2 > 1 && output_bytes(a) > kCachedOutputBytes;
+}
+constexpr int main_threads(bool fused, int nmax) { return fused || nmax == kSlabwiseTokens ? 512 : 384; }
 
 __device__ __forceinline__ int local_expert(const Fp8Args& a, int pair) {
   long long id = a.ids64 ? static_cast<const long long*>(a.topk_ids)[pair]

@@ -4,7 +4,26 @@
 
 namespace moe {
 
-__device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tiles) {
+// Slabwise, every tile's part of some slabs comes before the next slabs, so that slabs are complete, and can be summed,
+// one after the other: item_slabs at a time, and half of what is left at the end. Otherwise a tile's slabs follow each
+// other.
+struct SlabRange {
+  int begin, count;
+};
+__device__ __forceinline__ SlabRange next_slabs(const Fp8Args& a, SlabRange r) {
+  const int begin = r.begin + r.count;
+  return {begin, min(a.item_slabs, (a.hidden / 256 - begin + 1) / 2)};
+}
+
+// Second-stage items of a tile and split.
+__device__ __forceinline__ int slab_items(const Fp8Args& a, bool slabwise) {
+  if (!slabwise) return a.hidden / 256 / a.item_slabs;
+  int items = 0;
+  for (SlabRange r = next_slabs(a, {0, 0}); r.count > 0; r = next_slabs(a, r)) ++items;
+  return items;
+}
+
+__device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tiles, bool slabwise = false) {
   const int groups = a.inter / 128, slabs = a.hidden / 256;
   const int first = tiles * groups * a.splits1;
   Item r;
@@ -21,11 +40,20 @@ __device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tile
   } else {
     item -= first;
     r.stage = 1;
-    r.slabs = a.item_slabs;
     r.split = item % a.splits2;
-    const int t = item / a.splits2, per_tile = slabs / a.item_slabs;
-    r.group = t % per_tile * a.item_slabs;
-    r.tile = t / per_tile;
+    const int t = item / a.splits2;
+    if (slabwise) {
+      SlabRange range = next_slabs(a, {0, 0});
+      for (int i = t / tiles; i > 0; --i) range = next_slabs(a, range);
+      r.slabs = range.count;
+      r.group = range.begin;
+      r.tile = t % tiles;
+    } else {
+      const int per_tile = slabs / a.item_slabs;
+      r.slabs = a.item_slabs;
+      r.group = t % per_tile * a.item_slabs;
+      r.tile = t / per_tile;
+    }
     r.kb0 = r.split * groups / a.splits2;
     r.kb1 = (r.split + 1) * groups / a.splits2;
   }

@@ -22,7 +22,7 @@ static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorM
   auto kernel = moe_fp8_kernel<NMAX, STAGES, FUSED>;
   const size_t smem = sizeof(Fp8Smem<NMAX, STAGES, FUSED>);
   static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= 232448, "shared memory of one block");
-  return host::launch(kernel, {dim3(a.grid), FUSED ? 512 : 384, smem, stream, bool(a.pdl)}, m13, m2, a);
+  return host::launch(kernel, {dim3(a.grid), main_threads(FUSED, NMAX), smem, stream, bool(a.pdl)}, m13, m2, a);
 }
 
 }  // namespace moe
@@ -41,6 +41,6 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
   if (a.nmax == 64) rc = launch_main<64, 4, false>(a, m13, m2, stream);
   if (a.nmax == 128) rc = launch_main<128, 3, false>(a, m13, m2, stream);
-  if (rc || a.top_k * a.splits2 == 1) return rc;
+  if (rc || a.top_k * a.splits2 == 1 || sums_slabwise(a)) return rc;
   return host::launch(combine_kernel, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
 }

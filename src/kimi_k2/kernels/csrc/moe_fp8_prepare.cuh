@@ -1,6 +1,6 @@
 // The launches around the main one for many tokens: sort the pairs and quantize the tokens before it, sum after it.
 #pragma once
-#include "moe_fp8_item.cuh"
+#include "moe_fp8_slab.cuh"
 
 namespace moe {
 
@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
   if (blockIdx.x < kSorters) {
     const int pairs = a.tokens * a.top_k;
+    if (blockIdx.x == 0 && tid < a.hidden / 256) a.count2[tid] = 0;  // sums_slabwise counts tiles there
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
     for (int p = tid; p < pairs; p += kBatch * 1024) {
@@ -124,62 +125,15 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
 }
 
-// Prepared mode, last launch: out[t] = sum of the token's weighted parts, in order; a warp sums one slab of one token.
+// Prepared mode, last launch where the main one does not sum: a warp sums one slab of one token.
 // The slabs written last come first: they may still be in the L2.
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp8Args a) {
-  const int lane = threadIdx.x & 31, slabs = a.hidden / 256, parts = a.top_k * a.splits2;
-  const int t = blockIdx.x * 8 + (threadIdx.x >> 5), slab = slabs - 1 - blockIdx.y;
   if (a.pdl) {
     pdl_launch();
     pdl_wait();
   }
-  if (t >= a.tokens) return;
-  // A lane's eight values are half of a 32-byte unit of one warpgroup's 128.
-  const size_t pairs = (size_t)a.tokens * a.top_k;
-  const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.contrib) +
-                              (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128 + (lane & 1) * 8;
-  float acc[8] = {};
-  for (int c0 = 0; c0 < parts; c0 += 8) {
-    // Lane i looks up part c0 + i.
-    int row = -1;
-    float weight = 0.f;
-    if (lane < 8 && c0 + lane < parts) {
-      const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
-      weight = __ldg(a.topk_weights + pair);
-      row = slot;
-    }
-    uint4 raw[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = __shfl_sync(0xffffffffu, row, i);
-      const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
-      raw[i] = r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(
-                            from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
-                      : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float w = __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i);
-      const uint32_t v[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
-        acc[2 * k] += u.x * w;
-        acc[2 * k + 1] += u.y * w;
-      }
-    }
-  }
-  // A lane has rows r and r + 8, and those 128 further, of two adjacent r: acc[4 * (r & 1) + 2 * (+128) + (+8)].
-  // Neighbouring lanes exchange, so that each stores four rows side by side.
-  const bool odd = lane & 1;
-  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 2) * 16 +
-                       odd * 8 + (lane & 2) * 2;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    const uint32_t low = pack_bf16(acc[2 * m], acc[4 + 2 * m]), high = pack_bf16(acc[2 * m + 1], acc[5 + 2 * m]);
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
-    *reinterpret_cast<uint2*>(out + m * 128) = odd ? make_uint2(other, high) : make_uint2(low, other);
-  }
+  const int t = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (t < a.tokens) sum_slab(a, t, a.hidden / 256 - 1 - blockIdx.y, output_bytes(a) <= kCachedOutputBytes);
 }
 
 }  // namespace moe

@@ -1,7 +1,7 @@
 // What two warpgroups do with the sums of a work item: the quantized intermediate, or the pairs' outputs.
 // A lane has rows `row` and `row` + 8 of each 128-row half: acc[half][4 * j + 2 * (+8) + i] is of token 8 j + 2 q + i.
 #pragma once
-#include "moe_fp8_item.cuh"
+#include "moe_fp8_slab.cuh"
 
 namespace moe {
 
@@ -25,11 +25,8 @@ __device__ __forceinline__ void store_intermediate(const Fp8Args& a, Fp8Smem<NMA
           __stcg(mine + (m * (NT / 8) + j) * 256,
                  make_float4(acc[m][4 * j], acc[m][4 * j + 1], acc[m][4 * j + 2], acc[m][4 * j + 3]));
     named_sync(1, 256);
-    if (tid == 0) {  // the barrier hands the block's stores to this thread; its fence publishes them all
-      fence_gpu();
-      s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
-      fence_gpu();
-    }
+    if (tid == 0)  // the barrier hands the block's stores to this thread, which publishes them all
+      s.last = inc_acq_rel(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
     named_sync(1, 256);
     if (!s.last) return;
 #pragma unroll
@@ -142,7 +139,15 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
     // 32-byte units of a slot are permuted so that no two lanes write one bank.
     unsigned char* mine = s.stage_out + wg * (NMAX * 256);
     const bool leader = (tid & 127) == 0;
-    if (leader) bulk_wait_read();  // the copy of the item before
+    if (leader) {  // the copy of the slab before
+      if (NMAX == kSlabwiseTokens && events) {  // it ended an item, slabwise
+        bulk_wait();
+        announce_slabs(a, events);
+        events = 0;
+      } else {
+        bulk_wait_read();
+      }
+    }
     named_sync(2 + wg, 128);
     unsigned char* put[2];
 #pragma unroll

@@ -14,16 +14,14 @@ __device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int slot) 
     __syncwarp();
     if (lane == 0) mbar_arrive(&s.epi_empty[slot]);
     if (tile_id < 0) break;
-    fence_gpu();
     bool last = false;
     int token = 0;
     if (lane < s.route.tile_n[tile_id]) {
       token = s.route.slot_pair[s.route.tile_start[tile_id] + lane] / a.top_k;
       const unsigned want = s.route.token_pairs[token] * a.splits2 - 1;
-      last = atomicInc(a.count2 + token * slabs + slab, want) == want;
+      last = inc_acq_rel(a.count2 + token * slabs + slab, want) == want;
     }
     unsigned todo = __ballot_sync(0xffffffffu, last);
-    if (todo) fence_gpu();
     while (todo) {
       const int t = __shfl_sync(0xffffffffu, token, __ffs(todo) - 1);
       todo &= todo - 1;
@@ -41,6 +39,11 @@ __device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int slot) 
       uint2* o = reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256);
       o[lane] = make_uint2(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w));
       o[32 + lane] = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+      __syncwarp();
+      // The next launch writes the parts before it reads them: memory need not get them.
+      for (int c = lane >> 3; c < parts; c += 4)
+        if (s.route.pair_valid[t * a.top_k + c / a.splits2])
+          discard_l2(const_cast<float*>(p) + (size_t)c * a.hidden + (lane & 7) * 32);
     }
   }
 }

@@ -81,6 +81,10 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Nobody reads these 128 bytes again before they are written: the L2 need not write them back.
+__device__ __forceinline__ void discard_l2(void* p) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(p) : "memory");
+}
 
 // ---- global flags ---------------------------------------------------------------------------------------------
 __device__ __forceinline__ int ld_acquire(const int* p) {
@@ -90,6 +94,16 @@ __device__ __forceinline__ int ld_acquire(const int* p) {
 }
 __device__ __forceinline__ void st_release(int* p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void add_release(unsigned* p, unsigned v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// As atomicInc, and ordered after what came before it and before what comes after it.
+__device__ __forceinline__ unsigned inc_acq_rel(unsigned* p, unsigned limit) {
+  unsigned v;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(limit) : "memory");
+  return v;
 }
 
 // Orders this thread's, and what barriers handed to it of other threads', accesses for the whole device.
