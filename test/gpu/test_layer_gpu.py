@@ -86,7 +86,9 @@ def test_query_and_entry_are_those_of_two_launches(tokens: int, heads: int) -> N
 
 
 @hopper
-@pytest.mark.parametrize(("tokens", "heads", "capacity"), [(1, 8, 1024), (3, 8, 5000), (2, 64, 300), (1, 8, 40)])
+@pytest.mark.parametrize(("tokens", "heads", "capacity"), [
+    (1, 8, 1024), (3, 8, 5000), (2, 64, 300), (1, 8, 40), (1, 16, 1024), (3, 16, 5000), (2, 32, 9000),
+])  # fmt: skip
 def test_attention_with_values(tokens: int, heads: int, capacity: int) -> None:
     query, cache, w_uv = random(tokens, heads, 576), random(tokens, capacity, 576), random(heads, 128, 512)
     for length in (capacity, 1, 0):

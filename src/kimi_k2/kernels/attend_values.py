@@ -53,8 +53,9 @@ def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, 
     """
     out = _check(query, w_uv)
     (batch, heads), capacity = query.shape[:2], cache.shape[1]
-    how = mla_cuda.choose_launch(batch, heads, capacity, hopper(query.device.index, "attend_values")[1])
-    if how.splits == 1 or heads != mla_cuda.FEW_HEADS or not batch or not capacity:
+    requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
+    how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
+    if how.splits == 1 or not mla_cuda.divides_heads(batch, heads, capacity) or not batch or not capacity:
         return value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
     mla_decode._check_arguments(query, cache, seq_lens, None)
     parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)

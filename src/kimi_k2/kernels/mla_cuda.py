@@ -1,6 +1,6 @@
 """MLA decode attention in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
 
-csrc/mla_decode.cu and, for 8 heads, mla_few.cuh say how a block works. The split of the context and the join of its
+csrc/mla_decode.cu and, for heads by eights, mla_few.cuh say how a block works. The split of the context and the join of its
 parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts joined in a fixed order. The tensor
 maps are kernel parameters, encoded on every call: a captured CUDA graph keeps them.
 """
@@ -20,8 +20,10 @@ from kimi_k2.kernels.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
+# Cache rows that may come from the L2 a second time for one launch less: 19 MB, which take about 4 us.
+READ_AGAIN = 2**14
 _POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
-_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity")
+_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "share")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 
     return CudaLaunch(max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE))))
 
 
+def divides_heads(batch: int, heads: int, capacity: int) -> bool:
+    """Whether heads by eights, each of which reads the cache again, are faster than all at once."""
+    return heads % FEW_HEADS == 0 and (heads // FEW_HEADS - 1) * batch * capacity <= READ_AGAIN
+
+
 def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """What the parts of the context and their sums are left in.
 
@@ -98,7 +105,7 @@ def _launch(
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
         heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E * value_scale,
-        value_scale=value_scale,
+        value_scale=value_scale, share=q.shape[0] // seq_lens.shape[0],
     )  # fmt: skip
     if out is not None:
         arguments.out = out.data_ptr()
@@ -142,18 +149,23 @@ def run(
 def attend_parts(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, launch: CudaLaunch
 ) -> tuple[Tensor, Tensor]:
-    """The parts of the context, for another launch to join: 8 heads, a BF16 cache in one piece, two parts or more.
+    """The parts of the context, for another launch to join, over a BF16 cache in one piece.
+
+    Args:
+        q: bfloat16 [B, H, 576], H a multiple of 8: every 8 heads read the cache for themselves.
+        launch: of B * H / 8 requests of 8 heads; two parts or more.
 
     Returns:
-        float32 [B, 8, splits, 512], each part normalised; float32 [B, 8, splits], the base-2 logarithms of the parts'
-        sums of exponentials: -inf where a part has no rows, whose values are then not written.
+        float32 [B * H / 8, 8, splits, 512], each part normalised; float32 [B * H / 8, 8, splits], the base-2 logarithms
+        of the parts' sums of exponentials: -inf where a part has no rows, whose values are then not written.
 
     Raises:
         KernelError: other sizes, or the launch failed.
     """
-    if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or launch.splits < 2 or cache.numel() == 0:
+    if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or launch.splits < 2 or cache.numel() == 0:
         found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {launch}"
-        raise KernelError(f"parts of {found}: expected {FEW_HEADS} heads, {q.dtype}, two parts or more")
+        raise KernelError(f"parts of {found}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
+    q = q.view(-1, FEW_HEADS, ROW)
     parts = _parts(q, launch.splits)
     _launch(q, cache, seq_lens, softmax_scale, None, 1.0, launch.splits, None, parts)
     return parts

@@ -25,12 +25,12 @@ struct Part {
 
 // The page of the part's block `i`; 0 where there is none.
 __device__ __forceinline__ int page_of(const Arguments& a, const Part& part, int request, int i) {
-  return a.table && i < part.count ? load_l2(a.table + int64_t(request) * a.table_stride + part.first + i) : 0;
+  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.share) * a.table_stride + part.first + i) : 0;
 }
 
 // First row of the part's block `i`, whose page is given.
 __device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, int request, int page, int i) {
-  return a.table ? int64_t(page) * kRows : int64_t(request) * a.capacity + int64_t(part.first + i) * kRows;
+  return a.table ? int64_t(page) * kRows : int64_t(request / a.share) * a.capacity + int64_t(part.first + i) * kRows;
 }
 
 // The L2 is asked for 64 rows, unless they are not all there.
@@ -69,14 +69,14 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
   if (copies) {
     // The first rows, by the length and the page as they lie there now. The launch ahead may still change them, and the
     // rows: nothing is taken from here.
-    guess = Part(a, load_l2(a.lengths + request), split);
+    guess = Part(a, load_l2(a.lengths + request / a.share), split);
     if (threadIdx.x == kConsumers && guess.count > 0)
       ask<CODES>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
   }
   __syncthreads();
   moe::pdl_wait();
   moe::pdl_launch();
-  const int length = load_l2(a.lengths + request);
+  const int length = load_l2(a.lengths + request / a.share);
   if (copies) {
     *page = page_of(a, guess, request, lane);
     if (threadIdx.x == kConsumers) copy_query(m, a, query, request);

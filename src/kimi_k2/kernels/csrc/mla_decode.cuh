@@ -25,6 +25,7 @@ struct Arguments {
   const uint8_t* cache;  // [rows, 576] of bfloat16 or e4m3
   int64_t rows;
   int batch, heads, splits, table_stride, capacity;
+  int share;                 // requests with the same table, length and rows: so many times `heads` heads
   float scale, value_scale;  // of the scores, times log2(e); of the values
 };
 
