@@ -86,7 +86,7 @@ def test_graph_replay_follows_its_inputs() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7170, 1024), (512, 2048), (72, 256)])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 8, 9])
 @pytest.mark.parametrize("fp8", [True, False])
 def test_residual_norm_and_product(rows: int, columns: int, tokens: int, fp8: bool) -> None:
     x, delta = (torch.randn(tokens, columns, device="cuda").bfloat16() for _ in range(2))

@@ -5,6 +5,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -76,7 +77,7 @@ struct Barrier {
 };
 struct Block {
     Barrier barrier, warps[kWarps];
-    uint32_t exchange[kWarps][32];
+    uint32_t exchange[kWarps][32], fragments[kWarps][32][6];
     unsigned char* shared;
 };
 inline Block blocks[kBlocks];
@@ -182,6 +183,11 @@ inline float __uint_as_float(uint32_t bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -209,6 +215,53 @@ inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 inline float2 two_codes(uint32_t pair) { return {on_cpu::e4m3(pair & 0xff), on_cpu::e4m3(pair >> 8 & 0xff)}; }
+inline float from_half(uint32_t half) {
+    static const std::vector<float> values = [] {
+        std::vector<float> made;
+        for (int exponent = 0; exponent < 32; ++exponent)
+            for (int mantissa = 0; mantissa < 1024; ++mantissa)
+                made.push_back(exponent == 31 ? (mantissa ? NAN : INFINITY)
+                               : exponent     ? std::ldexp(1 + mantissa / 1024.f, exponent - 15)
+                                              : std::ldexp(mantissa / 1024.f, -14));
+        return made;
+    }();
+    return half & 0x8000 ? -values[half & 0x7fff] : values[half];
+}
+inline uint32_t to_half(float value) {  // to nearest, ties to even
+    const uint32_t sign = __float_as_uint(value) >> 16 & 0x8000;
+    const float size = std::fabs(value);
+    if (std::isnan(value)) return 0x7fff;
+    if (size >= 65520.f) return sign | 0x7c00;
+    int exponent;
+    std::frexp(size, &exponent);
+    const int step = std::max(exponent - 11, -24);
+    const float steps = std::nearbyint(std::ldexp(size, -step));
+    const float rounded = std::ldexp(steps, step);
+    if (rounded < std::ldexp(1.f, -14)) return sign | uint32_t(std::ldexp(rounded, 24));
+    std::frexp(rounded, &exponent);
+    return sign | (uint32_t(exponent + 14) << 10) + uint32_t(std::ldexp(rounded, 11 - exponent)) - 1024;
+}
+inline uint32_t pack_halves(float low, float high) { return to_half(low) | to_half(high) << 16; }
+inline float2 from_halves(uint32_t two) { return {from_half(two & 0xffff), from_half(two >> 16)}; }
+inline uint32_t two_halves(uint32_t pair) {
+    const float2 two = two_codes(pair);
+    return pack_halves(two.x, two.y);
+}
+inline void multiply_halves(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& of = on_cpu::blocks[on_cpu::rank].fragments[warp];
+    const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(of[lane], mine, sizeof(mine));
+    __syncwarp();
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k) {
+            const int quad = k % 8 / 2, column = lane % 4 * 2 + i % 2;
+            const float2 a = from_halves(of[lane / 4 * 4 + quad][k / 8 * 2 + i / 2]);
+            const float2 b = from_halves(of[column * 4 + quad][4 + k / 8]);
+            d[i] += k % 2 ? a.y * b.y : a.x * b.x;
+        }
+    __syncwarp();
+}
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void wait_for_copies() {}
 

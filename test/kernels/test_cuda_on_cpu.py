@@ -67,7 +67,8 @@ def dense(weight: Tensor, scale: Tensor) -> Tensor:
 
 CASES = [(1, 11, columns, fp8, True, True) for columns in DECODE_COLUMNS for fp8 in (True, False)] + [
     (3, 10, 7168, True, True, True), (4, 140, 1024, True, False, False), (2, 9, 1536, True, True, False),
-    (3, 9, 2048, False, True, True),
+    (3, 9, 2048, False, True, True), (8, 20, 7168, True, True, True), (5, 33, 1536, True, False, True),
+    (7, 20, 256, True, False, False), (3, 1041, 7168, True, True, True),
 ]  # fmt: skip
 
 
@@ -90,6 +91,23 @@ def test_product(
     wide = weight.double() if scale is None else dense(weight, scale)
     wanted = (summed.double() if norm is None else normed(summed, norm)) @ wide.T
     assert distance(out, wanted) < 5e-3
+
+
+def test_product_of_values_outside_float16(library: ctypes.CDLL) -> None:
+    """Blocks of 128 columns far above and far below float16's range, one of zeros, one of a single large value."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 1024)
+    for block, exponent in enumerate((60, -60, 30, 17, -30, 0, 0, 0)):
+        x[:, 128 * block : 128 * block + 128] *= 2.0**exponent
+    x[:, 640:768] = 0
+    x[:, 768] = 3e4
+    weight = (torch.randn(3, 1024) * 20).to(torch.float8_e4m3fn)
+    # Scales that make every block count.
+    scale = torch.tensor([[2.0**-60, 2.0**60, 2.0**-30, 2.0**-17, 2.0**30, 1.0, 1e-4, 1.0]])
+    out, given = unwritten(2, 3), x.bfloat16()
+    pointers = [pointer(t) for t in (given, None, weight, scale, None, out, None)]
+    assert library.kimi_linear_decode(*pointers, 2, 3, 1024, ctypes.c_float(1e-6), None) == 0
+    assert distance(out, given.double() @ dense(weight, scale).T) < 3e-3
 
 
 @pytest.mark.parametrize("columns", [1024, 7168, 8192])

@@ -1,8 +1,8 @@
 """FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-Up to 4 tokens go to csrc/decode_linear.cu, where Triton left half of the time on the table. The rest is Triton: a
-program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and rounded to bfloat16,
-multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
+Up to 8 tokens (4 with a BF16 weight) go to csrc/decode_linear.cu, where Triton left half of the time and more on the
+table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and
+rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
 split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
 the weight of the norm multiplies the tokens, and each program computes the statistics itself.
 """
@@ -22,7 +22,7 @@ from kimi_k2.kernels.hardware import has_triton, is_hopper
 
 BLOCK = 128
 MAX_TOKENS = 16
-DECODE_TOKENS = 4
+DECODE_TOKENS, DECODE_TOKENS_BF16 = 8, 4
 DECODE_COLUMNS = (256, 512, 1024, 1536, 2048, 2304, 4096, 7168)
 
 
@@ -42,7 +42,7 @@ def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, blo
 
 def supports_bf16_linear(x: Tensor, weight: Tensor) -> bool:
     """Few BF16 tokens and a BF16 weight on a Hopper GPU, of a width that the CUDA kernel is compiled for."""
-    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.dim() == 2 and takes_decode(x, x.shape[1])
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.dim() == 2 and takes_decode(x, weight)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
@@ -104,7 +104,7 @@ def fused_linear(
     out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
     if not tokens:
         return out
-    if not splits and takes_decode(x, columns):
+    if not splits and takes_decode(x, weight):
         _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
         return out
     kernels = _kernels()
@@ -135,9 +135,10 @@ def _(
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def takes_decode(x: Tensor, columns: int) -> bool:
+def takes_decode(x: Tensor, weight: Tensor) -> bool:
     """Whether the CUDA kernel takes it: few tokens of a width it is compiled for, on a Hopper GPU."""
-    few = x.shape[0] <= DECODE_TOKENS and columns in DECODE_COLUMNS
+    most = DECODE_TOKENS_BF16 if weight.dtype == torch.bfloat16 else DECODE_TOKENS
+    few = x.shape[0] <= most and x.shape[1] in DECODE_COLUMNS
     return few and is_hopper(x.device) and find_nvcc() is not None
 
 
@@ -177,7 +178,7 @@ def fused_add_linear(
     """
     _check(x, weight, weight_scale_inv, norm_weight)
     _check_delta(x, delta)
-    if not x.shape[0] or not takes_decode(x, x.shape[1]):
+    if not x.shape[0] or not takes_decode(x, weight):
         total = x + delta
         return fused_linear(total, weight, weight_scale_inv, norm_weight, eps), total
     out, total = x.new_empty(x.shape[0], weight.shape[0]), torch.empty_like(x)

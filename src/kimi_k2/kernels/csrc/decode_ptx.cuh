@@ -32,8 +32,30 @@ __device__ __forceinline__ float2 two_codes(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&half));
 }
 
+// Pairs of float16, the first in the low half: from two e4m3 codes, which is exact, and from float32.
+__device__ __forceinline__ uint32_t two_halves(uint32_t pair) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+    return halves;
+}
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+    const __half2 two = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+// d += a b over 16 columns: 16 rows of a, 8 columns of b, both float16. Lane 4 g + q has, of rows g (a0, a2) and g + 8 and
+// of column g of b, the elements 2 q, 2 q + 1 (a0, a1, b0) and those 8 further on; of d the columns 2 q, 2 q + 1.
+__device__ __forceinline__ void multiply_halves(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 bytes to shared memory in the background.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                  "l"(from)
                  : "memory");
 }
