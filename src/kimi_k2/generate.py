@@ -243,21 +243,23 @@ def stream(
     tokens = sampler(prefill(model, prompts, cache, chunk_size))
     positions = torch.tensor([len(prompt) for prompt in prompts], device=tokens.device)
     running = [True] * len(prompts)
+    advance = torch.ones_like(positions)
     for step in range(params.max_new_tokens):
         if step:
             start = time.perf_counter()
             tokens = sampler(decode(tokens, positions))
-            # An ended sequence stays where it is: its row goes on being computed, and is ignored.
-            positions = positions + torch.tensor(running, device=tokens.device)
+            positions = positions + advance
         values = tokens.tolist()
         yield Step(
             tuple(value if alive else None for value, alive in zip(values, running, strict=True)),
             time.perf_counter() - start,
         )
-        if not params.ignore_eos:
+        if not params.ignore_eos and any(value in params.eos_token_ids for value in values):
             running = [
                 alive and value not in params.eos_token_ids for value, alive in zip(values, running, strict=True)
             ]
+            # An ended sequence stays where it is: its row goes on being computed, and is ignored.
+            advance = torch.tensor(running, device=tokens.device)
         if not any(running):
             return
 
