@@ -1,7 +1,7 @@
 """MLA decode attention in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
 
-csrc/mla_decode.cu and, for heads by eights, mla_few.cuh say how a block works. The split of the context and the join of its
-parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts joined in a fixed order. The tensor
+csrc/mla_decode.cu and, for heads by eights, mla_few.cuh say how a block works. The split of the context and the join of
+its parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts joined in a fixed order. The tensor
 maps are kernel parameters, encoded on every call: a captured CUDA graph keeps them.
 """
 
