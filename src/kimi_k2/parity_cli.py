@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
+from kimi_k2.parallel.ranks import leave_ranks
 from kimi_k2.parity.compare import TOLERANCES, compare
 from kimi_k2.parity.golden import check_model, check_size, checkpoint_identity, load_golden, save_golden
 from kimi_k2.parity.logits import random_tokens
@@ -30,6 +31,9 @@ Dtype = Enum("Dtype", {name: name for name in TOLERANCES}, type=str)  # type: ig
 CPU, TRANSFORMERS, FLOAT32 = Backend("cpu"), Backend("transformers"), Dtype("float32")
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.", metavar="CHECKPOINT")]
 BackendOption = Annotated[Backend, typer.Option(help="Who runs the model.")]
+RanksOption = Annotated[
+    Path | None, typer.Option(help="Weights: output of `convert --target cuda`, under torchrun (cpu, cuda).")
+]
 DtypeOption = Annotated[Dtype, typer.Option(help="Compute dtype.")]
 
 
@@ -46,6 +50,7 @@ def capture(
     layers: Annotated[str | None, typer.Option(help="Layers to keep, e.g. 0,1,30,60; all if not given.")] = None,
     positions: Annotated[int, typer.Option(min=1, help="Last positions of the prompt to keep.")] = 16,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    ranks: RanksOption = None,
 ) -> None:
     """Run a model and keep its logits and activations."""
     config = KimiK2Config.from_pretrained(checkpoint)
@@ -57,7 +62,9 @@ def capture(
         tokens = KimiTokenizer.from_pretrained(checkpoint).encode(prompt)
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), _layers(layers, config), positions)
     check_size(config, inputs)
-    trace = run(backend.value, checkpoint, inputs, dtype.value, greedy=greedy)
+    trace = run(backend.value, checkpoint, inputs, dtype.value, greedy=greedy, ranks=ranks)
+    if leave_ranks() > 0:
+        return
     save_golden(golden, trace, config, backend.value, dtype.value, checkpoint)
     console.print(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
 
@@ -82,6 +89,7 @@ def compare_command(
     backend: BackendOption = TRANSFORMERS,
     dtype: DtypeOption = FLOAT32,
     out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
+    ranks: RanksOption = None,
 ) -> None:
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
     expected = load_golden(golden)
@@ -94,9 +102,10 @@ def compare_command(
     if {dtype.value, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
     coarser = max(dtype.value, expected.dtype, key=names.index)
-    result = compare(
-        run(backend.value, checkpoint, expected.trace.inputs, dtype.value), expected.trace, config, coarser
-    )
+    trace = run(backend.value, checkpoint, expected.trace.inputs, dtype.value, ranks=ranks)
+    if leave_ranks() > 0:
+        return
+    result = compare(trace, expected.trace, config, coarser)
     print_report(result, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`kimi-k2 generate --ranks` and `kimi-k2 bench --ranks` under torchrun against one process with the checkpoint."""
+"""generate, bench and parity with `--ranks` under torchrun against one process with the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.ranks import load_generator
+from kimi_k2.parity.golden import load_golden
 from kimi_k2.sharding.manifest import MANIFEST, made_layout
 from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -57,6 +58,29 @@ def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:
     results = load_results(tmp_path / "sweep.json")
     assert [cell["status"] for cell in results["cells"]] == ["ok", "ok", "failed"]
     assert results["environment"]["ranks"] == 2
+
+
+@pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2)])
+def test_golden_files_of_ranks(wide: Path, halves: Path, tmp_path: Path, moe_tp: int, moe_ep: int) -> None:
+    """Every point, put together from the ranks, is one process's; captured by either, compared with the other."""
+    ranks = halves
+    if moe_ep == 2:
+        ranks = tmp_path / "ranks"
+        Presharder(wide, ranks, Layout(moe_tp, moe_ep, target="cuda", experts="stored")).run()
+    options = ["--prompt-length", 9, "--steps", 2]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert run(*KIMI, "parity", "capture", wide, alone, *options).returncode == 0
+    done = run(*TORCHRUN, *KIMI, "parity", "capture", wide, together, *options, "--ranks", ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = load_golden(alone).trace.values, load_golden(together).trace.values
+    assert first.keys() == second.keys()
+    for point, value in first.items():
+        assert (second[point].double() - value.double()).norm() <= 2e-5 * value.double().norm() + 1e-6, point
+    compared = run(*TORCHRUN, *KIMI, "parity", "compare", alone, wide, "--backend", "cpu", "--ranks", ranks)
+    assert compared.returncode == 0, compared.stdout[-3000:]
+    refused = run(*KIMI, "parity", "compare", alone, wide, "--backend", "transformers", "--ranks", ranks)
+    assert refused.returncode == 1
+    assert "--ranks are of the plain model" in refused.stderr
 
 
 def test_another_number_of_processes_is_refused(wide: Path, halves: Path, tmp_path: Path) -> None:

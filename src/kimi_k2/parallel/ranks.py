@@ -32,11 +32,14 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
     return rank, place
 
 
-def leave_ranks() -> None:
-    """Wait for the others and part from them; without them nothing."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def leave_ranks() -> int:
+    """Wait for the others, part from them and give this process's rank; 0 without others."""
+    if not dist.is_initialized():
+        return 0
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
 
 
 def load_generator(directory: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> tuple[int, Generator]:

@@ -14,6 +14,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.trace import Inputs, Trace
 
 Emit = Callable[[str, Tensor], None]
+Combine = Callable[[str, Tensor], Tensor]
 
 # Modules whose output is a point of the same name, in our model and in transformers' alike.
 _OUTPUTS = (
@@ -82,12 +83,13 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 class _Recorder:
     """Puts emitted values into a trace, under the phase that runs; derives the routed experts' part of an MoE."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.trace, self.phase = Trace(inputs), "prefill"
+    def __init__(self, inputs: Inputs, combine: Combine = lambda point, value: value) -> None:
+        self.trace, self.phase, self.combine = Trace(inputs), "prefill", combine
         self._shared: dict[str, Tensor] = {}
 
     def emit(self, point: str, value: Tensor) -> None:
         """Take a point's rows."""
+        value = self.combine(point, value)
         if point.endswith("mlp.shared_experts"):
             self._shared[point.removesuffix(".shared_experts")] = value
         elif point in self._shared:
@@ -96,9 +98,13 @@ class _Recorder:
 
 
 @torch.inference_mode()
-def run_plain(model: KimiK2ForCausalLM, inputs: Inputs) -> Trace:
-    """The plain model, on the device it is on."""
-    recorder, length = _Recorder(inputs), len(inputs.prompt) + len(inputs.forced)
+def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambda point, value: value) -> Trace:
+    """The plain model, on the device it is on.
+
+    Args:
+        combine: gives the whole of a point from a rank's part, see `parity.ranks`.
+    """
+    recorder, length = _Recorder(inputs, combine), len(inputs.prompt) + len(inputs.forced)
     cache = model.new_cache(1, length)
     device = model.lm_head.weight.device
     rotary = model.model.rotary

@@ -7,21 +7,34 @@ from pathlib import Path
 
 import torch
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parallel.ranks import load_generator
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.nxdi import run_nxdi
+from kimi_k2.parity.ranks import combine
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
 from kimi_k2.reference import load_transformers_model
 
 BACKENDS = ("cpu", "cuda", "transformers", "nxdi")
 
 
-def run(backend: str, checkpoint: str | Path, inputs: Inputs, dtype: str, *, greedy: bool = False) -> Trace:
+def run(
+    backend: str,
+    checkpoint: str | Path,
+    inputs: Inputs,
+    dtype: str,
+    *,
+    greedy: bool = False,
+    ranks: Path | None = None,
+) -> Trace:
     """The trace of a checkpoint on `backend`, computed in `dtype`.
 
     Args:
         greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
+        ranks: output of `convert --target cuda`, of which each process of torchrun takes its file (plain model only);
+            all get the same trace.
 
     Raises:
         ParityError: there is no such backend, or it cannot run here.
@@ -31,11 +44,16 @@ def run(backend: str, checkpoint: str | Path, inputs: Inputs, dtype: str, *, gre
     if backend in ("cpu", "cuda"):
         if backend == "cuda" and not torch.cuda.is_available():
             raise ParityError("backend cuda: there is no CUDA device here")
-        model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
+        if ranks is None:
+            model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
+        else:
+            model = load_generator(ranks, KimiK2Config.from_pretrained(checkpoint), chosen, backend)[1].model
         if greedy:
             sampling = SamplingParams(max_new_tokens=len(inputs.forced))
             inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
-        return run_plain(model, inputs)
+        return run_plain(model, inputs, combine)
+    if ranks is not None:
+        raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")
     if greedy:
         raise ParityError(f"backend {backend}: greedy tokens come from the plain model (cpu or cuda)")
     if backend == "transformers":
