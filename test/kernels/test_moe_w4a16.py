@@ -212,6 +212,7 @@ def test_workspace_covers_the_worst_routing(fused):
     assert sizes["xs"] == (0 if fused else 40 * 56 * (2 * 128 + 32), torch.uint8)
     many = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(False, 64, 1, 1, 1))
     assert many["inter_q"] == (320 * 512, torch.bfloat16)
+    assert many["pair_slot"] == (320, torch.int32)  # by which the sums find a pair's output
 
 
 def test_record_is_as_long_as_cuda_has_it():

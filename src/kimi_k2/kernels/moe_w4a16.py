@@ -34,8 +34,9 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
 # Bytes of a token's 128 columns as e4m3 codes and their factors (csrc/w4a16_e4m3.cuh).
 RECORD = 288
-# Up to here the pairs are products of their own (H200: 37.4 us against 42.3 at two tokens, 68.7 against 63.0 at four).
-DECODE_TOKENS = 2
+# Up to here the pairs are products of their own, by whether the second stage is in bfloat16 (H200, INT4: 54.8 us
+# against 63.8 at four tokens, 79.5 against 93.2 at six).
+DECODE_TOKENS = {False: 6, True: 2}
 DECODE_HIDDEN = (1024, 7168)
 DECODE_POINTERS = (
     "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
@@ -149,7 +150,7 @@ def workspace_sizes(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Element count and dtype of every scratch buffer that one call needs."""
     sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
-    unused = dict.fromkeys(("xs", "inter_s", "pair_slot"), (0, torch.uint8))
+    unused = dict.fromkeys(("xs", "inter_s"), (0, torch.uint8))
     pairs = tokens * top_k
     sort = (2 * MAX_EXPERTS + 1, torch.int32)
     contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
@@ -182,9 +183,9 @@ class _DecodeArguments(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in DECODE_POINTERS] + [(n, ctypes.c_int) for n in DECODE_INTEGERS]
 
 
-def takes_decode(tokens: int, top_k: int, hidden: int) -> bool:
+def takes_decode(tokens: int, top_k: int, hidden: int, w2_bf16: bool) -> bool:
     """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
-    return tokens <= DECODE_TOKENS and top_k <= 16 and hidden in DECODE_HIDDEN
+    return tokens <= DECODE_TOKENS[w2_bf16] and top_k <= 16 and hidden in DECODE_HIDDEN
 
 
 @torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
@@ -228,7 +229,7 @@ def moe_w4a16(
         return out
     name, multiprocessors = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
-    if choice is None and takes_decode(tokens, top_k, hidden):
+    if choice is None and takes_decode(tokens, top_k, hidden, w2_bf16):
         scratch = intermediate(x.device, tokens * top_k * inter, torch.bfloat16)
         weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)
         given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)

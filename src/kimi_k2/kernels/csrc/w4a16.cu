@@ -51,19 +51,16 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
   }
 }
 
-// Source row of token c of the tile; for a prepared second-stage item also its pair and weight, for the epilogue.
+// Source row of token c of the tile.
 template <class C>
-__device__ __forceinline__ int token_row(const Args& a, Smem<C>& s, const Item& it, const int4& tile, int slot, int c) {
-  int row = tile.y + c;
-  if constexpr (C::FUSED) return it.stage ? row : s.route.slot_pair[row] / a.top_k;
-  const int pair = __ldg(a.sorted_pair + row);
-  if (it.stage == 0) return pair / a.top_k;
-  s.meta_pair[slot][c] = pair;
-  s.meta_w[slot][c] = __ldg(a.topk_weights + pair);
-  return row;
+__device__ __forceinline__ int token_row(const Args& a, Smem<C>& s, const Item& it, const int4& tile, int c) {
+  const int row = tile.y + c;
+  if (it.stage) return row;
+  if constexpr (C::FUSED) return s.route.slot_pair[row] / a.top_k;
+  else return __ldg(a.sorted_pair + row) / a.top_k;
 }
 
-// What the claiming thread has announced, item by item, for one warp, which then no longer needs its pairs and weights.
+// What the claiming thread has announced, item by item, for one warp.
 template <class C, class Work>
 __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int tiles, int lane, Work work) {
   for (int round = 0;; ++round) {
@@ -72,7 +69,7 @@ __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int til
     const int item = s.ring[slot];
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
-    work(round, slot, it, moe::load_tile<C::FUSED>(a, s, it.tile));
+    work(it, moe::load_tile<C::FUSED>(a, s, it.tile));
     __syncwarp();
     if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
   }
@@ -82,10 +79,10 @@ __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int til
 template <class C>
 __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int tiles, int lane) {
   int seq = 0;
-  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
+  for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
     const int width = it.stage ? a.inter : a.hidden, columns = C::W2_BF16 && it.stage ? 32 : 128;
     const char* src = static_cast<const char*>(it.stage ? a.inter_q : a.x);
-    if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, slot, lane) * width * 2;
+    if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, lane) * width * 2;
     if (it.stage == 1) {
       moe::wait_for_tile(a, it.tile, s.epoch, lane);
       fence_proxy_global();
@@ -114,8 +111,8 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
     announce(s, pending, lane);
     pending = -1;
   };
-  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
-    const int row = lane < tile.z ? token_row(a, s, it, tile, slot, lane) : 0;
+  for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
+    const int row = lane < tile.z ? token_row(a, s, it, tile, lane) : 0;
     const size_t pitch = (size_t)(it.stage ? a.inter : a.hidden) / 128 * kRecord;
     const unsigned char* from = reinterpret_cast<const unsigned char*>(it.stage ? a.inter_q : a.xs);
     if (it.stage == 1) {
@@ -142,72 +139,83 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
   announce_all();
 }
 
-// Copies of one chunk's token rows: COLUMNS of each, 16 bytes a thread and step.
-template <int COLUMNS, class C>
-__device__ __forceinline__ void copy_tokens(Smem<C>& s, int st, const unsigned* rows, int n, const __nv_bfloat16* src,
-                                            int width, int t) {
-  constexpr int kParts = COLUMNS / 8, kStep = kFillThreads / kParts;
-  const int part = t % kParts;
-  const uint32_t half = moe::smem_u32(s.b[st]) + (part >> 3) * (C::NMAX * 128);
-  for (int c = t / kParts; c < n; c += kStep)
-    moe::cp_async_16(half + c * 128 + (((part & 7) ^ (c & 7)) << 4), src + (size_t)rows[c] * width + part * 8);
+// One item's chunks, by three warps with ordinary asynchronous copies, which can write the swizzled rows of gathered
+// tokens. PARTS lanes copy a row's part of a chunk, 16 bytes each (twice, 64 columns apart, where a chunk has 128); the
+// swizzles of two tokens that a lane copies one after the other differ by the same bit. `source` finds a token's row.
+template <int PARTS, class C, class Source>
+__device__ __forceinline__ void fill_item(const Args& a, Smem<C>& s, const Item& it, int n, int t, const char* from,
+                                          int& seq, Source source) {
+  constexpr int kStep = kFillThreads / PARTS, kRows = (C::NMAX + kStep - 1) / kStep, kHalves = PARTS / 4;
+  static_assert(kStep % 8 == 4 || kStep % 8 == 0, "swizzle");
+  const int c0 = t / PARTS, part = t % PARTS, nk = it.kb1 - it.kb0;
+  const uint32_t place = c0 * 128 + ((part ^ (c0 & 7)) << 4), other = kStep % 8 ? place ^ 64 : place;
+  const int pitch = (it.stage ? a.inter : a.hidden) / 8;  // of a row, in 16 bytes
+  unsigned rows[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) rows[i] = c0 + kStep * i < n ? source(c0 + kStep * i) * pitch + part : 0;
+  for (int slab = 0; slab < it.slabs; ++slab)
+    for (int kb = 0; kb < nk; ++kb, ++seq) {
+      const int st = seq % C::STAGES;
+      if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+      // Where the ring holds a whole number of slabs, an earlier one left the same columns in this stage.
+      if (slab * nk < C::STAGES || C::STAGES % nk) {
+        const uint32_t even = moe::smem_u32(s.b[st]) + place, odd = moe::smem_u32(s.b[st]) + other;
+        const char* at = from + (it.kb0 + kb) * PARTS * kHalves * 16;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+          if (c0 + kStep * i < n)
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half)
+              moe::cp_async_16((i & 1 ? odd : even) + i * kStep * 128 + half * C::NMAX * 128,
+                               at + (size_t)rows[i] * 16 + half * 128);
+      }
+      arrive_after_copies(&s.full[st]);
+    }
 }
 
-// The same by three warps with ordinary asynchronous copies, which can write the swizzled rows of gathered tokens.
+// Many tokens: as soon as an item's input exists, its chunks.
 template <class C>
 __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int tiles, int t) {
-  const int lane = t & 31;
   int seq = 0;
-  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
-    // Two copies, so that one barrier an item is enough: nobody is more than an item behind.
-    unsigned* rows = s.row[round & 1];
-    for (int c = t; c < tile.z; c += kFillThreads) rows[c] = token_row(a, s, it, tile, slot, c);
-    if (it.stage == 1) moe::wait_for_tile(a, it.tile, s.epoch, lane);
-    moe::named_sync(2, kFillThreads);
-    const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(it.stage ? a.inter_q : a.x);
-    const int width = it.stage ? a.inter : a.hidden;
-    for (int slab = 0; slab < it.slabs; ++slab)
-      for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
-        const int st = seq % C::STAGES;
-        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
-        if (C::W2_BF16 && it.stage) copy_tokens<32, C>(s, st, rows, tile.z, src + kb * 32, width, t);
-        else copy_tokens<128, C>(s, st, rows, tile.z, src + kb * 128, width, t);
-        arrive_after_copies(&s.full[st]);
-      }
+  for_each_item<C>(a, s, tiles, t & 31, [&](const Item& it, const int4& tile) {
+    if (it.stage == 1) moe::wait_for_tile(a, it.tile, s.epoch, t & 31);
+    const char* from = static_cast<const char*>(it.stage ? a.inter_q : a.x);
+    auto source = [&](int c) { return unsigned(token_row(a, s, it, tile, c)); };
+    if (C::W2_BF16 && it.stage) fill_item<4, C>(a, s, it, tile.z, t, from, seq, source);
+    else fill_item<8, C>(a, s, it, tile.z, t, from, seq, source);
   });
   moe::cp_async_wait<0>();
 }
 
 template <int NT, class C>
-__device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int slot, int& seq,
-                                              int& events) {
-  for (int slab = 0; slab < it.slabs; ++slab, ++it.group) process_item<NT, C>(a, s, it, tile, slot, seq, events);
+__device__ __forceinline__ void process_slabs(const Args& a, Smem<C>& s, Item it, int4 tile, int& seq, int& events) {
+  for (int slab = 0; slab < it.slabs; ++slab, ++it.group) process_item<NT, C>(a, s, it, tile, seq, events);
 }
 
 template <class C>
 __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
   const int lane = threadIdx.x & 31;
   int seq = 0, events = 0;
-  for_each_item<C>(a, s, tiles, lane, [&](int round, int slot, const Item& it, const int4& tile) {
+  for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
     const int n = tile.z;
     if constexpr (C::NMAX == 16) {
-      if (n <= 8) process_slabs<8, C>(a, s, it, tile, slot, seq, events);
-      else process_slabs<16, C>(a, s, it, tile, slot, seq, events);
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
+      else process_slabs<16, C>(a, s, it, tile, seq, events);
     } else if constexpr (C::NMAX == 32) {
-      if (n <= 8) process_slabs<8, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 16) process_slabs<16, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 24) process_slabs<24, C>(a, s, it, tile, slot, seq, events);
-      else process_slabs<32, C>(a, s, it, tile, slot, seq, events);
+      if (n <= 8) process_slabs<8, C>(a, s, it, tile, seq, events);
+      else if (n <= 16) process_slabs<16, C>(a, s, it, tile, seq, events);
+      else if (n <= 24) process_slabs<24, C>(a, s, it, tile, seq, events);
+      else process_slabs<32, C>(a, s, it, tile, seq, events);
     } else if constexpr (C::NMAX == 64) {
-      if (n <= 32) process_slabs<32, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 48) process_slabs<48, C>(a, s, it, tile, slot, seq, events);
-      else process_slabs<64, C>(a, s, it, tile, slot, seq, events);
+      if (n <= 32) process_slabs<32, C>(a, s, it, tile, seq, events);
+      else if (n <= 48) process_slabs<48, C>(a, s, it, tile, seq, events);
+      else process_slabs<64, C>(a, s, it, tile, seq, events);
     } else {
-      if (n <= 64) process_slabs<64, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 96) process_slabs<96, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 112) process_slabs<112, C>(a, s, it, tile, slot, seq, events);
-      else if (n <= 120) process_slabs<120, C>(a, s, it, tile, slot, seq, events);
-      else process_slabs<128, C>(a, s, it, tile, slot, seq, events);
+      if (n <= 64) process_slabs<64, C>(a, s, it, tile, seq, events);
+      else if (n <= 96) process_slabs<96, C>(a, s, it, tile, seq, events);
+      else if (n <= 112) process_slabs<112, C>(a, s, it, tile, seq, events);
+      else if (n <= 120) process_slabs<120, C>(a, s, it, tile, seq, events);
+      else process_slabs<128, C>(a, s, it, tile, seq, events);
     }
   });
   if constexpr (C::FUSED) {

@@ -19,7 +19,8 @@ constexpr int kScaleBytes = 2048;
 constexpr int kFillThreads = 96;  // of many tokens; of few, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
-// s13 and s2 are bf16, inter_q is bf16 [T*k, I], xq is the sort's scratch, and xs and inter_s are unused.
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot, xq is the sort's scratch, xs and inter_s are unused, and the
+// prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot, unweighted.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
@@ -48,9 +49,6 @@ struct Smem {
   alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
   alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
-  alignas(16) float meta_w[kRing][C::NMAX];  // prepared mode: weight and pair of each token of an item
-  int meta_pair[kRing][C::NMAX];
-  unsigned row[2][C::FEW ? 1 : C::NMAX];  // source row of each token of the item being filled
   static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
   alignas(16) float factor[C::E4M3 ? C::STAGES : 1][CODED][kFactorPitch];
   float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
@@ -105,34 +103,42 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   return r;
 }
 
-// silu(gate) * up in bf16 from sums of gate rows g, then up rows g, of tokens 8j + 2q and 8j + 2q + 1: token 8j + g, rows 2q
-// and 2q + 1.
-__device__ __forceinline__ uint32_t activate(const float* d) {
-  return transpose_8x8(moe::pack_bf16(d[0] / (1.f + __expf(-d[0])) * d[2], d[1] / (1.f + __expf(-d[1])) * d[3]));
-}
-
-// Both constants of the unpacking, hidden in registers: one instruction takes only one of them as an immediate.
+// Weights of a group of 32 columns as bf16, of rows g and g + 8 of 16 (a word is 8 weights of both). A nibble alone in
+// bits 0 to 3 or 4 to 7 of a bf16 is n or 16 n times the smallest bf16, 2^-133, so one fused operation makes
+// (n - 8) * scale, rounded once. Weights come out 2^kDown times too small, as 2^133 times a scale would not fit bf16;
+// 2^101 times one does, up to scales of 2^26.
 struct Unpack {
-  uint32_t mask, one;
-  __device__ __forceinline__ Unpack() {
-    asm volatile("mov.b32 %0, 0x000F000F;" : "=r"(mask));
-    asm volatile("mov.b32 %0, 0x43004300;" : "=r"(one));
+  static constexpr int kDown = 32;
+  static constexpr float kUp = 4294967296.f;  // what sums of products are multiplied by in the end
+  __nv_bfloat162 scale[2], offset[2];
+  Unpack() = default;
+  static __device__ __forceinline__ __nv_bfloat162 power(int low, int high) {
+    const uint32_t bits = (low + 127) << 7 | (high + 127) << 23;
+    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
   }
-  // One word is 8 weights of rows g and g + 8; `scales` holds the scale of row g in its low half and of g + 8 in its
-  // high. bf16 128 + stored and its difference to 136 are exact; the product is rounded.
-  __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word, __nv_bfloat162 scales) const {
-    const __nv_bfloat162 scale[2] = {__low2bfloat162(scales), __high2bfloat162(scales)};
-    const uint32_t offset = 0x43084308u;
+  // `scales` holds the scale of row g in its low half and of g + 8 in its high.
+  __device__ __forceinline__ explicit Unpack(__nv_bfloat162 scales) {
+    const __nv_bfloat162 times = __hmul2(scales, power(133 - kDown, 129 - kDown));
+    const __nv_bfloat162 less = __hmul2(scales, __hneg2(power(3 - kDown, 3 - kDown)));
+    scale[0] = __low2bfloat162(times), scale[1] = __high2bfloat162(times);
+    offset[0] = __low2bfloat162(less), offset[1] = __high2bfloat162(less);
+  }
+  __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t biased;
-      asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(biased) : "r"(word >> (4 * i)), "r"(mask), "r"(one));
-      const __nv_bfloat162 v = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&biased),
-                                       *reinterpret_cast<const __nv_bfloat162*>(&offset));
-      const __nv_bfloat162 d = __hmul2(v, scale[i & 1]);
+      const uint32_t codes = (word >> (i / 2 * 8)) & (i % 2 ? 0x00F000F0u : 0x000F000Fu);
+      const __nv_bfloat162 d = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&codes), scale[i % 2], offset[i % 2]);
       a[i] = *reinterpret_cast<const uint32_t*>(&d);
     }
   }
 };
+
+// silu(gate) * up in bf16 from sums of gate rows g, then up rows g, of tokens 8j + 2q and 8j + 2q + 1, times `factor`:
+// token 8j + g, rows 2q and 2q + 1.
+__device__ __forceinline__ uint32_t activate(const float* d, float factor = 1.f) {
+  const float gate[2] = {d[0] * factor, d[1] * factor}, up[2] = {d[2] * factor, d[3] * factor};
+  return transpose_8x8(moe::pack_bf16(__fdividef(gate[0], 1.f + __expf(-gate[0])) * up[0],
+                                      __fdividef(gate[1], 1.f + __expf(-gate[1])) * up[1]));
+}
 
 }  // namespace w4a16

@@ -24,47 +24,45 @@ struct DecodeArguments {
   int tokens, top_k, experts, num_global, hidden, inter, ids64;
 };
 
-// Where 16 rows of a matrix lie: unit `rows16` of 16 rows, in matrices of `chunks` column chunks.
-struct Unit {
-  int64_t first;  // of chunk 0, counted in units' worth of a chunk
-  int chunks;
-  __device__ __forceinline__ Unit(int64_t expert, int matrix_rows, int rows16, int chunks) : chunks(chunks) {
-    first = (expert * (matrix_rows / 256) + rows16 / 16) * chunks;
-  }
-  __device__ __forceinline__ int64_t words(int chunk, int rows16, int lane) const {
-    return (first + chunk) * 1024 + rows16 % 16 / 4 * 256 + rows16 % 4 * 32 + lane;
-  }
-  __device__ __forceinline__ int64_t scales(int chunk, int rows16, int lane) const {
-    return (first + chunk) * 128 + rows16 % 16 * 8 + lane / 4;
-  }
-};
+// Where a lane's part of 16 rows lies: unit `rows16` of 16 rows, in matrices of `chunks` column chunks. A chunk further
+// is kChunkWords and kChunkScales further.
+constexpr int kChunkWords = kChunkBytes / 16, kChunkScales = kScaleBytes / 4;
+__device__ __forceinline__ const uint4* words_of(const uint4* matrices, int64_t expert, int matrix_rows, int chunks,
+                                                 int rows16, int chunk, int lane) {
+  return matrices + ((expert * (matrix_rows / 256) + rows16 / 16) * chunks + chunk) * kChunkWords +
+         rows16 % 16 / 4 * 256 + rows16 % 4 * 32 + lane;
+}
+// Rows lane / 4 and 8 further, of the group of 32 columns that is lane % 4 of a chunk.
+__device__ __forceinline__ const uint32_t* scales_of(const void* matrices, int64_t expert, int matrix_rows, int chunks,
+                                                     int rows16, int chunk, int lane) {
+  return static_cast<const uint32_t*>(matrices) +
+         ((expert * (matrix_rows / 256) + rows16 / 16) * chunks + chunk) * kChunkScales + rows16 % 16 * 32 + lane;
+}
 
-// The values that thread q of four wants for two steps (32 columns), next to each other: `word` counts pairs of columns.
-__device__ __forceinline__ int place_of_pair(int word) {
-  const int step = word % 16 / 8, half = word % 8 / 4, thread = word % 4;
-  return word / 16 * 16 + thread * 4 + step * 2 + half;
+// A token in shared memory: the values that thread q of four wants for two steps (32 columns) are next to each other.
+// `v` counts groups of 8 values.
+__device__ __forceinline__ void put8(uint32_t* token, uint32_t v, const uint4 values) {
+  uint32_t* at = token + v / 4 * 16 + v % 4;
+  at[0] = values.x, at[4] = values.y, at[8] = values.z, at[12] = values.w;
 }
-__device__ __forceinline__ void put8(uint32_t* token, int v, const uint4 values) {
-  const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) token[place_of_pair(4 * v + i)] = words[i];
-}
-// Of the eight columns only the first, lanes 0 to 3, holds a token.
+// All eight columns get the token, though one would do: lanes then read the same words, without a branch.
 __device__ __forceinline__ uint4 take_steps(const uint32_t* token, int column, int lane) {
-  return lane < 4 ? *reinterpret_cast<const uint4*>(token + column / 2 + 4 * lane) : make_uint4(0, 0, 0, 0);
+  return *reinterpret_cast<const uint4*>(token + column / 2 + 4 * (lane & 3));
 }
 
-// acc += 16 rows by 128 columns.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[4], const uint4 (&word)[2], const uint4 scale,
-                                               const uint32_t* token, int column, int lane, const Unpack& unpack) {
+// acc += 16 rows by 128 columns; even and odd steps apart, so that products wait less for each other.
+__device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (&word)[2], uint32_t scale,
+                                               const uint32_t* token, int column, int lane) {
 #pragma unroll
-  for (int k = 0; k < 8; k += 2) {
-    const uint4 x = take_steps(token, column + k * 16, lane);
+  for (int group = 0; group < 4; ++group) {
+    const uint4 x = take_steps(token, column + group * 32, lane), four = word[group >> 1];
+    const uint32_t pair = __shfl_sync(decode::kAll, scale, group, 4);
+    const Unpack unpack(*reinterpret_cast<const __nv_bfloat162*>(&pair));
     uint32_t a[4];
-    load_step<false>(a, word[k >> 2], scale, k, unpack);
-    mma_16816(acc, a, x.x, x.y);
-    load_step<false>(a, word[k >> 2], scale, k + 1, unpack);
-    mma_16816(acc, a, x.z, x.w);
+    unpack(a, group & 1 ? four.z : four.x);
+    mma_16816(acc[0], a, x.x, x.y);
+    unpack(a, group & 1 ? four.w : four.y);
+    mma_16816(acc[1], a, x.z, x.w);
   }
 }
 
@@ -81,14 +79,14 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArgument
   float weight;
   const int expert = decode::routed_expert(a, pair, weight);
   if (expert < 0) return;
-  const Unit unit(expert, 2 * a.inter, rows16, kChunks);
-  uint4 word[AHEAD][2], scale[AHEAD];
+  const uint4* words = words_of(a.gate_up, expert, 2 * a.inter, kChunks, rows16, warp, lane);
+  const uint32_t* scales = scales_of(a.gate_up_scale, expert, 2 * a.inter, kChunks, rows16, warp, lane);
+  uint4 word[AHEAD][2];
+  uint32_t scale[AHEAD];
   auto request = [&](int i) {
-    const int chunk = i * kWarps + warp;
-    const uint4* at = a.gate_up + unit.words(chunk, rows16, lane);
-    word[i % AHEAD][0] = decode::load_once(at);
-    word[i % AHEAD][1] = decode::load_once(at + 128);
-    scale[i % AHEAD] = __ldg(a.gate_up_scale + unit.scales(chunk, rows16, lane));
+    word[i % AHEAD][0] = decode::load_once(words + i * kWarps * kChunkWords);
+    word[i % AHEAD][1] = decode::load_once(words + i * kWarps * kChunkWords + 128);
+    scale[i % AHEAD] = __ldg(scales + i * kWarps * kChunkScales);
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) request(i);
@@ -97,21 +95,24 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArgument
       x, kColumns / 8, [&](int v, const uint4 value) { put8(token_values, v, value); });
   __syncthreads();
 
-  const Unpack unpack;
-  float acc[4] = {};
+  float acc[2][4] = {};
 #pragma unroll
   for (int i = 0; i < PER_WARP; ++i) {
-    multiply_chunk(acc, word[i % AHEAD], scale[i % AHEAD], token_values, (i * kWarps + warp) * 128, lane, unpack);
+    multiply_chunk(acc, word[i % AHEAD], scale[i % AHEAD], token_values + warp * 64, i * kWarps * 128, lane);
     if (i + AHEAD < PER_WARP) request(i + AHEAD);
   }
-  if (lane % 4 == 0) part[warp][lane / 4] = acc[0], part[warp][8 + lane / 4] = acc[2];
+  if (lane % 4 == 0) {
+    part[warp][lane / 4] = acc[0][0] + acc[1][0];
+    part[warp][8 + lane / 4] = acc[0][2] + acc[1][2];
+  }
   __syncthreads();
   if (threadIdx.x < 8) {
     float gate = 0, up = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) gate += part[w][threadIdx.x], up += part[w][8 + threadIdx.x];
+    gate *= Unpack::kUp, up *= Unpack::kUp;
     a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] =
-        __float2bfloat16(gate / (1.f + __expf(-gate)) * up);
+        __float2bfloat16(__fdividef(gate, 1.f + __expf(-gate)) * up);
   }
 }
 
@@ -126,26 +127,24 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
   const int chunks = a.inter / kColumns;
   decode::let_next_start();
   const int count = decode::list_pairs(a, token, false, pairs[warp]);
-  const Unpack unpack;
   float total[2] = {};
   bool waited = false;
   for (int k = warp; k < count || !waited; k += kWarps) {
     const bool here = k < count;
     const int entry = here ? pairs[warp].entry[k] : 0;
-    const Unit unit(entry & 0xffff, a.hidden, rows16, chunks);
-    float acc[4] = {};
+    const uint4* words = words_of(a.down, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
+    const uint32_t* scales = scales_of(a.down_scale, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
+    float acc[2][4] = {};
     for (int first = 0; first < chunks; first += kBatch) {
-      uint4 word[kBatch][2], scale[kBatch];
-      const uint4* at = a.down + unit.words(first, rows16, lane);
-      const uint4* scale_at = a.down_scale + unit.scales(first, rows16, lane);
+      uint4 word[kBatch][2];
+      uint32_t scale[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        word[i][0] = word[i][1] = scale[i] = make_uint4(0, 0, 0, 0);
-        if (!here || first + i >= chunks) continue;
-        word[i][0] = decode::load_once(at + i * 1024);
-        word[i][1] = decode::load_once(at + i * 1024 + 128);
-        if (!BF16) scale[i] = __ldg(scale_at + i * 128);
-      }
+      for (int i = 0; i < kBatch; ++i)
+        if (here && first + i < chunks) {
+          word[i][0] = decode::load_once(words + (first + i) * kChunkWords);
+          word[i][1] = decode::load_once(words + (first + i) * kChunkWords + 128);
+          if (!BF16) scale[i] = __ldg(scales + (first + i) * kChunkScales);
+        }
       if (!waited) {
         decode::wait_for_previous();
         const int groups = a.top_k * a.inter / 8;
@@ -160,17 +159,18 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
         if (!here || first + i >= chunks) continue;
         const int column = (first + i) * kColumns;
         if constexpr (BF16) {
-          const uint4 x = take_steps(mine, column, lane);
-          const uint32_t one[4] = {word[i][0].x, word[i][0].y, word[i][0].z, word[i][0].w};
-          const uint32_t two[4] = {word[i][1].x, word[i][1].y, word[i][1].z, word[i][1].w};
-          mma_16816(acc, one, x.x, x.y);
-          mma_16816(acc, two, x.z, x.w);
+          const uint4 x = take_steps(mine, column, lane), one = word[i][0], two = word[i][1];
+          mma_16816(acc[0], {one.x, one.y, one.z, one.w}, x.x, x.y);
+          mma_16816(acc[1], {two.x, two.y, two.z, two.w}, x.z, x.w);
         } else {
-          multiply_chunk(acc, word[i], scale[i], mine, column, lane, unpack);
+          multiply_chunk(acc, word[i], scale[i], mine, column, lane);
         }
       }
     }
-    if (here) total[0] += acc[0] * pairs[warp].weight[k], total[1] += acc[2] * pairs[warp].weight[k];
+    if (here) {
+      const float weight = pairs[warp].weight[k] * (BF16 ? 1.f : Unpack::kUp);
+      total[0] += (acc[0][0] + acc[1][0]) * weight, total[1] += (acc[0][2] + acc[1][2]) * weight;
+    }
   }
   if (lane % 4 == 0) part[warp][lane / 4] = total[0], part[warp][8 + lane / 4] = total[1];
   __syncthreads();

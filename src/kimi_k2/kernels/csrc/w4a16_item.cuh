@@ -48,7 +48,7 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
 }
 
 template <int NT, class C>
-__device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int slot, int& seq,
+__device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int& seq,
                                              int& events) {
   const int tid = threadIdx.x - 128, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int first = (warp >> 2) * C::TILES, w = warp & 3;  // 64-row tile, and 16-row part of it
@@ -74,7 +74,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
-          const uint32_t u = activate(acc[m] + 4 * j);
+          const uint32_t u = activate(acc[m] + 4 * j, Unpack::kUp);
           if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
         }
       }
@@ -109,19 +109,25 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     if (lane == 0) moe::mbar_arrive(&s.epi_full[event]);
     ++events;
   } else {
-    __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.contrib) + it.group * 256 + first * 64 + w * 16 + 4 * q;
+    // As the registers hold them: of a slot's 256 values those of a lane, of two 64-row tiles, are neighbours. Nobody
+    // but the sums reads them, and those know the order and the pairs' weights.
+    const int half = C::TILES == 1 ? first / 2 * 128 + first % 2 * 2 : (warp >> 2) * 128;
+    __nv_bfloat16* dst = static_cast<__nv_bfloat16*>(a.contrib) +
+                         (((size_t)it.group * a.tokens * a.top_k + tile.y) * a.splits2 + it.split) * 256 +
+                         half + w * 32 + g * 4;
 #pragma unroll
-    for (int j = 0; j < NT / 8; ++j) {
-      const float2 f = *reinterpret_cast<const float2*>(s.meta_w[slot] + 8 * j + 2 * q);
-      __nv_bfloat16* dst = row + ((size_t)s.meta_pair[slot][8 * j + g] * a.splits2 + it.split) * a.hidden;
+    for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
-      for (int m = 0; m < C::TILES; ++m) {
-        const float* d = acc[m] + 4 * j;
-        const uint2 v = make_uint2(transpose_8x8(moe::pack_bf16(d[0] * f.x, d[1] * f.y)),
-                                   transpose_8x8(moe::pack_bf16(d[2] * f.x, d[3] * f.y)));
-        if (8 * j + g < n) __stcg(reinterpret_cast<uint2*>(dst + m * 64), v);  // token 8j + g, rows 4q to 4q + 3
+      for (int i = 0; i < 2; ++i) {
+        const int col = 8 * j + 2 * q + i;
+        __nv_bfloat16* at = dst + (size_t)col * a.splits2 * 256;
+        if (col >= n) continue;
+        if constexpr (C::TILES == 2)
+          __stcg(reinterpret_cast<uint2*>(at), make_uint2(moe::pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                                                         moe::pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i])));
+        else
+          __stcg(reinterpret_cast<uint32_t*>(at), moe::pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]));
       }
-    }
   }
 }
 

@@ -33,8 +33,9 @@ static int launch_all(const Args& a, cudaStream_t stream) {
   if (a.nmax == 64) rc = launch_main<Config<64, 6, 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 128) rc = launch_main<Config<128, 4, 2, false, W2_BF16>>(a, stream);
   if (rc) return rc;
-  const dim3 grid(a.tokens, (a.hidden + 1023) / 1024);
-  return launch(sum_kernel, grid, 128, 0, stream, a);
+  const dim3 grid((a.tokens + 7) / 8, a.hidden / 256);
+  const float factor = !W2_BF16 && a.nmax > 32 ? Unpack::kUp : 1.f;
+  return host::launch(sum_kernel, {grid, 256, 0, stream, bool(a.pdl)}, a, factor);
 }
 
 }  // namespace w4a16

@@ -20,13 +20,12 @@ __device__ __forceinline__ void mma_16816(float* d, const uint32_t (&a)[4], uint
 
 // One step's left operand: the words as they are (bf16), or word k of four unpacked.
 template <bool BF16>
-__device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, const uint4& scales, int k,
-                                          const Unpack& unpack) {
+__device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, const uint4& scales, int k) {
   if constexpr (BF16) {
     a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
   } else {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w}, pair[4] = {scales.x, scales.y, scales.z, scales.w};
-    unpack(a, word[k & 3], *reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]));
+    Unpack(*reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]))(a, word[k & 3]);
   }
 }
 
@@ -35,7 +34,6 @@ template <int NT, bool BF16, class C>
 __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
   const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
   constexpr int STEPS = BF16 ? 2 : 8;
-  const Unpack unpack;
   const int token = lane & 7, part = lane >> 3;
   for (int kb = 0; kb < nk; ++kb, ++seq) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
@@ -62,7 +60,7 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
 #pragma unroll
         for (int m = 0; m < C::TILES; ++m) {
           uint32_t a[4];
-          load_step<BF16>(a, word[m][BF16 ? i : k >> 2], scale[m], k + i, unpack);
+          load_step<BF16>(a, word[m][BF16 ? i : k >> 2], scale[m], k + i);
 #pragma unroll
           for (int j = 0; j < NT / 8; ++j) mma_16816(acc[m] + 4 * j, a, b[j][2 * i], b[j][2 * i + 1]);
         }
@@ -78,7 +76,6 @@ template <int NT, bool BF16, class C>
 __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
   const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
   constexpr int STEPS = BF16 ? 2 : 8, DEPTH = NT > 64 ? 2 : 4;  // no more fits the registers
-  const Unpack unpack;
   uint32_t a[DEPTH][4];
   for (int kb = 0; kb < nk; ++kb, ++seq) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
@@ -89,7 +86,7 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
     moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
     const uint64_t b = moe::desc_sw128(moe::smem_u32(s.b[st]));
     uint2 word[C::TILES];
-    __nv_bfloat162 scale[C::TILES];
+    Unpack unpack[C::TILES];
 #pragma unroll
     for (int k = 0; k < STEPS; ++k)
 #pragma unroll
@@ -101,12 +98,12 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
           bf16 = *reinterpret_cast<const uint4*>(w + m * 4096 + k * 2048);
         } else if (k % 2 == 0) {
           word[m] = *reinterpret_cast<const uint2*>(w + m * 4096 + (k >> 2) * 2048 + (k & 2) * 4);
-          scale[m] = *reinterpret_cast<const __nv_bfloat162*>(scales + m * 512 + k * 2);
+          unpack[m] = Unpack(*reinterpret_cast<const __nv_bfloat162*>(scales + m * 512 + k * 2));
         }
         moe::wgmma_wait<DEPTH - 1>();
         if (step == DEPTH - 1 && kb > 0 && lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
         if constexpr (BF16) now[0] = bf16.x, now[1] = bf16.y, now[2] = bf16.z, now[3] = bf16.w;
-        else unpack(now, k % 2 ? word[m].y : word[m].x, scale[m]);
+        else unpack[m](now, k % 2 ? word[m].y : word[m].x);
         moe::wgmma_fence();
         Wgmma<NT>::bf16(acc[m], now, b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
         moe::wgmma_commit();

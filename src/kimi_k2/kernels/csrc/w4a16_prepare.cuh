@@ -79,45 +79,59 @@ __global__ void __launch_bounds__(kSortThreads, 1) scatter_kernel(const __grid_c
   if (tid < moe::kMaxExperts && cursor[tid]) cursor[tid] = atomicAdd(&scratch.cursor[tid], cursor[tid]);
   __syncthreads();
   for (int p = blockIdx.x * kSortThreads + tid; p < pairs; p += stride) {
-    const int e = moe::local_expert(a, p);
-    if (e >= 0) a.sorted_pair[atomicAdd(&cursor[e], 1)] = p;
+    const int e = moe::local_expert(a, p), slot = e >= 0 ? atomicAdd(&cursor[e], 1) : -1;
+    if (slot >= 0) a.sorted_pair[slot] = p;
+    a.pair_slot[p] = slot;
   }
 }
 
-// Last launch: out[t] = sum of the token's weighted parts, in order. All loads of eight parts are under way together,
-// valid or not; what an invalid pair left is not looked at.
-__global__ void __launch_bounds__(128) sum_kernel(const __grid_constant__ Args a) {
-  const int t = blockIdx.x, col = (blockIdx.y * 128 + threadIdx.x) * 8, parts = a.top_k * a.splits2;
+// Last launch: out[t] = sum of the token's weighted parts, in order; a warp sums one slab of one token. `factor` undoes
+// what the weights' unpacking left out.
+__global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a, float factor) {
+  const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
+  const int t = blockIdx.x * 8 + (threadIdx.x >> 5), slab = blockIdx.y;
   if (a.pdl) {
     moe::pdl_launch();
     moe::pdl_wait();
   }
-  if (col >= a.hidden) return;
-  const __nv_bfloat16* base = static_cast<const __nv_bfloat16*>(a.contrib) + (size_t)t * parts * a.hidden + col;
+  if (t >= a.tokens) return;
+  const __nv_bfloat16* from =
+      static_cast<const __nv_bfloat16*>(a.contrib) + (size_t)slab * a.tokens * parts * 256 + lane * 8;
   float sum[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
+    // Lane i looks up part c0 + i.
+    int row = -1;
+    float weight = 0.f;
+    if (lane < 8 && c0 + lane < parts) {
+      const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
+      weight = __ldg(a.topk_weights + pair) * factor;
+      if (slot >= 0) row = slot * a.splits2 + (c0 + lane) % a.splits2;
+    }
     uint4 raw[8];
-    bool valid[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      raw[i] = __ldcg(reinterpret_cast<const uint4*>(base + (size_t)min(c0 + i, parts - 1) * a.hidden));
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      valid[i] = c0 + i < parts && moe::local_expert(a, t * a.top_k + min(c0 + i, parts - 1) / a.splits2) >= 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t w[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+      const int r = __shfl_sync(0xffffffffu, row, i);
+      raw[i] = r >= 0 ? __ldcs(reinterpret_cast<const uint4*>(from + (size_t)r * 256)) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float w = __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i);
+      const uint32_t v[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&w[k]));
-        sum[2 * k] += valid[i] ? u.x : 0.f;
-        sum[2 * k + 1] += valid[i] ? u.y : 0.f;
+        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
+        sum[2 * k] += u.x * w;
+        sum[2 * k + 1] += u.y * w;
       }
     }
   }
-  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + col) =
-      make_uint4(moe::pack_bf16(sum[0], sum[1]), moe::pack_bf16(sum[2], sum[3]), moe::pack_bf16(sum[4], sum[5]),
-                 moe::pack_bf16(sum[6], sum[7]));
+  // A lane has rows 4a + 2h + b of 16, and those 64 further, as sum[4 * b + 2 * (+64) + h].
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 +
+                       (lane & 15) * 4;
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+    __stcs(reinterpret_cast<uint2*>(out + m * 64), make_uint2(moe::pack_bf16(sum[2 * m], sum[4 + 2 * m]),
+                                                             moe::pack_bf16(sum[2 * m + 1], sum[5 + 2 * m])));
 }
 
 }  // namespace w4a16
