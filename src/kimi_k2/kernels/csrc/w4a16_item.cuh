@@ -110,7 +110,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     ++events;
   } else {
     // As the registers hold them: of a slot's 256 values those of a lane, of two 64-row tiles, are neighbours. Nobody
-    // but the sums reads them, and those know the order and the pairs' weights.
+    // but the sums reads them, and those know the order and the pairs' weights. A token's only pair is weighed here: its
+    // part would be rounded once more than by a kernel all in bf16, and no other part would make up for that.
     const int half = C::TILES == 1 ? first / 2 * 128 + first % 2 * 2 : (warp >> 2) * 128;
     __nv_bfloat16* dst = static_cast<__nv_bfloat16*>(a.contrib) +
                          (((size_t)it.group * a.tokens * a.top_k + tile.y) * a.splits2 + it.split) * 256 +
@@ -122,11 +123,15 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         const int col = 8 * j + 2 * q + i;
         __nv_bfloat16* at = dst + (size_t)col * a.splits2 * 256;
         if (col >= n) continue;
+        const float weight = a.top_k == 1 ? __ldg(a.topk_weights + __ldg(a.sorted_pair + tile.y + col)) : 1.f;
+        uint32_t rows[C::TILES];
+#pragma unroll
+        for (int m = 0; m < C::TILES; ++m)
+          rows[m] = moe::pack_bf16(acc[m][4 * j + i] * weight, acc[m][4 * j + 2 + i] * weight);
         if constexpr (C::TILES == 2)
-          __stcg(reinterpret_cast<uint2*>(at), make_uint2(moe::pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
-                                                         moe::pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i])));
+          __stcg(reinterpret_cast<uint2*>(at), make_uint2(rows[0], rows[1]));
         else
-          __stcg(reinterpret_cast<uint32_t*>(at), moe::pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]));
+          __stcg(reinterpret_cast<uint32_t*>(at), rows[0]);
       }
   }
 }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) scatter_kernel(const __grid_c
 }
 
 // Last launch: out[t] = sum of the token's weighted parts, in order; a warp sums one slab of one token. `factor` undoes
-// what the weights' unpacking left out.
+// what the weights' unpacking left out. A token's only pair has been weighed (w4a16_item.cuh).
 __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a, float factor) {
   const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
   const int t = blockIdx.x * 8 + (threadIdx.x >> 5), slab = blockIdx.y;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     float weight = 0.f;
     if (lane < 8 && c0 + lane < parts) {
       const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
-      weight = __ldg(a.topk_weights + pair) * factor;
+      weight = (a.top_k == 1 ? 1.f : __ldg(a.topk_weights + pair)) * factor;
       if (slot >= 0) row = slot * a.splits2 + (c0 + lane) % a.splits2;
     }
     uint4 raw[8];
