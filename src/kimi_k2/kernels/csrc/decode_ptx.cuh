@@ -75,7 +75,8 @@ __device__ __forceinline__ T* of_rank(T* mine, int rank) {
 template <class Arguments>
 int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t shared, const Arguments& a, void* stream,
            int cluster = 1) {
-    return host::launch(kernel, {grid, threads, shared, static_cast<cudaStream_t>(stream), true, cluster}, a);
+    return host::launch(
+        kernel, {grid, threads, shared, static_cast<cudaStream_t>(stream), true, cluster, host::kDecodeShare}, a);
 }
 
 }  // namespace decode

@@ -35,7 +35,8 @@ static int launch_router(const RouterArgs& a, cudaStream_t stream) {
   }
   const dim3 grid(a.gate.experts / (16 * MT) * kSplits);
   constexpr size_t smem = sizeof(RouterSmem<MT, NT>);
-  return host::launch(kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic)}, a);
+  return host::launch(
+      kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic), 1, host::kDecodeShare}, a);
 }
 
 }  // namespace gate
