@@ -36,6 +36,14 @@ def test_norm(size: int) -> None:
     assert distance(row_norm(x, weight.bfloat16(), 1e-6), wanted) < 2.5e-3  # two roundings to BF16
 
 
+def test_compiled_and_registered_as_it_is_called() -> None:
+    """The way through PyTorch's dispatcher, which eager calls do not take: schema, fake, and torch.compile."""
+    x, weight = torch.randn(6, 512, device="cuda").bfloat16(), torch.rand(512, device="cuda").bfloat16()
+    torch.library.opcheck(row_norm.registered, (x, weight, 1e-6), test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(lambda a, b: row_norm(a, b, 1e-6) * 2, fullgraph=True)
+    assert torch.equal(compiled(x, weight), row_norm(x, weight, 1e-6) * 2)
+
+
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_rotation(heads: int) -> None:
     x = torch.randn(2, 40, heads, 192, device="cuda").bfloat16()[..., 128:]

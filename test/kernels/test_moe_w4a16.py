@@ -247,7 +247,7 @@ def test_support_needs_a_hopper_gpu():
 
 
 def test_prepared_order_is_that_of_the_operation():
-    names = moe_w4a16._opoverload._schema.arguments[1:5]
+    names = moe_w4a16.schema.arguments[1:5]
     assert tuple(argument.name for argument in names) == PreparedW4A16._fields
 
 

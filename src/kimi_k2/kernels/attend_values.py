@@ -16,6 +16,7 @@ from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.expert_launch import expect
 from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.mla_decode import LATENT
+from kimi_k2.kernels.operation import kernel_operation
 
 WIDTH = 128
 
@@ -37,7 +38,7 @@ def _check(query: Tensor, w_uv: Tensor) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1] * WIDTH)
 
 
-@torch.library.custom_op("kimi_k2::attend_values", mutates_args=(), device_types="cuda")
+@kernel_operation("attend_values")
 def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
     """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale), w_uv)`.
 

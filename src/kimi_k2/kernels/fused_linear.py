@@ -19,6 +19,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.hardware import has_triton, is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 BLOCK = 128
 MAX_TOKENS = 16
@@ -75,7 +76,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor | None, norm_weight: Tensor 
         raise KernelError(f"norm_weight is {list(norm_weight.shape)}, expected {[x.shape[1]]}")
 
 
-@torch.library.custom_op("kimi_k2::fused_linear", mutates_args=(), device_types="cuda")
+@kernel_operation("fused_linear")
 def fused_linear(
     x: Tensor,
     weight: Tensor,
@@ -161,7 +162,7 @@ def _launch_decode(
         raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
 
 
-@torch.library.custom_op("kimi_k2::fused_add_linear", mutates_args=(), device_types="cuda")
+@kernel_operation("fused_add_linear")
 def fused_add_linear(
     x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.expert_launch import call, fill, intermediate
 from kimi_k2.kernels.hardware import is_hopper
 from kimi_k2.kernels.moe_fp8 import BLOCK, check_arguments
+from kimi_k2.kernels.operation import kernel_operation
 
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
 MAX_TOKENS = 4
@@ -102,7 +103,7 @@ def _check(
     return shape
 
 
-@torch.library.custom_op("kimi_k2::moe_decode", mutates_args=(), device_types="cuda")
+@kernel_operation("moe_decode")
 def moe_decode(
     x: Tensor,
     gate_up_proj: Tensor,

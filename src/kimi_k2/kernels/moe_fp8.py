@@ -21,6 +21,7 @@ from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.expert_launch import Shape, call, expect, expect_routing, fill, zeros
 from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
+from kimi_k2.kernels.operation import kernel_operation
 
 BLOCK = 128
 SLAB = 256
@@ -164,7 +165,7 @@ def queue_arguments(
     return arguments
 
 
-@torch.library.custom_op("kimi_k2::moe_fp8", mutates_args=(), device_types="cuda")
+@kernel_operation("moe_fp8")
 def moe_fp8(
     x: Tensor,
     gate_up_proj: Tensor,

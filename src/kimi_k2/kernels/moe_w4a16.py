@@ -26,6 +26,7 @@ from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, in
 from kimi_k2.kernels.hardware import hopper, is_hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
+from kimi_k2.kernels.operation import kernel_operation
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
 TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
@@ -188,7 +189,7 @@ def takes_decode(tokens: int, top_k: int, hidden: int, w2_bf16: bool) -> bool:
     return tokens <= DECODE_TOKENS[w2_bf16] and top_k <= 16 and hidden in DECODE_HIDDEN
 
 
-@torch.library.custom_op("kimi_k2::moe_w4a16", mutates_args=(), device_types="cuda")
+@kernel_operation("moe_w4a16")
 def moe_w4a16(
     x: Tensor,
     gate_up_proj_packed: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kimi_k2.kernels import router_gemm
 from kimi_k2.kernels.fused_gate import gate_arguments
+from kimi_k2.kernels.operation import kernel_operation
 from kimi_k2.kernels.rope_cache import add_norm, check_add
 from kimi_k2.kernels.router_gemm import all_resident, check_decode, router_decode
 
@@ -37,7 +38,7 @@ def _check(
     return torch.empty_like(x), torch.empty_like(x), indices, x.new_empty(x.shape[0], top_k, dtype=torch.float32)
 
 
-@torch.library.custom_op("kimi_k2::add_norm_route", mutates_args=(), device_types="cuda")
+@kernel_operation("add_norm_route")
 def add_norm_route(
     x: Tensor,
     delta: Tensor,

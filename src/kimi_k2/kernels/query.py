@@ -15,6 +15,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.expert_launch import call, expect
 from kimi_k2.kernels.hardware import is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
@@ -75,7 +76,7 @@ def _check(
     return qkv_a.new_empty(tokens, heads, RANK + ROPE)
 
 
-@torch.library.custom_op("kimi_k2::query_and_entry", mutates_args=("cache",), device_types="cuda")
+@kernel_operation("query_and_entry", mutates_args=("cache",))
 def query_and_entry(
     qkv_a: Tensor,
     q_norm: Tensor,

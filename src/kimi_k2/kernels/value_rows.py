@@ -10,6 +10,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
 from kimi_k2.kernels.hardware import is_hopper
+from kimi_k2.kernels.operation import kernel_operation
 
 RANK = 512
 MAX_TOKENS = 8
@@ -34,7 +35,7 @@ def _check(latent: Tensor, w_uv: Tensor) -> tuple[int, int, int]:
     return latent.shape[0], w_uv.shape[0], w_uv.shape[1]
 
 
-@torch.library.custom_op("kimi_k2::value_rows", mutates_args=(), device_types="cuda")
+@kernel_operation("value_rows")
 def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
     """out[b, h, v] = w_uv[h, v, :] . latent[b, h, :].
 
