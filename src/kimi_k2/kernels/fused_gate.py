@@ -83,7 +83,7 @@ def check_gate(
 
 def _check_arguments(
     logits: Tensor,
-    bias: Tensor,
+    e_score_correction_bias: Tensor,
     top_k: int,
     num_valid: Tensor | None,
     index_dtype: torch.dtype,
@@ -93,13 +93,19 @@ def _check_arguments(
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
         found = f"{logits.dtype} {tuple(logits.shape)}"
         raise KernelError(f"logits is {found}, expected contiguous torch.float32 of 2 dimensions")
-    check_gate(bias, logits.shape[1], top_k, num_valid, index_dtype, logits.device)
+    check_gate(e_score_correction_bias, logits.shape[1], top_k, num_valid, index_dtype, logits.device)
     if strategy not in STRATEGIES:
         raise KernelError(f"strategy {strategy!r}: expected one of {STRATEGIES}")
     if not 0 <= warps <= 8:
         raise KernelError(f"warps {warps}: expected 0 to 8")
     if strategy == "packed" and logits.shape[1] not in PACKED_EXPERTS:
         raise KernelError(f"strategy 'packed' takes {PACKED_EXPERTS} experts, not {logits.shape[1]}")
+
+
+def empty_routing(tokens: int, top_k: int, index_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """topk_indices and topk_weights [tokens, top_k], unwritten."""
+    indices = torch.empty(tokens, top_k, dtype=index_dtype, device=device)
+    return indices, torch.empty(tokens, top_k, dtype=torch.float32, device=device)
 
 
 def use_packed(tokens: int, experts: int, strategy: str) -> bool:
@@ -145,8 +151,7 @@ def fused_gate(
     """
     _check_arguments(logits, e_score_correction_bias, top_k, num_valid, index_dtype, strategy, warps)
     tokens, experts = logits.shape
-    indices = torch.empty(tokens, top_k, dtype=index_dtype, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    indices, weights = empty_routing(tokens, top_k, index_dtype, logits.device)
     if tokens == 0:
         return indices, weights
     arguments = gate_arguments(
@@ -192,18 +197,7 @@ def gate_arguments(
     )
 
 
-@fused_gate.register_fake
-def _(
-    logits: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-    num_valid: Tensor | None = None,
-    index_dtype: torch.dtype = torch.int64,
-    strategy: str = "auto",
-    warps: int = 0,
-) -> tuple[Tensor, Tensor]:
-    _check_arguments(logits, e_score_correction_bias, top_k, num_valid, index_dtype, strategy, warps)
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=index_dtype), logits.new_empty(shape)
+fused_gate.fake(
+    _check_arguments,
+    lambda logits, top_k, index_dtype: empty_routing(logits.shape[0], top_k, index_dtype, logits.device),
+)

@@ -59,21 +59,31 @@ def choose_launch(rows: int, columns: int) -> tuple[int, int]:
     return max(d for d in range(1, limit + 1) if columns // BLOCK % d == 0), block_rows
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor | None, norm_weight: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor | None) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise KernelError(f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K]")
     if not 0 <= x.shape[0] <= MAX_TOKENS or weight.shape[1] % BLOCK:
         raise KernelError(f"{x.shape[0]} tokens of {x.shape[1]}: expected at most {MAX_TOKENS}, a multiple of {BLOCK}")
-    stored = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+    stored = torch.bfloat16 if weight_scale_inv is None else torch.float8_e4m3fn
     if x.dtype != torch.bfloat16 or weight.dtype != stored:
         raise KernelError(f"x is {x.dtype} and weight {weight.dtype}, expected torch.bfloat16 and {stored}")
     if not weight.is_contiguous() or not x.is_contiguous():
         raise KernelError("x and weight must be contiguous")
     grid = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
+    scale = weight_scale_inv
     if scale is not None and (tuple(scale.shape) != grid or scale.dtype != torch.float32):
         raise KernelError(f"scale is {scale.dtype} {list(scale.shape)}, expected float32 {list(grid)}")
     if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[1],):
         raise KernelError(f"norm_weight is {list(norm_weight.shape)}, expected {[x.shape[1]]}")
+
+
+def _check_delta(x: Tensor, delta: Tensor) -> None:
+    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous():
+        raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
+
+
+def _empty(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @kernel_operation("fused_linear")
@@ -122,18 +132,7 @@ def fused_linear(
     return out
 
 
-@fused_linear.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    splits: int = 0,
-    block_rows: int = 16,
-) -> Tensor:
-    _check(x, weight, weight_scale_inv, norm_weight)
-    return x.new_empty((x.shape[0], weight.shape[0]))
+fused_linear.fake(_check, _empty)
 
 
 def takes_decode(x: Tensor, weight: Tensor) -> bool:
@@ -187,18 +186,7 @@ def fused_add_linear(
     return out, total
 
 
-@fused_add_linear.register_fake
-def _(
-    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    _check(x, weight, weight_scale_inv, norm_weight)
-    _check_delta(x, delta)
-    return x.new_empty((x.shape[0], weight.shape[0])), torch.empty_like(x)
-
-
-def _check_delta(x: Tensor, delta: Tensor) -> None:
-    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous():
-        raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
+fused_add_linear.fake(_check, _check_delta, lambda x, weight: (_empty(x, weight), torch.empty_like(x)))
 
 
 @functools.cache

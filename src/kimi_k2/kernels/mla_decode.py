@@ -171,17 +171,7 @@ def mla_decode(
     return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
 
 
-@mla_decode.register_fake
-def _(
-    q: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    block_table: Tensor | None = None,
-    cache_scale: float = 1.0,
-) -> Tensor:
-    _check_arguments(q, cache, seq_lens, block_table)
-    return q.new_empty(*q.shape[:2], LATENT)
+mla_decode.fake(_check_arguments, lambda q: q.new_empty(*q.shape[:2], LATENT))
 
 
 def run(

@@ -99,12 +99,7 @@ def mla_prefill(
     return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH)
 
 
-@mla_prefill.register_fake
-def _(
-    q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
-) -> Tensor:
-    _check(q_nope, q_rope, expanded, cache, positions)
-    return q_nope.new_empty((*q_nope.shape[:3], VALUE))
+mla_prefill.fake(_check, lambda q_nope: q_nope.new_empty((*q_nope.shape[:3], VALUE)))
 
 
 def run(

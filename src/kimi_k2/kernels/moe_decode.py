@@ -84,7 +84,10 @@ def _check(
     topk_indices: Tensor,
     topk_weights: Tensor,
     expert_map: Tensor | None,
-    shared: tuple[Tensor | None, ...],
+    shared_gate_up: Tensor | None,
+    shared_gate_up_scale_inv: Tensor | None,
+    shared_down: Tensor | None,
+    shared_down_scale_inv: Tensor | None,
 ) -> tuple[int, int, int, int, int]:
     shape = check_arguments(
         x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
@@ -94,6 +97,7 @@ def _check(
         raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
     blocks = ((2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK))
     wanted = ((2 * inter, hidden), blocks[0], (hidden, inter), blocks[1])
+    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     if any(tensor is not None for tensor in shared):
         for index, (tensor, size) in enumerate(zip(shared, wanted, strict=True)):
             dtype = torch.float32 if index % 2 else torch.float8_e4m3fn
@@ -135,7 +139,7 @@ def moe_decode(
     """
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-    shape = _check(x, *weights, topk_indices, topk_weights, expert_map, shared)
+    shape = _check(x, *weights, topk_indices, topk_weights, expert_map, *shared)
     tokens, top_k, _, _, inter = shape
     out = torch.empty_like(x)
     if tokens == 0:
@@ -148,24 +152,4 @@ def moe_decode(
     return out
 
 
-@moe_decode.register_fake
-def _(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    gate_up_proj_scale_inv: Tensor,
-    down_proj: Tensor,
-    down_proj_scale_inv: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None = None,
-    shared_gate_up: Tensor | None = None,
-    shared_gate_up_scale_inv: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    shared_down_scale_inv: Tensor | None = None,
-) -> Tensor:
-    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
-    _check(
-        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map,
-        shared,
-    )  # fmt: skip
-    return torch.empty_like(x)
+moe_decode.fake(_check, lambda x: torch.empty_like(x))

@@ -224,19 +224,4 @@ def moe_fp8(
     return out
 
 
-@moe_fp8.register_fake
-def _(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    gate_up_proj_scale_inv: Tensor,
-    down_proj: Tensor,
-    down_proj_scale_inv: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None = None,
-    choice: list[int] | None = None,
-) -> Tensor:
-    check_arguments(
-        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
-    )
-    return torch.empty_like(x)
+moe_fp8.fake(check_arguments, lambda x: torch.empty_like(x))

@@ -261,20 +261,4 @@ def moe_w4a16(
     return out
 
 
-@moe_w4a16.register_fake
-def _(
-    x: Tensor,
-    gate_up_proj_packed: Tensor,
-    gate_up_proj_scale: Tensor,
-    down_proj_packed: Tensor,
-    down_proj_scale: Tensor | None,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None = None,
-    choice: list[int] | None = None,
-) -> Tensor:
-    check_arguments(
-        x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
-        expert_map,
-    )  # fmt: skip
-    return torch.empty_like(x)
+moe_w4a16.fake(check_arguments, lambda x: torch.empty_like(x))

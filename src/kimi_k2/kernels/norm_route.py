@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels import router_gemm
-from kimi_k2.kernels.fused_gate import gate_arguments
+from kimi_k2.kernels.fused_gate import empty_routing, gate_arguments
 from kimi_k2.kernels.operation import kernel_operation
 from kimi_k2.kernels.rope_cache import add_norm, check_add
 from kimi_k2.kernels.router_gemm import all_resident, check_decode, router_decode
@@ -29,13 +29,12 @@ def supports(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool
 
 
 def _check(
-    x: Tensor, delta: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor, top_k: int
+    x: Tensor, delta: Tensor, norm_weight: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The empty results, if the arguments are what the kernel takes."""
     check_add(x, delta, norm_weight)
-    check_decode(x, weight, bias, top_k, None, torch.int64, 0)
-    indices = x.new_empty(x.shape[0], top_k, dtype=torch.int64)
-    return torch.empty_like(x), torch.empty_like(x), indices, x.new_empty(x.shape[0], top_k, dtype=torch.float32)
+    check_decode(x, weight, e_score_correction_bias, top_k, None, torch.int64, 0)
+    return torch.empty_like(x), torch.empty_like(x), *empty_routing(x.shape[0], top_k, torch.int64, x.device)
 
 
 @kernel_operation("add_norm_route")
@@ -82,16 +81,4 @@ def add_norm_route(
     return total, normed, indices, weights
 
 
-@add_norm_route.register_fake
-def _(
-    x: Tensor,
-    delta: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _check(x, delta, norm_weight, weight, e_score_correction_bias, top_k)
+add_norm_route.fake(_check)

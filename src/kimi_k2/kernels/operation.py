@@ -7,6 +7,7 @@ twenty a layer. Under torch.compile, fake tensors and other modes that record or
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,9 +31,20 @@ class Operation:
         seen = type(first) not in _PLAIN or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
         return (self.registered if seen or not first.is_cuda else self.function)(*arguments, **keywords)
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """What the operation gives for tensors without data; a decorator."""
-        return self.registered.register_fake(fake)
+    def fake(self, *functions: Callable[..., Any]) -> None:
+        """What the operation gives for tensors without data: the last function's result.
+
+        Each is called with those of the operation's arguments that its parameters name; the first ones check.
+        """
+        signature = inspect.signature(self.function)
+        named = [(function, list(inspect.signature(function).parameters)) for function in functions]
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            bound = signature.bind(*arguments, **keywords)
+            bound.apply_defaults()
+            return [function(**{name: bound.arguments[name] for name in names}) for function, names in named][-1]
+
+        self.registered.register_fake(call)
 
     @property
     def schema(self) -> torch.FunctionSchema:

@@ -109,21 +109,7 @@ def absorb_and_store(
     return query
 
 
-@absorb_and_store.register_fake
-def _(
-    q: Tensor,
-    kv_a: Tensor,
-    norm_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    eps: float,
-    cache_scale: float = 1.0,
-) -> Tensor:
-    _check_absorb(q, kv_a, w_uk, cos, positions, cache)
-    return q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE))
+absorb_and_store.fake(_check_absorb, lambda q, w_uk: q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE)))
 
 
 def check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
@@ -157,7 +143,4 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, normed
 
 
-@add_norm.register_fake
-def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_add(x, delta, weight)
-    return torch.empty_like(x), torch.empty_like(x)
+add_norm.fake(check_add, lambda x: (torch.empty_like(x), torch.empty_like(x)))

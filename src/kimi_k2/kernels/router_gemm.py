@@ -21,6 +21,7 @@ from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.fused_gate import (
     GateArguments,
     check_gate,
+    empty_routing,
     gate_arguments,
     launch_gate,
     warps_a_block,
@@ -145,16 +146,13 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-@router_gemm.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    check_product(x, weight)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+router_gemm.fake(check_product, lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32))
 
 
 def check_decode(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    e_score_correction_bias: Tensor,
     top_k: int,
     num_valid: Tensor | None,
     index_dtype: torch.dtype,
@@ -168,7 +166,7 @@ def check_decode(
         )
     if launches not in (0, 1, 2):
         raise KernelError(f"launches {launches}: expected 0, 1 or 2")
-    check_gate(bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
+    check_gate(e_score_correction_bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
 
 
 @kernel_operation("router_decode")
@@ -189,8 +187,7 @@ def router_decode(
     """
     check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     tokens, experts = x.shape[0], weight.shape[0]
-    indices = torch.empty(tokens, top_k, dtype=index_dtype, device=x.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
+    indices, weights = empty_routing(tokens, top_k, index_dtype, x.device)
     if tokens:
         gate = gate_arguments(
             e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
@@ -211,18 +208,4 @@ def router_decode(
     return indices, weights
 
 
-@router_decode.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-    num_valid: Tensor | None = None,
-    index_dtype: torch.dtype = torch.int64,
-    launches: int = 0,
-) -> tuple[Tensor, Tensor]:
-    check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
-    shape = (x.shape[0], top_k)
-    return x.new_empty(shape, dtype=index_dtype), x.new_empty(shape, dtype=torch.float32)
+router_decode.fake(check_decode, lambda x, top_k, index_dtype: empty_routing(x.shape[0], top_k, index_dtype, x.device))

@@ -102,10 +102,7 @@ def fp8_block_to_bf16(weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
     return out
 
 
-@fp8_block_to_bf16.register_fake
-def _(weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
-    _check_blocks(weight, weight_scale_inv)
-    return weight.new_empty(weight.shape, dtype=torch.bfloat16)
+fp8_block_to_bf16.fake(_check_blocks, lambda weight: weight.new_empty(weight.shape, dtype=torch.bfloat16))
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, eps: float) -> bool:
@@ -150,10 +147,7 @@ def row_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@row_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check_rows(x, weight)
-    return x.new_empty(x.shape)
+row_norm.fake(_check_rows, lambda x: x.new_empty(x.shape))
 
 
 def supports_apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -213,10 +207,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-@rotate_pairs.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    _check_pairs(x, cos, sin)
-    return x.new_empty(x.shape)
+rotate_pairs.fake(_check_pairs, lambda x: x.new_empty(x.shape))
 
 
 def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> bool:
@@ -266,6 +257,4 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
         )
 
 
-@write_slots.register_fake
-def _(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
-    _check_slots(cache, entries, positions)
+write_slots.fake(_check_slots)

@@ -61,7 +61,4 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
     return out
 
 
-@value_rows.register_fake
-def _(latent: Tensor, w_uv: Tensor) -> Tensor:
-    batch, heads, width = _check(latent, w_uv)
-    return latent.new_empty((batch, heads * width))
+value_rows.fake(_check, lambda latent, w_uv: latent.new_empty(len(latent), w_uv.shape[0] * w_uv.shape[1]))
