@@ -66,8 +66,8 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 @hopper
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (4, 8), (2, 64)])
-def test_query_and_entry_are_those_of_two_launches(tokens: int, heads: int) -> None:
-    """Against `fused_linear` and `absorb_and_store`, which other tests hold to float64."""
+def test_query_and_entry_in_one_launch(tokens: int, heads: int) -> None:
+    """The query against float64, the entry against `absorb_and_store`, which other tests hold to float64."""
     both, q_norm, kv_norm = random(tokens, 2112), random(1536), random(512)
     q_b = (torch.randn(heads * 192, 1536, device="cuda") * 20).to(torch.float8_e4m3fn)
     scale = torch.rand(heads * 192 // 128, 12, device="cuda") * 1e-3 + 1e-3
@@ -78,9 +78,16 @@ def test_query_and_entry_are_those_of_two_launches(tokens: int, heads: int) -> N
     found = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
     again = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
     q = fused_linear(both[:, :1536].contiguous(), q_b, scale, q_norm, 1e-6)
-    wanted = absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, positions, w_uk, caches[1], 1e-5)
+    absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, positions, w_uk, caches[1], 1e-5)
+    x = both[:, :1536].double()
+    x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * q_norm.double()
+    blocks = scale.double().repeat_interleave(128, 0)[: len(q_b)].repeat_interleave(128, 1)
+    exact = (x @ (q_b.double() * blocks).T).view(tokens, heads, 192)
+    latent = torch.einsum("bhn,hnr->bhr", exact[..., :128], w_uk.double())
+    wanted = torch.cat((latent, turned(exact[..., 128:], cos[:, None], sin[:, None])), dim=-1)
     assert torch.equal(found, again)
-    assert distance(found, wanted) < 3e-3
+    # q rounded to BF16 between the products, its input rounded twice, the result once.
+    assert distance(found, wanted) < 5e-3
     assert distance(caches[0], caches[1]) < 1e-3
     assert not caches[0][1:2].any()
 

@@ -27,13 +27,14 @@ def supports_route(
     routed_scaling_factor: float = 1.0,
 ) -> bool:
     """BF16 tokens on a Hopper GPU, without expert groups."""
-    experts = weight.shape[0]
+    experts, hidden = weight.shape
     return (
         is_hopper(x.device)
         and x.dtype == weight.dtype == torch.bfloat16
         and e_score_correction_bias.dtype == torch.float32
         and n_group == 1
-        and experts % 4 == 0
+        and experts % 32 == 0
+        and hidden % 256 == 0
         and experts <= MAX_EXPERTS
         and 0 < top_k <= min(MAX_TOP_K, experts)
     )
