@@ -59,21 +59,20 @@ class AllReduce:
         if not self.active:
             return x
         x = x.contiguous()
-        if self.push and x.is_cuda:
-            group = self.group or dist.group.WORLD
-            assert group is not None
-            boxes = self._mailboxes or self._prepare(x, group)
-            if boxes is not None and x.numel() <= boxes.capacity and supports(x, group.size()):
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        if self.push and supports(x, group.size()):
+            boxes = self._mailboxes or self._prepare(group, x.device)
+            if boxes is not None and x.numel() <= boxes.capacity:
                 return push_all_reduce(x, boxes.calls, boxes.addresses, boxes.capacity, boxes.rank)
         dist.all_reduce(x, group=self.group)
         return x
 
-    def _prepare(self, x: Tensor, group: dist.ProcessGroup) -> Mailboxes | None:
-        if supports(x, group.size()):
-            try:
-                self._mailboxes = make_mailboxes(group, x.device)
-            except UNREACHABLE:
-                self.push = False
+    def _prepare(self, group: dist.ProcessGroup, device: torch.device) -> Mailboxes | None:
+        try:
+            self._mailboxes = make_mailboxes(group, device)
+        except UNREACHABLE:
+            self.push = False
         return self._mailboxes
 
 
