@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+from kimi_k2.kernels.build import SOURCES
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,3 +31,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for seed, (name, config) in enumerate(configs.items()):
         write_synthetic_checkpoint(root / name, config, seed=seed)
     return {name: root / name for name in configs}
+
+
+@pytest.fixture(scope="session")
+def all_reduce_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """csrc/all_reduce.cu for the host, between processes that share the mailboxes."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    out = tmp_path_factory.mktemp("all_reduce") / "all_reduce.so"
+    stand_in = Path(__file__).parent / "kernels" / "all_reduce_on_cpu.h"
+    flags = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++", "-include", stand_in)
+    command = [compiler, *flags, "-o", out, SOURCES / "all_reduce.cu"]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(out)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kimi_k2.bench.backend import check_device
 from kimi_k2.checkpoint.names import EXPERT, expected_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.synthetic import TINY, Format, tiny_config, with_format, write_synthetic_checkpoint
@@ -24,7 +25,7 @@ from kimi_k2.cuda.generator import Generator
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.generate import SamplingParams, Step, load_eos_token_ids
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.ranks import leave_ranks, load_generator
+from kimi_k2.parallel.ranks import leave_ranks, load_ranks
 from kimi_k2.progress import ByteProgress
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -107,7 +108,11 @@ def generate(
     dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     keep_quantized: Annotated[
-        bool, typer.Option("--keep-quantized", help="Hold FP8/INT4 weights as stored: less memory, slower.")
+        bool,
+        typer.Option(
+            "--keep-quantized",
+            help="Hold FP8/INT4 weights as stored: less memory; with BF16 on an H200 fast, else slower.",
+        ),
     ] = False,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
     ranks: Annotated[
@@ -119,8 +124,8 @@ def generate(
 
     With --ranks CHECKPOINT gives the configuration and the tokenizer only, and rank 0 prints.
     """
-    if ranks is not None and not prompt:
-        raise typer.BadParameter("--ranks needs --prompt: standard input reaches one process only")
+    if ranks is not None and (not prompt or keep_quantized):
+        raise typer.BadParameter("--ranks needs --prompt, as input reaches one process only, and no --keep-quantized")
     prompts = prompt or [sys.stdin.read()]
     config = KimiK2Config.from_pretrained(checkpoint)
     tokenizer = KimiTokenizer.from_pretrained(checkpoint)
@@ -136,9 +141,11 @@ def generate(
     compute = getattr(torch, dtype.value)
     rank = 0
     if ranks is None:
+        check_device(device)
         generator = Generator(load_model(checkpoint, dtype=compute, device=device, keep_quantized=keep_quantized))
     else:
-        rank, generator = load_generator(ranks, config, compute, device)
+        part = load_ranks(ranks, config, compute, device)
+        rank, generator = part.number, part.generator
     steps = generator.stream(encoded, params, chunk_size=chunk_size)
     if rank == 0:
         print_steps(steps, tokenizer, params, len(prompts))

@@ -124,6 +124,8 @@ def bench(
     if compare_files is not None:
         _print_comparison(*compare_files, drift / 100)
         return
+    if ranks is not None and (backend is BackendOption.neuron or keep_quantized or check_stopwatch):
+        raise typer.BadParameter("--ranks goes with neither the neuron backend, --keep-quantized nor --check-stopwatch")
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,
         backend=backend.value,
@@ -147,14 +149,14 @@ def bench(
         if check_stopwatch:
             _print_stopwatch(settings, used)
             return
-        try:
-            if isinstance(used, RanksBackend) and used.rank > 0:
-                used.follow()
-                return
-            results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
-        finally:
-            if isinstance(used, RanksBackend):
-                used.stop()
+        if isinstance(used, RanksBackend) and used.rank > 0:
+            used.follow()
+            used.stop()
+            return
+        results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+        # Not after an error: the others may be where they cannot hear of it, and torchrun ends them.
+        if isinstance(used, RanksBackend):
+            used.stop()
     written = write_reports(results, out, published)
     typer.echo(markdown(results, published))
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
@@ -176,8 +178,8 @@ def _numbers(field: str, text: str) -> tuple[int, ...]:
 
 
 def _print_stopwatch(settings: Settings, backend: Backend) -> None:
-    if not isinstance(backend, TorchBackend) or isinstance(backend, RanksBackend):
-        raise SweepError("--check-stopwatch needs the cpu or cuda backend, without --ranks")
+    if not isinstance(backend, TorchBackend):
+        raise SweepError("--check-stopwatch needs the cpu or cuda backend")
     table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference", "bare loop, ms")
     for cell in settings.cells():
         prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])

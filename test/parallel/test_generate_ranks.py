@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from kimi_k2.bench.results import load_results
-from kimi_k2.cuda.generator import Generator
 from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.ranks import load_generator
+from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.golden import load_golden
 from kimi_k2.sharding.manifest import MANIFEST, made_layout
 from kimi_k2.sharding.plan import Layout
@@ -57,7 +56,25 @@ def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:
     assert "1 of 3 cells failed" in done.stderr, done.stderr[-3000:]
     results = load_results(tmp_path / "sweep.json")
     assert [cell["status"] for cell in results["cells"]] == ["ok", "ok", "failed"]
-    assert results["environment"]["ranks"] == 2
+    assert (results["environment"]["moe_tp"], results["environment"]["moe_ep"]) == (2, 1)
+
+
+def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) -> None:
+    """Rank 1 fails in the middle of a generation, which rank 0 does not: torchrun ends both, finished cells stay."""
+    broken = (
+        "import os; from kimi_k2.cuda import generator as g; old = g.stream\n"
+        "def stream(*a, **k):\n"
+        "    for n, step in enumerate(old(*a, **k)):\n"
+        "        if os.environ['RANK'] == '1' and n == 3: raise RuntimeError('out of memory')\n"
+        "        yield step\n"
+        "g.stream = stream; from kimi_k2.cli import main; main()"
+    )
+    options = ["--output-lengths", "2,6", "--prompt-lengths", 4, "--runs", 1, "--out", tmp_path]
+    done = run(*TORCHRUN, sys.executable, "-c", broken, "bench", wide, "--ranks", halves, *options)
+    assert done.returncode != 0
+    assert "RanksLostError" in done.stderr, done.stderr[-3000:]
+    cells = load_results(tmp_path / "sweep.json")["cells"]
+    assert [(cell["output_length"], cell["status"]) for cell in cells] == [(2, "ok")]
 
 
 @pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2)])
@@ -103,16 +120,17 @@ def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:
 def test_one_rank_needs_no_group(wide: Path, tmp_path: Path) -> None:
     Presharder(wide, tmp_path, Layout(1, target="cuda", experts="stored")).run()
     model = KimiK2ForCausalLM.from_pretrained(wide)
-    rank, generator = load_generator(tmp_path, model.config, torch.float32, "cpu")
+    rank = load_ranks(tmp_path, model.config, torch.float32, "cpu")
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    steps = list(generator.stream([[3, 1, 4]], params))
+    steps = list(rank.generator.stream([[3, 1, 4]], params))
     assert [[step.tokens[0] for step in steps]] == generate(model, [[3, 1, 4]], params).token_ids
-    assert rank == 0
-    assert isinstance(generator, Generator)
+    assert rank.number == 0
+    with pytest.raises(ConfigError, match="expected cpu or cuda"):
+        load_ranks(tmp_path, model.config, torch.float32, "cuda:1")
 
 
 def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:
     Presharder(wide, tmp_path, Layout(1, experts="blockwise")).run()
     config = KimiK2ForCausalLM.from_pretrained(wide).config
     with pytest.raises(ConfigError, match="target"):
-        load_generator(tmp_path, config, torch.float32, "cpu")
+        load_ranks(tmp_path, config, torch.float32, "cpu")

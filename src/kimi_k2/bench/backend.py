@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
+from kimi_k2.cuda.decode import capturable
 from kimi_k2.cuda.generator import Generator
 from kimi_k2.generate import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -53,9 +54,13 @@ class Backend(Protocol):
 
 
 def check_device(device: str) -> None:
-    """BackendUnavailableError if torch lacks it."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    """BackendUnavailableError if torch lacks it; a GPU becomes the current one, on which our launches run."""
+    if not device.startswith("cuda"):
+        return
+    if not torch.cuda.is_available():
         raise BackendUnavailableError("no CUDA device is available to torch")
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
 
 
 class TorchBackend:
@@ -72,6 +77,7 @@ class TorchBackend:
         self.name = self.device.partition(":")[0]
         self.vocab_size = self.model.config.vocab_size
         self.details: dict[str, Any] = {"dtype": str(self.model.dtype).removeprefix("torch."), "weights": weights}
+        self.details["graph"] = capturable(self.model, 1)  # decode steps of one sequence are replayed
 
     @classmethod
     def load(cls, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False) -> TorchBackend:

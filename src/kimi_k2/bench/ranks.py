@@ -10,24 +10,24 @@ import torch.distributed as dist
 
 from kimi_k2.bench.backend import Prompts, TorchBackend, check_device
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda.generator import Generator
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.parallel.ranks import leave_ranks, load_generator
+from kimi_k2.parallel.ranks import Rank, leave_ranks, load_ranks
+
+
+class RanksLostError(Exception):
+    """A rank failed in the middle of a generation: the others are at another sum, and only a new start helps.
+
+    Not one of the errors that a sweep records and goes on after.
+    """
 
 
 class RanksBackend(TorchBackend):
-    """A conversion's ranks, one a process under torchrun.
+    """A conversion's ranks, one a process under torchrun."""
 
-    Args:
-        generator: of this process's part.
-        rank: this process's.
-    """
-
-    def __init__(self, generator: Generator, rank: int) -> None:
-        super().__init__(generator, "stored")
-        self.rank = rank
-        if dist.is_initialized():
-            self.details["ranks"] = dist.get_world_size()
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank.generator, rank.layout.experts)
+        self.rank = rank.number
+        self.details |= {"moe_tp": rank.layout.moe_tp, "moe_ep": rank.layout.moe_ep}
 
     @classmethod
     def load_ranks(cls, checkpoint: Path, ranks: Path, device: str, dtype: torch.dtype) -> RanksBackend:
@@ -41,32 +41,45 @@ class RanksBackend(TorchBackend):
 
         Raises:
             BackendUnavailableError: cuda is asked for and there is none.
-            ConfigError, CheckpointError: see `parallel.ranks.load_generator`.
+            ConfigError, CheckpointError: see `parallel.ranks.load_ranks`.
         """
         check_device(device)
-        rank, generator = load_generator(ranks, KimiK2Config.from_pretrained(checkpoint), dtype, device)
-        return cls(generator, rank)
+        return cls(load_ranks(ranks, KimiK2Config.from_pretrained(checkpoint), dtype, device))
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
-        """On rank 0: see Backend; the others join in from `follow`."""
+        """On rank 0: see Backend; the others join in from `follow`. TTFT contains handing them the prompts.
+
+        Raises:
+            RanksLostError: a failure that the other ranks need not share.
+        """
         self._share((prompts, new_tokens))
-        return super().generate(prompts, new_tokens)
+        return self._steps(prompts, new_tokens)
 
     def follow(self) -> None:
-        """On the other ranks: generate what rank 0 does, until it stops."""
+        """On the other ranks: generate what rank 0 does, until it stops.
+
+        Raises:
+            RanksLostError: a failure that the other ranks need not share.
+        """
         while (asked := self._share(None)) is not None:
             try:
-                for _ in super().generate(*asked):
+                for _ in self._steps(*asked):
                     pass
-            except (KimiK2Error, RuntimeError, MemoryError):
-                # Ranks fail alike: rank 0 records it and goes on with the next cell.
+            except KimiK2Error:
+                # By the arguments alone: rank 0 has it, too, records it and goes on with the next cell.
                 continue
 
     def stop(self) -> None:
-        """The end of the sweep: rank 0 lets the others go, and all part."""
+        """The end of a sweep that went well: rank 0 lets the others go, and all part."""
         if self.rank == 0:
             self._share(None)
         leave_ranks()
+
+    def _steps(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
+        try:
+            yield from super().generate(prompts, new_tokens)
+        except (RuntimeError, MemoryError) as error:
+            raise RanksLostError(f"rank {self.rank}: {error}") from error
 
     def _share(self, asked: tuple[Prompts, int] | None) -> tuple[Prompts, int] | None:
         if not dist.is_initialized():

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k2.kernels.push_all_reduce import call_counts, mailbox_bytes, push_all_reduce, supports
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.push_all_reduce import build, call_counts, mailbox_bytes, push_all_reduce, supports
 
-# Bytes that a rank may push: on four H200s 2^19 to each of three peers take 60 % of NCCL's time, and its ring or tree
-# gains with every byte.
+# Bytes that a rank may push: up to here faster than NCCL on four H200s (`kernels.bench.all_reduce`); other numbers of
+# ranks are taken to be like them.
 PUSH_BYTES = 3 * 2**19
-# PyTorch lacks symmetric memory, or the GPUs cannot reach each other's.
-UNREACHABLE = (ImportError, AttributeError, RuntimeError)
+# PyTorch lacks symmetric memory, the GPUs cannot reach each other's or have none left, there is no CUDA compiler.
+UNREACHABLE = (ImportError, AttributeError, RuntimeError, KernelError)
 
 
 @dataclass(frozen=True)
@@ -69,27 +70,44 @@ class AllReduce:
         return x
 
     def _prepare(self, group: dist.ProcessGroup, device: torch.device) -> Mailboxes | None:
-        try:
-            self._mailboxes = make_mailboxes(group, device)
-        except UNREACHABLE:
-            self.push = False
+        self._mailboxes = make_mailboxes(group, device)
+        self.push = self._mailboxes is not None
         return self._mailboxes
 
 
-def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes:
+def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes | None:
     """Empty mailboxes for sums of BF16 values of up to PUSH_BYTES a rank; every rank of the group must call this.
 
-    Raises:
-        one of UNREACHABLE.
+    Returns:
+        None, on all ranks, if one of them cannot have them.
     """
     # Multicast can put GPUs that others share out of service.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     ranks = group.size()
     capacity = PUSH_BYTES // (ranks - 1) // 8 * 4
-    memory = symmetric.empty(mailbox_bytes(capacity, ranks), dtype=torch.uint8, device=device)
-    addresses = [int(address) for address in symmetric.rendezvous(memory, group).buffer_ptrs]
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody pushes into what its owner has yet to clear
+    memory, addresses = torch.empty(0), [0]
+    try:
+        build()
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+        memory = symmetric.empty(mailbox_bytes(capacity, ranks), dtype=torch.uint8, device=device)
+        ready = True
+    except UNREACHABLE:
+        ready = False
+    if not all_ranks(ready, group, device):
+        return None
+    try:
+        addresses = [int(address) for address in symmetric.rendezvous(memory, group).buffer_ptrs]
+        memory.zero_()
+    except UNREACHABLE:
+        ready = False
+    # Also the barrier: nobody pushes into what its owner has yet to clear.
+    if not all_ranks(ready, group, device):
+        return None
     return Mailboxes(memory, call_counts(capacity, device), addresses, capacity, group.rank())
+
+
+def all_ranks(ready: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether it holds for every rank, once all have come here and done what they gave their devices before."""
+    flag = torch.tensor(int(ready), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,29 @@ from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.sharding.manifest import made_layout
+from kimi_k2.sharding.plan import Layout
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's part of a model: its number, what generates with the others', and how the model is divided."""
+
+    number: int
+    generator: Generator
+    layout: Layout
 
 
 def join_ranks(device: str) -> tuple[int, torch.device]:
-    """This process's rank and device, after it has met the others: over NCCL for `cuda`, gloo for `cpu`."""
+    """This process's rank and device, after it has met the others: over NCCL for `cuda`, gloo for `cpu`.
+
+    Raises:
+        ConfigError: another device, or no GPU for this process.
+    """
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"expected cpu or cuda, each rank then takes its own, got {device!r}", field="device")
+    if device == "cuda" and local >= torch.cuda.device_count():
+        raise ConfigError(f"process {local} finds {torch.cuda.device_count()} GPUs", field="device")
     place = torch.device(device, local) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -42,8 +61,8 @@ def leave_ranks() -> int:
     return rank
 
 
-def load_generator(directory: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> tuple[int, Generator]:
-    """This process's rank, and the model of which its file in `directory` is a part.
+def load_ranks(directory: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> Rank:
+    """The part of the model whose file in `directory` is this process's.
 
     Args:
         directory: output of `kimi-k2 convert --target cuda`.
@@ -51,15 +70,16 @@ def load_generator(directory: Path, config: KimiK2Config, dtype: torch.dtype, de
         device: `cuda` or `cpu`.
 
     Raises:
-        ConfigError: converted from another model, for another target or for another number of processes.
+        ConfigError: converted from another model, for another target or for another number of processes; a device that
+            is not there.
         CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
     """
     layout = made_layout(directory)
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
-    rank, place = join_ranks(device)
-    model = load_rank(directory, config, layout, rank, dtype=dtype, device=place)
+    number, place = join_ranks(device)
+    model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
     if started == 1:
-        return rank, Generator(model)
-    return rank, Generator(model, reduce=AllReduce(None), gather=partial(gather_last, group=None))
+        return Rank(number, Generator(model), layout)
+    return Rank(number, Generator(model, reduce=AllReduce(None), gather=partial(gather_last, group=None)), layout)

@@ -10,7 +10,7 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.ranks import load_generator
+from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.nxdi import run_nxdi
 from kimi_k2.parity.ranks import combine
@@ -47,11 +47,11 @@ def run(
         if ranks is None:
             model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
         else:
-            model = load_generator(ranks, KimiK2Config.from_pretrained(checkpoint), chosen, backend)[1].model
+            model = load_ranks(ranks, KimiK2Config.from_pretrained(checkpoint), chosen, backend).generator.model
         if greedy:
             sampling = SamplingParams(max_new_tokens=len(inputs.forced))
             inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
-        return run_plain(model, inputs, combine)
+        return run_plain(model, inputs) if ranks is None else run_plain(model, inputs, combine)
     if ranks is not None:
         raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")
     if greedy:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.bench.harness import graph_median
 from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.ranks import join_ranks, leave_ranks
 
 HIDDEN = 7168
 TOKENS = (1, 2, 4, 8, 16, 32)
@@ -39,9 +40,7 @@ class OneShot:
 
 def main() -> None:
     """Rank 0 prints microseconds a call and how far each sum is from float64's."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank, _ = join_ranks("cuda")
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     pushed, nccl = AllReduce(None), AllReduce(None, push=False)
     if rank == 0:
@@ -64,7 +63,7 @@ def main() -> None:
             time = graph_median([partial(reduce, copy) for copy in copies])
             if rank == 0:
                 print(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}", flush=True)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":
