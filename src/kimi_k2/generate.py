@@ -119,6 +119,14 @@ class Sampler:
         return probabilities
 
 
+def prompt_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each prompt; GenerationError without a prompt, or if one is empty."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or min(lengths) == 0:
+        raise GenerationError("expected at least one prompt, each with at least one token")
+    return lengths
+
+
 def prefill(
     model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], cache: LatentCache, chunk_size: int | None = None
 ) -> Tensor:
@@ -135,9 +143,7 @@ def prefill(
     Raises:
         GenerationError: a prompt is empty or longer than the cache, or chunk_size is below 1.
     """
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths or min(lengths) == 0:
-        raise GenerationError("expected at least one prompt, each with at least one token")
+    lengths = prompt_lengths(prompts)
     if chunk_size is not None and chunk_size < 1:
         raise GenerationError(f"chunk_size: expected at least 1, got {chunk_size}")
     device = model.lm_head.weight.device
@@ -171,16 +177,16 @@ def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], par
     """Cache slots a sequence that a generation fills.
 
     Raises:
-        GenerationError: more than max_position_embeddings.
+        GenerationError: a prompt is empty, or more than max_position_embeddings are needed.
     """
-    longest = max((len(prompt) for prompt in prompts), default=0)
+    longest = max(prompt_lengths(prompts))
     needed = longest + params.max_new_tokens - 1
     if needed > model.config.max_position_embeddings:
         raise GenerationError(
             f"prompt of {longest} and {params.max_new_tokens} new tokens exceed max_position_embeddings "
             f"({model.config.max_position_embeddings})"
         )
-    return max(needed, 1)
+    return needed
 
 
 @dataclass(frozen=True)
@@ -228,12 +234,17 @@ def stream(
         prompts: token ids a sequence; lengths may differ.
         chunk_size: see `prefill`.
         cache: to use, whose entries are overwritten; None makes one that just fits.
-        decode: makes a step's logits with `cache`; None is `decode_step`.
+        decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
 
     Raises:
-        GenerationError: a prompt is empty, or prompt and new tokens exceed max_position_embeddings.
+        GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
+            without `cache`.
     """
     needed = slots_needed(model, prompts, params)
+    if cache is None and decode is not None:
+        raise GenerationError("decode needs the cache that it reads")
+    if cache is not None and cache.max_length < needed:
+        raise GenerationError(f"prompt and new tokens need {needed} slots, the cache has {cache.max_length}")
     start = time.perf_counter()
     if cache is None:
         cache = model.new_cache(len(prompts), needed)

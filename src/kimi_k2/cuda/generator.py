@@ -1,6 +1,6 @@
 """Generation whose decode steps are replayed from a CUDA graph, where kernels take the model's experts.
 
-A graph belongs to the cache that it was captured with, so both are kept from one generation to the next.
+A graph belongs to the cache that it was captured with, so both are kept from one generation to the next of its batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 class Generator:
-    """`generate.stream` of one model, again and again.
+    """`generate.stream` of one model, one generation after another: two at a time would share a cache.
 
     Args:
         model: whole, or a rank's part, whose ranks must make the same calls.
@@ -35,23 +35,23 @@ class Generator:
 
     def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = unchanged, gather: Reduce = unchanged) -> None:
         self.model, self.reduce, self.gather = model, reduce, gather
-        self._steps: dict[int, DecodeStep] = {}
+        self._step: DecodeStep | None = None
 
     def prepare(self, batch: int, length: int) -> tuple[LatentCache, Decode]:
         """A cache with `length` slots a sequence or more, and what decodes with it."""
         if not capturable(self.model, batch):
             cache = self.model.new_cache(batch, length)
             return cache, partial(decode_step, self.model, cache=cache)
-        step = self._steps.get(batch)
-        if step is None or step.cache.max_length < length:
-            self._steps.pop(batch, None)
+        step = self._step
+        if step is None or step.cache.data.shape[1] != batch or step.cache.max_length < length:
+            step = self._step = None  # its memory goes before the next one's comes
             slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
             cache = self.model.new_cache(batch, slots)
             graph = cache.data.is_cuda
             step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
             # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
             step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
-            self._steps[batch] = step
+            self._step = step
         return step.cache, step
 
     def stream(
