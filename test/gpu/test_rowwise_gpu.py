@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.router_prefill import route
+from kimi_k2.kernels.dispatch_entries import route
 from kimi_k2.kernels.rowwise import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
 from kimi_k2.model.router import noaux_tc_gate
 

@@ -150,6 +150,10 @@ def rowwise() -> dict[str, float]:
     rowwise_triton.store[(6,)](entries, positions, cache, 3, 7, 72, 5.0, WIDTH=128)
     for b, s in ((0, 0), (0, 1), (1, 2)):
         before[b, positions[b, s]] = entries[b, s].double().clamp(-5, 5)
+    broken = torch.full((2, 3, 72), float("nan"))
+    kept = torch.zeros(2, 7, 72)
+    rowwise_triton.store[(6,)](broken, positions, kept, 3, 7, 72, 5.0, WIDTH=128)
+    assert kept[0, 6].isnan().all(), "a NaN stays one"
     return {
         "rowwise dequantize": error(values, weight.double() * blocks),
         "rowwise norm": error(quotients, normed(x, norm)),

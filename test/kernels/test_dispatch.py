@@ -54,7 +54,7 @@ def test_the_order_is_the_tables() -> None:
         "mla_absorbed_attention": ["mla_decode"],
         "mla_naive_attention": ["mla_prefill"],
         "rms_norm": ["triton"],
-        "route": ["router_decode", "router_prefill"],
+        "route": ["router"],
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16"],
         "store_entries": ["triton"],
     }
@@ -91,12 +91,13 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
         weight = torch.empty(384, 7168, dtype=torch.bfloat16, device="cuda")
         bias = torch.empty(384, device="cuda")
         chosen = dispatch.choose("route", x, weight, bias, 8)
-        assert chosen is not None and chosen.name == "router_decode"
+        assert chosen is not None and chosen.name == "router"
         assert dispatch.choose("route", x.double(), weight, bias, 8) is None
         assert dispatch.choose("route", x, weight, bias, 8, n_group=2) is None
-        many = dispatch.choose("route", x.expand(65, -1), weight, bias, 8)
-        assert many is not None and many.name == "router_prefill"
-        dispatch.pin("route=router_decode")
+        assert dispatch.choose("route", x.expand(65, -1), weight, bias, 8) == chosen
+        few = weight.narrow(0, 0, 16), bias.narrow(0, 0, 16)
+        assert dispatch.choose("route", x.expand(65, -1), *few, 8) is None
+        dispatch.pin("route=router")
         with pytest.raises(KernelError, match="pinned"):
             dispatch.choose("route", x.double(), weight, bias, 8)
         dispatch.pin("route=plain")

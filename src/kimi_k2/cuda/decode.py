@@ -197,7 +197,7 @@ class LayerStep:
     def routed_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
         """x + delta, its norm, and the norm's routing where one launch makes all three."""
         norm, mlp = self.layer.post_attention_layernorm, self.layer.mlp
-        if isinstance(mlp, MoE) and dispatch.allows("route", "router_decode"):
+        if isinstance(mlp, MoE) and dispatch.allows("route", "router"):
             gate, config = mlp.gate, self.attention.config
             top_k = config.num_experts_per_tok
             if norm_route.supports(x, gate.weight, top_k, n_group=config.n_group):

@@ -57,10 +57,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
     "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.mla_prefill"),),
     "rms_norm": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
-    "route": (
-        Implementation("router_decode", "kimi_k2.kernels.dispatch_entries"),
-        Implementation("router_prefill", "kimi_k2.kernels.router_prefill"),
-    ),
+    "route": (Implementation("router", "kimi_k2.kernels.dispatch_entries"),),
     "routed_experts": (
         Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),
         Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels import mla_decode
+from kimi_k2.kernels.fused_gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
 from kimi_k2.kernels.hardware import is_hopper
-from kimi_k2.kernels.moe_fp8 import BLOCK, MAX_EXPERTS, SLAB, moe_fp8
-from kimi_k2.kernels.router_gemm import MAX_FUSED_EXPERTS, MAX_TOKENS, router_decode
+from kimi_k2.kernels.moe_fp8 import BLOCK, SLAB, moe_fp8
+from kimi_k2.kernels.moe_fp8 import MAX_EXPERTS as MAX_HELD
+from kimi_k2.kernels.router_gemm import MAX_TOKENS, router_decode, router_gemm
 
 
 def supports_route(
@@ -24,33 +26,32 @@ def supports_route(
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> bool:
-    """BF16 tokens, few enough for one fused product and gate, without expert groups."""
+    """BF16 tokens without expert groups; up to 64 of 256 or 384 experts, more of up to 512."""
     experts, hidden = weight.shape
+    fits = experts in (256, 384) if x.shape[0] <= MAX_TOKENS else experts % 32 == 0 and experts <= MAX_EXPERTS
     return (
         is_hopper(x.device)
         and x.dtype == weight.dtype == torch.bfloat16
         and e_score_correction_bias.dtype == torch.float32
-        and 0 < x.shape[0] <= MAX_TOKENS
-        and experts in (256, 384)
-        and experts <= MAX_FUSED_EXPERTS
+        and x.shape[0] > 0
+        and fits
         and hidden % 256 == 0
         and n_group == 1
-        and top_k <= 16
+        and 0 < top_k <= MAX_TOP_K
     )
 
 
 def route(
     x: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`router_decode` with the plain function's arguments."""
-    return router_decode(
-        x.contiguous(),
-        weight,
-        e_score_correction_bias,
-        top_k,
-        options.get("norm_topk_prob", True),
-        options.get("routed_scaling_factor", 1.0),
-    )
+    """`router_decode`, for more tokens `router_gemm` and `fused_gate`, with the plain function's arguments."""
+    how = top_k, options.get("norm_topk_prob", True), options.get("routed_scaling_factor", 1.0)
+    chosen: tuple[Tensor, Tensor]
+    if x.shape[0] <= MAX_TOKENS:
+        chosen = router_decode(x.contiguous(), weight, e_score_correction_bias, *how)
+    else:
+        chosen = fused_gate(router_gemm(x.contiguous(), weight), e_score_correction_bias, *how)
+    return chosen
 
 
 def supports_mla_absorbed_attention(
@@ -82,7 +83,7 @@ def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_
         and down.shape[1] % SLAB == 0
         and down.shape[2] % BLOCK == 0
         and max(down.shape[1:]) <= 64 * BLOCK
-        and down.shape[0] <= MAX_EXPERTS
+        and down.shape[0] <= MAX_HELD
         and experts.down_proj_scale_inv.shape == (down.shape[0], down.shape[1] // BLOCK, down.shape[2] // BLOCK)
     )
 

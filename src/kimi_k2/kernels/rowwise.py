@@ -28,8 +28,16 @@ def _kernels() -> Any:
     return rowwise_triton
 
 
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 def _runs(*tensors: Tensor) -> bool:
-    return has_triton() and all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors)
+    """BF16 on a GPU that Triton serves, and nothing to differentiate."""
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    on_gpu = all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors)
+    return on_gpu and not differentiated and has_triton() and _capability(tensors[0].device.index) >= (8, 0)
 
 
 def _power_of_two(size: int) -> int:
@@ -46,6 +54,7 @@ def supports_dequantize_fp8_block(
     grid = -(-weight.shape[-2] // BLOCK), -(-weight.shape[-1] // BLOCK)
     return (
         weight.is_cuda
+        and weight.dtype == torch.float8_e4m3fn
         and weight.dim() == 2
         and weight.is_contiguous()
         and tuple(block_size) == (BLOCK, BLOCK)
@@ -54,7 +63,7 @@ def supports_dequantize_fp8_block(
         and tuple(weight_scale_inv.shape) == grid
         and weight_scale_inv.is_contiguous()
         and has_triton()
-        and torch.cuda.get_device_capability(weight.device) >= (8, 9)
+        and _capability(weight.device.index) >= (8, 9)
     )
 
 
@@ -73,8 +82,9 @@ def _check_blocks(weight: Tensor, weight_scale_inv: Tensor) -> None:
     grid = [-(-size // BLOCK) for size in weight.shape]
     if weight.dim() != 2 or weight.dtype != torch.float8_e4m3fn or not weight.is_contiguous():
         raise KernelError(f"weight is {weight.dtype} {list(weight.shape)}, expected a contiguous e4m3 matrix")
-    if list(weight_scale_inv.shape) != grid or weight_scale_inv.dtype != torch.float32:
-        raise KernelError(f"weight_scale_inv is {list(weight_scale_inv.shape)}, expected float32 {grid}")
+    scale = weight_scale_inv
+    if list(scale.shape) != grid or scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise KernelError(f"weight_scale_inv is {scale.dtype} {list(scale.shape)}, expected contiguous float32 {grid}")
 
 
 @kernel_operation("fp8_block_to_bf16")
@@ -107,7 +117,8 @@ fp8_block_to_bf16.fake(_check_blocks, lambda weight: weight.new_empty(weight.sha
 
 def supports_rms_norm(x: Tensor, weight: Tensor, eps: float) -> bool:
     """BF16 rows of up to 8192 values on a GPU with Triton."""
-    return _runs(x, weight) and x.shape[-1] == weight.shape[0] <= MAX_WIDTH and x.stride(-1) == 1
+    fits = x.dim() > 1 and x.shape[-1] == weight.shape[0] <= MAX_WIDTH
+    return _runs(x, weight) and fits and x.stride(-1) == 1 and weight.is_contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,7 +130,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _check_rows(x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or tuple(weight.shape) != (x.shape[1],) or x.shape[1] > MAX_WIDTH:
         raise KernelError(f"{list(x.shape)}, {list(weight.shape)}: expected [T, H] and [H], H up to {MAX_WIDTH}")
-    if not x.dtype == weight.dtype == torch.bfloat16 or x.stride(1) != 1:
+    if not x.dtype == weight.dtype == torch.bfloat16 or x.stride(1) != 1 or not weight.is_contiguous():
         raise KernelError(f"{x.dtype}, {weight.dtype}: expected torch.bfloat16, contiguous along the last dimension")
 
 
@@ -158,8 +169,7 @@ def supports_apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> bo
         and x.dim() in (3, 4)
         and x.stride(-1) == 1
         and size == _power_of_two(size)
-        and cos.shape == sin.shape
-        and cos.numel() == x.shape[0] * x.shape[1] * (size // 2)
+        and tuple(cos.shape) == tuple(sin.shape) == (*x.shape[:2], *[1] * (x.dim() - 3), size // 2)
         and cos.is_contiguous()
         and sin.is_contiguous()
     )
@@ -216,7 +226,8 @@ def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) ->
         _runs(entries)
         and cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and cache.is_contiguous()
-        and (cache.dtype == torch.bfloat16 or torch.cuda.get_device_capability(cache.device) >= (8, 9))
+        and positions.dtype == torch.int64
+        and (cache.dtype == torch.bfloat16 or _capability(cache.device.index) >= (8, 9))
     )
 
 

@@ -59,7 +59,8 @@ def store(  # type: ignore[no-untyped-def]
     slot = tl.where(position < capacity, position, -1)
     column = tl.arange(0, WIDTH)
     value = tl.load(entries + row * size + column, column < size, 0.0).to(tl.float32)
-    value = tl.minimum(tl.maximum(value, -top), top)
+    # A comparison with NaN is false: it stays.
+    value = tl.where(value > top, top, tl.where(value < -top, -top, value))
     # A mask of the stored shape: Triton 3.9's interpreter takes no scalar one.
     inside = (slot + column >= column) & (column < size)
     target = cache + (row // tokens * capacity + position) * size + column

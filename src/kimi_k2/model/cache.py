@@ -18,7 +18,10 @@ def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dispatched("store_entries")
 def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
-    """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none."""
+    """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none.
+
+    Positions from T on are the caller's error: PyTorch raises or, on a GPU, may drop them.
+    """
     entries = to_cache(entries, cache.dtype)
     if positions.shape[1] == 1 or bool((positions < 0).any()):
         rows, columns = torch.where(positions >= 0)
