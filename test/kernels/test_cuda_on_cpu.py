@@ -69,6 +69,8 @@ CASES = [(1, 11, columns, fp8, True, True) for columns in DECODE_COLUMNS for fp8
     (3, 10, 7168, True, True, True), (4, 140, 1024, True, False, False), (2, 9, 1536, True, True, False),
     (3, 9, 2048, False, True, True), (8, 20, 7168, True, True, True), (5, 33, 1536, True, False, True),
     (7, 20, 256, True, False, False), (3, 1041, 7168, True, True, True),
+    (5, 20, 512, True, True, True), (4, 9, 2304, True, True, False), (6, 11, 4096, True, False, True),
+    (8, 33, 2048, True, True, False),
 ]  # fmt: skip
 
 

@@ -31,6 +31,8 @@ def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert
     expect("topk_indices", topk_indices, x.device, pairs, torch.int64, torch.int32)
     expect("topk_weights", topk_weights, x.device, pairs, torch.float32)
     if expert_map is not None:
+        if not expert_map.numel():
+            raise KernelError("expert_map is empty, expected an entry for every expert of the model")
         expect("expert_map", expert_map, x.device, tuple(expert_map.shape[:1]), torch.int32)
 
 

@@ -24,6 +24,8 @@ from kimi_k2.kernels.operation import kernel_operation
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
 MAX_TOKENS = 4
 MAX_SLOTS = 17
+# What a token's intermediate may take of a multiprocessor's shared memory.
+SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
 _POINTERS = (
     "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
@@ -46,6 +48,7 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
         and top_k < MAX_SLOTS
         and hidden in HIDDEN
         and inter % BLOCK == 0
+        and (top_k + 1) * inter * 4 <= SHARED_BYTES
         and find_nvcc() is not None
     )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import moe_fp8
+from kimi_k2.kernels import moe_decode, moe_fp8
 from kimi_k2.kernels.build import load_library
 from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, intermediate, zeros
 from kimi_k2.kernels.hardware import hopper, is_hopper
@@ -184,9 +184,10 @@ class _DecodeArguments(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in DECODE_POINTERS] + [(n, ctypes.c_int) for n in DECODE_INTEGERS]
 
 
-def takes_decode(tokens: int, top_k: int, hidden: int, w2_bf16: bool) -> bool:
+def takes_decode(tokens: int, top_k: int, hidden: int, inter: int, w2_bf16: bool) -> bool:
     """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
-    return tokens <= DECODE_TOKENS[w2_bf16] and top_k <= 16 and hidden in DECODE_HIDDEN
+    fits = top_k <= 16 and hidden in DECODE_HIDDEN and top_k * inter * 2 <= moe_decode.SHARED_BYTES
+    return fits and tokens <= DECODE_TOKENS[w2_bf16]
 
 
 @kernel_operation("moe_w4a16")
@@ -230,7 +231,7 @@ def moe_w4a16(
         return out
     name, multiprocessors = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
-    if choice is None and takes_decode(tokens, top_k, hidden, w2_bf16):
+    if choice is None and takes_decode(tokens, top_k, hidden, inter, w2_bf16):
         scratch = intermediate(x.device, tokens * top_k * inter, torch.bfloat16)
         weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)
         given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)

@@ -11,7 +11,7 @@ struct LinearArguments {
     const float* scale;  // null with bf16 weights
     const __nv_bfloat16* norm;
     __nv_bfloat16* out;
-    __nv_bfloat16* total;  // x + delta, written by the first block
+    __nv_bfloat16* total;  // x + delta, written by the first block or the first cluster's
     int tokens, rows, columns;
     float eps;
 };

@@ -2,8 +2,8 @@
 //
 // Work is a queue of items in order: first-stage items (256 rows: 128 gate and the same 128 up rows, a range of
 // hidden blocks), then second-stage items (256 rows of the hidden dimension, a range of intermediate blocks).
-// Blocks claim items with one atomic, so whatever an item waits for was claimed before it: no deadlock, whatever is
-// resident. In a block, one thread feeds the weight ring through the copy engine without ever waiting for
+// A block begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is
+// some block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread feeds the weight ring through the copy engine without ever waiting for
 // activations, three warps fill the token operand, two warpgroups multiply (weights are the 64-row operand, tokens
 // the narrow one), and four more warps may sum: finished tokens in the fused mode, finished slabs in the prepared mode
 // where the L2 would not hold them all. There a launch before this one sorts and quantizes, and else one after it sums.

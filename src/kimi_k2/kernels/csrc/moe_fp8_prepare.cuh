@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
   if (blockIdx.x < kSorters) {
     const int pairs = a.tokens * a.top_k;
-    if (blockIdx.x == 0 && tid < a.hidden / 256) a.count2[tid] = 0;  // sums_slabwise counts tiles there
+    if (blockIdx.x == 0 && tid < a.hidden / 256) a.count2[tid] = 0;  // moe_fp8_slab.cuh counts a slab's halves of tiles there
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
     for (int p = tid; p < pairs; p += kBatch * 1024) {

@@ -22,6 +22,7 @@ __device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int slot) 
       last = inc_acq_rel(a.count2 + token * slabs + slab, want) == want;
     }
     unsigned todo = __ballot_sync(0xffffffffu, last);
+    __syncwarp();  // what the counting lanes have acquired is the whole warp's
     while (todo) {
       const int t = __shfl_sync(0xffffffffu, token, __ffs(todo) - 1);
       todo &= todo - 1;

@@ -1,10 +1,10 @@
 // INT4 experts on Hopper: one persistent launch streams every chosen expert's packed weights.
 //
 // Work is a queue of items, first-stage ones (256 rows: 128 gate and the same 128 up rows, a range of the hidden
-// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). Blocks claim
-// items with one atomic, so whatever an item waits for was claimed before it: no deadlock, whatever is resident. In a
-// block, one thread requests weights without ever waiting for activations, three warps copy the tokens' rows, two or
-// four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow one),
+// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). A block begins
+// with the item of its own number and claims the others with one atomic, so whatever an item waits for is some block's
+// already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread requests weights without
+// ever waiting for activations, three warps (one for few tokens in bf16) copy the tokens' rows, two or four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow one),
 // and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
 #include "moe_fp8_sum.cuh"
 #include "w4a16_item.cuh"
@@ -169,7 +169,7 @@ __device__ __forceinline__ void fill_item(const Args& a, Smem<C>& s, const Item&
               moe::cp_async_16((i & 1 ? odd : even) + i * kStep * 128 + half * C::NMAX * 128,
                                at + (size_t)rows[i] * 16 + half * 128);
       }
-      arrive_after_copies(&s.full[st]);
+      moe::cp_async_arrive(&s.full[st]);
     }
 }
 

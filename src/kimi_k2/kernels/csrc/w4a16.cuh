@@ -16,11 +16,12 @@ using moe::kRing;
 
 constexpr int kChunkBytes = 16384;
 constexpr int kScaleBytes = 2048;
-constexpr int kFillThreads = 96;  // of many tokens; of few, one warp
+constexpr int kFillThreads = 96;  // of tokens; of few in bf16, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
-// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot, xq is the sort's scratch, xs and inter_s are unused, and the
-// prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot, unweighted.
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
+// records (w4a16_e4m3.cuh), inter_s is unused, and the prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot,
+// weighed only if top_k is 1.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
@@ -93,10 +94,6 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t b
 }
 // Orders ordinary accesses of global memory with those of the copy engine.
 __device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// The barrier counts this thread once its asynchronous copies so far have landed.
-__device__ __forceinline__ void arrive_after_copies(uint64_t* bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(moe::smem_u32(bar)) : "memory");
-}
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
