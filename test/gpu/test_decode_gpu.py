@@ -85,7 +85,10 @@ def test_graph_replay_follows_its_inputs() -> None:
         assert torch.equal(out, moe_decode(x, *weights, indices, scores))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7170, 1024), (512, 2048), (72, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [
+    (2112, 7168), (576, 7168), (1536, 1536), (7170, 1024), (512, 2048), (72, 256), (64, 512), (7168, 2304),
+    (7168, 4096),
+])  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 8, 9])
 @pytest.mark.parametrize("fp8", [True, False])
 def test_residual_norm_and_product(rows: int, columns: int, tokens: int, fp8: bool) -> None:

@@ -84,18 +84,20 @@ def test_expert_parallel_ranks_sum_to_the_whole():
     assert distance(total, moe_fp8(x, *weights, indices, scores).double()) < 5e-3
 
 
-def test_graph_replay_follows_its_inputs():
+@pytest.mark.parametrize(("tokens", "choice"), [(4, None), (300, None), (2100, [0, 32, 1, 1, 2])])
+def test_graph_replay_follows_its_inputs(tokens, choice):
+    """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
     weights = random_experts(32, 256, H)
-    x, (indices, scores) = torch.randn(4, H, device="cuda").bfloat16(), random_routing(4, 8, 32)
-    moe_fp8(x, *weights, indices, scores)
+    x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, 32)
+    moe_fp8(x, *weights, indices, scores, choice=choice)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = moe_fp8(x, *weights, indices, scores)
+        out = moe_fp8(x, *weights, indices, scores, choice=choice)
     for _ in range(3):
-        fresh = random_routing(4, 8, 32)
+        fresh = random_routing(tokens, 8, 32)
         indices.copy_(fresh[0])
         scores.copy_(fresh[1])
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(out, moe_fp8(x, *weights, indices, scores))
+        assert torch.equal(out, moe_fp8(x, *weights, indices, scores, choice=choice))

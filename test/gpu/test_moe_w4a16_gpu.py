@@ -94,18 +94,22 @@ def test_expert_parallel_ranks_sum_to_the_whole():
     assert distance(total, moe_w4a16(x, *prepare_w4a16(*weights), indices, scores).double()) < 5e-3
 
 
-def test_graph_replay_follows_its_inputs():
+@pytest.mark.parametrize(
+    ("tokens", "choice"), [(4, None), (30, None), (300, [0, 32, 1, 1, 4]), (1000, [0, 128, 1, 1, 4])]
+)
+def test_graph_replay_follows_its_inputs(tokens, choice):
+    """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
     weights = prepare_w4a16(*random_weights(256))
-    x, (indices, scores) = torch.randn(4, H, device="cuda").bfloat16(), random_routing(4, 8, E)
-    moe_w4a16(x, *weights, indices, scores)
+    x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, E)
+    moe_w4a16(x, *weights, indices, scores, choice=choice)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = moe_w4a16(x, *weights, indices, scores)
+        out = moe_w4a16(x, *weights, indices, scores, choice=choice)
     for _ in range(3):
-        fresh = random_routing(4, 8, E)
+        fresh = random_routing(tokens, 8, E)
         indices.copy_(fresh[0])
         scores.copy_(fresh[1])
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(out, moe_w4a16(x, *weights, indices, scores))
+        assert torch.equal(out, moe_w4a16(x, *weights, indices, scores, choice=choice))
