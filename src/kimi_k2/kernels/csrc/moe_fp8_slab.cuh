@@ -1,6 +1,7 @@
 // Prepared mode: sums of the pairs' outputs, a slab of 256 values of a token at a time.
 #pragma once
 #include "moe_fp8_item.cuh"
+#include "moe_parts.cuh"
 
 namespace moe {
 
@@ -17,9 +18,9 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
     int row = -1;
     float weight = 0.f;
     if (lane < 8 && c0 + lane < parts) {
-      const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
+      const int pair = t * a.top_k + (c0 + lane) / a.splits2;
+      row = __ldg(a.pair_slot + pair);
       weight = __ldg(a.topk_weights + pair);
-      row = slot;
     }
     uint4 raw[8];
 #pragma unroll
@@ -30,17 +31,7 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
                             from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
                       : make_uint4(0, 0, 0, 0);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float w = __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i);
-      const uint32_t v[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
-        acc[2 * k] += u.x * w;
-        acc[2 * k + 1] += u.y * w;
-      }
-    }
+    add_parts(acc, raw, row, weight);
     __syncwarp();  // the parts are read; the next launch writes them before it reads them
     const int c = c0 + (lane >> 2), r = __shfl_sync(0xffffffffu, row, lane >> 2);
     if (discard && r >= 0) {

@@ -1,5 +1,6 @@
 // Prepared mode: the launches around the main one, which sort the pairs by expert before it and sum its parts after it.
 #pragma once
+#include "moe_parts.cuh"
 #include "w4a16.cuh"
 
 namespace w4a16 {
@@ -113,17 +114,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
       const int r = __shfl_sync(0xffffffffu, row, i);
       raw[i] = r >= 0 ? __ldcs(reinterpret_cast<const uint4*>(from + (size_t)r * 256)) : make_uint4(0, 0, 0, 0);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float w = __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i);
-      const uint32_t v[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
-        sum[2 * k] += u.x * w;
-        sum[2 * k + 1] += u.y * w;
-      }
-    }
+    moe::add_parts(sum, raw, row, weight);
   }
   // A lane has rows 4a + 2h + b of 16, and those 64 further, as sum[4 * b + 2 * (+64) + h].
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 +
