@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import yaml
@@ -12,7 +11,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels import dispatch
 from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, time_prefill, time_step
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.parallel.ranks import join_ranks, leave_ranks
+from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
 from kimi_k2.sharding.plan import Layout
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     config = config.model_copy(update={"num_hidden_layers": arguments.layers or whole})
     rank, _ = join_ranks("cuda")
     communicate = not arguments.stand_in and layout.ranks > 1
-    if communicate and int(os.environ.get("WORLD_SIZE", 1)) != layout.ranks:
+    if communicate and world_size() != layout.ranks:
         parser.error(f"the target has {layout.ranks} ranks: torchrun --nproc-per-node {layout.ranks}, or --stand-in")
     if arguments.weights:
         model = load_rank(arguments.weights, config, layout, rank, device="cuda")

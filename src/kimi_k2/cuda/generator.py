@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from kimi_k2.cuda.decode import DecodeStep, Reduce, capturable
 from kimi_k2.generate import Decode, SamplingParams, Step, decode_step, slots_needed, stream
@@ -20,11 +19,6 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 SLOTS = 1024
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """What one rank sums and gathers."""
-    return x
-
-
 class Generator:
     """`generate.stream` of one model, one generation after another: two at a time would share a cache.
 
@@ -33,26 +27,27 @@ class Generator:
         reduce, gather: see DecodeStep.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = unchanged, gather: Reduce = unchanged) -> None:
+    def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = lambda x: x, gather: Reduce = lambda x: x) -> None:
         self.model, self.reduce, self.gather = model, reduce, gather
         self._step: DecodeStep | None = None
 
     def prepare(self, batch: int, length: int) -> tuple[LatentCache, Decode]:
         """A cache with `length` slots a sequence or more, and what decodes with it."""
+        step = self._step
+        if step is not None and step.cache.data.shape[1] == batch and step.cache.max_length >= length:
+            return step.cache, step
         if not capturable(self.model, batch):
             cache = self.model.new_cache(batch, length)
             return cache, partial(decode_step, self.model, cache=cache)
-        step = self._step
-        if step is None or step.cache.data.shape[1] != batch or step.cache.max_length < length:
-            step = self._step = None  # its memory goes before the next one's comes
-            slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
-            cache = self.model.new_cache(batch, slots)
-            graph = cache.data.is_cuda
-            step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
-            # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
-            step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
-            self._step = step
-        return step.cache, step
+        step = self._step = None  # its memory goes before the next one's comes
+        slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
+        cache = self.model.new_cache(batch, slots)
+        graph = cache.data.is_cuda
+        step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
+        # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
+        step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
+        self._step = step
+        return cache, step
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None

@@ -5,6 +5,7 @@ NVLink multicast is not used.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from dataclasses import dataclass
@@ -85,23 +86,19 @@ def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes 
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     ranks = group.size()
     capacity = PUSH_BYTES // (ranks - 1) // 8 * 4
-    memory, addresses = torch.empty(0), [0]
-    try:
+    memory = addresses = None
+    with contextlib.suppress(*UNREACHABLE):
         build()
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         memory = symmetric.empty(mailbox_bytes(capacity, ranks), dtype=torch.uint8, device=device)
-        ready = True
-    except UNREACHABLE:
-        ready = False
-    if not all_ranks(ready, group, device):
+    if not all_ranks(memory is not None, group, device) or memory is None:
         return None
-    try:
-        addresses = [int(address) for address in symmetric.rendezvous(memory, group).buffer_ptrs]
+    with contextlib.suppress(*UNREACHABLE):
+        found = symmetric.rendezvous(memory, group).buffer_ptrs
         memory.zero_()
-    except UNREACHABLE:
-        ready = False
+        addresses = [int(address) for address in found]
     # Also the barrier: nobody pushes into what its owner has yet to clear.
-    if not all_ranks(ready, group, device):
+    if not all_ranks(addresses is not None, group, device) or addresses is None:
         return None
     return Mailboxes(memory, call_counts(capacity, device), addresses, capacity, group.rank())
 

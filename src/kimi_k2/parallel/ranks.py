@@ -29,6 +29,11 @@ class Rank:
     layout: Layout
 
 
+def world_size() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def join_ranks(device: str) -> tuple[int, torch.device]:
     """This process's rank and device, after it has met the others: over NCCL for `cuda`, gloo for `cpu`.
 
@@ -43,7 +48,7 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
     place = torch.device(device, local) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    if world_size() > 1 and not dist.is_initialized():
         if place.type == "cuda":
             dist.init_process_group("nccl", device_id=place)
         else:
@@ -75,7 +80,7 @@ def load_ranks(directory: Path, config: KimiK2Config, dtype: torch.dtype, device
         CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
     """
     layout = made_layout(directory)
-    started = int(os.environ.get("WORLD_SIZE", 1))
+    started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
     number, place = join_ranks(device)
