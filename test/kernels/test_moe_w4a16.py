@@ -207,9 +207,9 @@ def test_workspace_covers_the_worst_routing(fused):
     assert sizes["flags"][0] >= tiles * 4
     assert sizes["partial"][0] >= tiles * 4 * 2 * rows * 256
     assert sizes["contrib"] == (320 * 2 * 7168, torch.float32 if fused else torch.bfloat16)
-    # A token's 128 columns as a record: two e4m3 codes a value, and its factors.
+    # A token's 128 columns as a record: two e4m3 codes a value, offsets and a factor.
     assert sizes["inter_q"] == (320 * 4 * (2 * 128 + 32), torch.uint8)
-    assert sizes["xs"] == (0 if fused else 40 * 56 * (2 * 128 + 32), torch.uint8)
+    assert sizes["xs"] == (40 * 56 * (2 * 128 + 32), torch.uint8)
     many = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(False, 64, 1, 1, 1))
     assert many["inter_q"] == (320 * 512, torch.bfloat16)
     assert many["pair_slot"] == (320, torch.int32)  # by which the sums find a pair's output

@@ -158,7 +158,7 @@ def workspace_sizes(
     made = {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
     if choice.max_tokens <= 32:
         made["inter_q"] = (pairs * inter // CHUNK_COLUMNS * RECORD, torch.uint8)
-        made["xs"] = (0 if choice.fused else tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
+        made["xs"] = (tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
     return sizes | unused | made
 
 

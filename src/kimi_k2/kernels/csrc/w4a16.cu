@@ -100,43 +100,26 @@ __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int t
   });
 }
 
-// Three warps, each every third chunk: the first stage's tokens encoded on the way if nobody did so before. A warp
-// announces what it copied when its next copies are under way.
+// Three warps, each every third stage of the ring: as soon as an item's input exists, its tokens' records.
 template <class C>
 __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tiles, int me, int lane) {
-  int seq = 0, pending = -1;  // stage whose copies nobody has been told of
-  auto announce_all = [&] {
-    if (pending < 0) return;
-    moe::cp_async_wait<0>();
-    announce(s, pending, lane);
-    pending = -1;
-  };
+  int seq = 0;
   for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
     const int row = lane < tile.z ? token_row(a, s, it, tile, lane) : 0;
-    const size_t pitch = (size_t)(it.stage ? a.inter : a.hidden) / 128 * kRecord;
-    const unsigned char* from = reinterpret_cast<const unsigned char*>(it.stage ? a.inter_q : a.xs);
-    if (it.stage == 1) {
-      announce_all();  // the tile may be waiting for this very block
-      moe::wait_for_tile(a, it.tile, s.epoch, lane);
-    }
+    const RecordCopy<C> copy(it.stage ? a.inter_q : a.xs, (it.stage ? a.inter : a.hidden) / 128, row, tile.z, lane);
+    const int begin = seq;
+    if (it.stage == 1) moe::wait_for_tile(a, it.tile, s.epoch, lane);
     for (int slab = 0; slab < it.slabs; ++slab)
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
-        if (seq % 3 != me) continue;
         const int st = seq % C::STAGES;
+        if (st % 3 != me) continue;
         if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
-        if (C::FUSED && it.stage == 0) {
-          encode_tokens<C>(a, s, st, row, tile.z, kb, lane);
-          continue;
-        }
-        copy_records<C>(s, st, from + kb * kRecord, pitch, row, tile.z, lane);
-        if (pending >= 0) {
-          moe::cp_async_wait<1>();
-          announce(s, pending, lane);
-        }
-        pending = st;
+        if (seq - begin < C::STAGES) clear_unused<C>(a, s, st, tile.z, lane);
+        copy(s, st, kb, lane);
+        moe::cp_async_arrive(&s.full[st]);
       }
   });
-  announce_all();
+  moe::cp_async_wait<0>();
 }
 
 // One item's chunks, by three warps with ordinary asynchronous copies, which can write the swizzled rows of gathered
@@ -239,7 +222,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if (moe::smem_u32(raw) & 1023) __trap();
     for (int i = 0; i < C::STAGES; ++i) {
       moe::mbar_init(&s.weights_full[i], 1);
-      moe::mbar_init(&s.full[i], C::FEW ? 1 : kFillThreads);
+      moe::mbar_init(&s.full[i], C::ROWS ? 1 : C::E4M3 ? 32 : kFillThreads);
       moe::mbar_init(&s.empty[i], C::E4M3 ? 4 : C::CONSUMERS / 32);  // e4m3: one warpgroup a chunk
     }
     for (int i = 0; i < kRing; ++i) {
@@ -250,11 +233,13 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     }
     moe::fence_mbar_init();
   }
-  if constexpr (C::E4M3)
+  if constexpr (C::E4M3) {
+    if (tid < C::STAGES) s.tokens[tid] = 0;
     if (tid < C::NMAX) {
       s.amax[tid] = 0;
       for (int k = 0; k < 4; ++k) s.sums[tid][k] = 0;
     }
+  }
   if (a.pdl) {
     moe::pdl_launch();
     moe::pdl_wait();
@@ -262,9 +247,10 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
   if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
   int tiles;
   if constexpr (C::FUSED) {
-    // The tokens go to the L2 before the weights' requests queue up in front of them.
-    const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
-    if (line < (size_t)a.tokens * a.hidden / 64) moe::prefetch_l2(static_cast<const char*>(a.x) + line * 128);
+    if constexpr (C::ROWS) {  // the tokens go to the L2 before the weights' requests queue up in front of them
+      const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
+      if (line < (size_t)a.tokens * a.hidden / 64) moe::prefetch_l2(static_cast<const char*>(a.x) + line * 128);
+    }
     static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "needs of the sort");
     moe::align_fused(a, s.route, s.w[0], C::NMAX);
     moe::fence_proxy_async();  // the scratch becomes a landing zone of the copy engine

@@ -40,8 +40,7 @@ struct Config {
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
-constexpr int kRecord = 288;      // bytes of a token's 128 columns as e4m3 codes and factors: w4a16_e4m3.cuh
-constexpr int kFactorPitch = 12;  // floats of its factors in shared memory, where two lanes never meet a bank
+constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 codes, offsets and a factor: w4a16_e4m3.cuh
 
 template <class C>
 struct Smem {
@@ -51,7 +50,9 @@ struct Smem {
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
   alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
   static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
-  alignas(16) float factor[C::E4M3 ? C::STAGES : 1][CODED][kFactorPitch];
+  alignas(128) unsigned char offset[C::E4M3 ? C::STAGES : 1][CODED * 16];
+  float factor[C::E4M3 ? C::STAGES : 1][CODED];
+  int tokens[C::E4M3 ? C::STAGES : 1];  // how many a stage held last
   float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
   alignas(16) unsigned char records[CODED][256];  // codes of an item's intermediate on their way out
   unsigned amax[CODED];                           // of its float32 values, as bits

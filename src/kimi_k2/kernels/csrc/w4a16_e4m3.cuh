@@ -8,8 +8,9 @@
 //
 //     w . x = sum over groups of scale * (512 / c * acc - 8 / c * sum of codes),   c: the activations' power of two.
 //
-// An activation chunk (128 columns of a token) is a record: the upper codes, the lower ones, 512 / c, and the four
-// groups' -8 / c * sum. In each 16 columns, code 4q + 2p + h is column 8h + 2q + p, as the weights' words have it.
+// An activation chunk (128 columns of a token) is a record: the upper codes, the lower ones, the four groups' offsets
+// -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, code 4q + 2p + h is column 8h + 2q + p, as
+// the weights' words have it. The offsets are multiplied with the scales by the tensor cores, too, in bf16.
 #pragma once
 #include "w4a16.cuh"
 
@@ -24,7 +25,10 @@ struct Power {
     down = __int_as_float((exponent - 7) << 23);
   }
   __device__ __forceinline__ float product_factor() const { return 512.f * down; }
-  __device__ __forceinline__ float offset(float sum_of_codes) const { return -8.f * down * sum_of_codes; }
+  __device__ __forceinline__ uint32_t offset(float sum_of_codes) const {
+    const float all = -8.f * down * sum_of_codes;
+    return moe::pack_bf16(all, all - __bfloat162float(__float2bfloat16_rn(all)));
+  }
 };
 
 // Two values as codes; adds what the codes stand for to `sum`, exactly.
@@ -38,11 +42,13 @@ __device__ __forceinline__ void split(float a, float b, const Power& power, uint
   sum += (u.x + l.x) + (u.y + l.y);
 }
 
-// One record by one warp, whose lane holds 4 columns as bf16. `factor` is for lane 0, `offset` for every eighth lane.
+// One record by one warp, whose lane holds 4 columns as bf16. `factor` is for lane 0, `offset`, two bf16 whose sum it is,
+// for every eighth lane.
 struct Encoded {
   uint32_t upper, lower;  // word (lane / 4) * 4 + `word` of the 32
   int word;
-  float factor, offset;
+  float factor;
+  uint32_t offset;
   __device__ __forceinline__ Encoded(uint2 raw, int lane) {
     const float2 a = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&raw.x));
     const float2 b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&raw.y));
@@ -69,7 +75,7 @@ struct Encoded {
   }
 };
 
-// Before the main launch of many pairs: every token's records, a warp each.
+// Before the main launch: every token's records, a warp each.
 __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Args a) {
   const int lane = threadIdx.x & 31;
   const size_t record = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5);
@@ -83,159 +89,193 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
   uint32_t* words = reinterpret_cast<uint32_t*>(to) + (lane >> 2) * 4 + e.word;
   words[0] = e.upper;
   words[32] = e.lower;
-  float* factors = reinterpret_cast<float*>(to + 256);
-  if (lane == 0) factors[0] = e.factor;
-  if (lane % 8 == 0) factors[1 + lane / 8] = e.offset;
+  if (lane % 8 == 0) reinterpret_cast<uint32_t*>(to + 256)[lane / 8] = e.offset;
+  if (lane == 0) *reinterpret_cast<float*>(to + 272) = e.factor;
 }
 
-// The tokens of a stage are there.
+// Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both sums,
+// which are added in the end.
+constexpr int kPaired = 4;
+
+// Where 16 bytes of a token's lower or upper codes go in a stage's right operand, whose tiles are swizzled.
 template <class C>
-__device__ __forceinline__ void announce(Smem<C>& s, int st, int lane) {
-  moe::fence_proxy_async();
-  __syncwarp();
-  if (lane == 0) moe::mbar_arrive(&s.full[st]);
+__device__ __forceinline__ int place_of(int token, int part, bool lower, bool paired) {
+  const int row = token + (lower && paired ? kPaired : 0);
+  return (lower && !paired ? C::NMAX * 128 : 0) + row * 128 + ((part ^ (row & 7)) << 4);
 }
 
-// The same into a stage's tiles of the right operand, from tokens as they are.
+// Clears the rows of a stage that no token fills, if it held another number of tokens last: zeros take the tensor cores
+// less energy, and the card's limit of that bounds the speed. Of paired codes the lower ones' offsets must be zero.
+// One warp has the stage to itself.
 template <class C>
-__device__ __forceinline__ void encode_tokens(const Args& a, Smem<C>& s, int st, int row, int n, int kb, int lane) {
-  constexpr int kTogether = 2;
-  for (int c0 = 0; c0 < n; c0 += kTogether) {
-    uint2 raw[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int r = __shfl_sync(0xffffffffu, row, min(c0 + i, n - 1));
-      raw[i] = __ldg(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(a.x) + (size_t)r * a.hidden +
-                                                    kb * 128) + lane);
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int c = c0 + i;
-      if (c >= n) break;
-      const Encoded e(raw[i], lane);
-      uint32_t* words = reinterpret_cast<uint32_t*>(s.b[st] + c * 128 + (((lane >> 2) ^ (c & 7)) << 4)) + e.word;
-      words[0] = e.upper;
-      words[C::NMAX * 32] = e.lower;
-      if (lane == 0) s.factor[st][c][0] = e.factor;
-      if (lane % 8 == 0) s.factor[st][c][1 + lane / 8] = e.offset;
-    }
-  }
-  announce(s, st, lane);
-}
-
-// Records by asynchronous copies, not waited for; `from` is a chunk of row 0, `pitch` a row's bytes.
-template <class C>
-__device__ __forceinline__ void copy_records(Smem<C>& s, int st, const unsigned char* from, size_t pitch, int row,
-                                             int n, int lane) {
+__device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, int n, int lane) {
+  if (s.tokens[st] == n) return;
+  const bool paired = n <= kPaired;
+  const int rows = paired ? kPaired : (n + 7) / 8 * 8, part = lane & 15;
   const uint32_t tile = moe::smem_u32(s.b[st]);
-  const int part = lane & 15;
-  for (int c0 = 0; c0 < n; c0 += 2) {
-    const int c = c0 + (lane >> 4), r = __shfl_sync(0xffffffffu, row, min(c, n - 1));
-    if (c < n)
-      moe::cp_async_16(tile + (part >> 3) * (C::NMAX * 128) + c * 128 + (((part & 7) ^ (c & 7)) << 4),
-                       from + r * pitch + part * 16);
+#pragma unroll 1
+  for (int c = n + (lane >> 4); c < rows; c += 2)
+    moe::cp_async_16_or_zero(tile + place_of<C>(c, part & 7, part >> 3, paired), a.x, false);
+  if (paired && lane >= kPaired && lane < 2 * kPaired)
+    moe::cp_async_16_or_zero(moe::smem_u32(s.offset[st] + lane * 16), a.x, false);
+  __syncwarp();
+  if (lane == 0) s.tokens[st] = n;
+  __syncwarp();
+}
+
+// Copies an item's records chunk by chunk, asynchronously: a lane every other token's 16 bytes `lane & 15` of the codes,
+// and its own token's offsets and factor.
+template <class C>
+struct RecordCopy {
+  const unsigned char* from;  // chunk 0 of row 0
+  unsigned mine;              // where the lane's token's row begins, in 16 bytes
+  int n, place;
+  // `row` is that of token `lane`, `pitch` a row's records.
+  __device__ __forceinline__ RecordCopy(const void* records, int pitch, int row, int n_, int lane)
+      : from(static_cast<const unsigned char*>(records)), n(n_) {
+    const int part = lane & 15;
+    place = place_of<C>(lane >> 4, part & 7, part >> 3, n <= kPaired);
+    mine = unsigned(row) * pitch * (kRecord / 16);
   }
-  if (lane < n) {
-    const uint32_t factors = moe::smem_u32(s.factor[st][lane]);
-    moe::cp_async_16(factors, from + row * pitch + 256);
-    moe::cp_async_16(factors + 16, from + row * pitch + 272);
+  __device__ __forceinline__ void operator()(Smem<C>& s, int st, int kb, int lane) const {
+    const uint32_t tile = moe::smem_u32(s.b[st]);
+    const unsigned char* chunk = from + kb * kRecord;
+    asm volatile("" : "+l"(chunk));  // one multiplication with addition a row
+#pragma unroll
+    for (int i = 0; i < C::NMAX / 2; ++i) {
+      if (2 * i >= n) break;
+      const int c = 2 * i + (lane >> 4);
+      const unsigned piece = __shfl_sync(0xffffffffu, mine, c) + (lane & 15);
+      // Rows 2 apart: place_of's swizzle differs in known bits.
+      moe::cp_async_16_or_zero(tile + (place ^ ((2 * i & 6) << 4)) + i * 256, chunk + (size_t)piece * 16, c < n);
+    }
+    if (lane < n) {
+      moe::cp_async_16(moe::smem_u32(s.offset[st] + lane * 16), chunk + (size_t)mine * 16 + 256);
+      moe::cp_async_4(moe::smem_u32(&s.factor[st][lane]), chunk + (size_t)mine * 16 + 272);
+    }
   }
-  moe::cp_async_commit();
+};
+
+// Keeps an operand's registers made before the fence that follows: the fence alone does not.
+__device__ __forceinline__ void hold(uint32_t (&a)[4]) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) asm volatile("" : "+r"(a[r]));
+}
+// Descriptor of a right operand whose rows are 16 bytes, one after the other, which serve as both halves of its 16 columns.
+__device__ __forceinline__ uint64_t desc_rows_of_16(const void* tile) {
+  return (uint64_t(8) << 32) | (moe::smem_u32(tile) & 0x3FFFF) >> 4;
+}
+
+// sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both products of a group
+// of columns, and in the first round those of scales and offsets, are under way together.
+template <int N, int TILES, bool PAIRED, class C>
+__device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int tile, float (&sum)[4][N / 2]) {
+  const int t = threadIdx.x & 127, q = t & 3;
+  constexpr int GROUPS = N <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;  // groups whose products are started together
+  constexpr uint32_t kLow = 0x0f0f0f0fu;
+  const unsigned char *words = s.w[st] + tile * 4096 + t * 16, *scales = s.scale[st] + tile * 512 + (t >> 2) * 16;
+  uint4 word[TILES], scale[TILES];  // words of two groups, scales of all four
+  uint32_t rows[TILES][4];          // scales as left operand: column 2g + p is group g's, whatever p
+  auto fetch = [&](int half) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) word[m] = *reinterpret_cast<const uint4*>(words + m * 4096 + half * 2048);
+  };
+  fetch(0);
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + m * 512 + q * 4);
+    rows[m][0] = __byte_perm(pair, 0, 0x1010), rows[m][1] = __byte_perm(pair, 0, 0x3232);
+    rows[m][2] = rows[m][3] = 0;
+    scale[m] = *reinterpret_cast<const uint4*>(scales + m * 512);
+  }
+  const uint32_t upper = WgmmaE4m3<N>::place(s.b[st]), lower = upper + C::NMAX * 8;
+  const uint64_t offsets = desc_rows_of_16(s.offset[st]);
+  float chunk[TILES][N / 2];
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int first = round * GROUPS;
+    uint32_t left[GROUPS][TILES][4];
+    float part[GROUPS][TILES][N / 2];
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i)
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) {
+        const bool odd = (first + i) & 1;
+        const uint32_t one = odd ? word[m].z : word[m].x, two = odd ? word[m].w : word[m].y;
+        left[i][m][0] = one & kLow, left[i][m][1] = (one >> 4) & kLow;
+        left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
+        hold(left[i][m]);
+        if (round == 0 && i == 0) hold(rows[m]);
+      }
+    moe::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) WgmmaE4m3<N>::go(part[i][m], left[i][m], upper + 2 * (first + i), 0);
+      if constexpr (!PAIRED)
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) WgmmaE4m3<N>::go(part[i][m], left[i][m], lower + 2 * (first + i), 1);
+    }
+    if (round == 0)
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) Wgmma<N>::bf16(sum[tile + m], rows[m], offsets);
+    moe::wgmma_commit();
+    if (first + GROUPS == 2) fetch(1);
+    moe::wgmma_wait<0>();
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      if (round == 0) moe::fence_regs(sum[tile + m]);
+      const uint32_t pair[4] = {scale[m].x, scale[m].y, scale[m].z, scale[m].w};
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        moe::fence_regs(part[i][m]);
+        const float low = __uint_as_float(pair[first + i] << 16), high = __uint_as_float(pair[first + i] & 0xffff0000u);
+#pragma unroll
+        for (int r = 0; r < N / 2; ++r) {
+          const float times = r & 2 ? high : low;
+          chunk[m][r] = first + i ? fmaf(times, part[i][m][r], chunk[m][r]) : times * part[i][m][r];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float2 factor = *reinterpret_cast<const float2*>(&s.factor[st][8 * j + 2 * (PAIRED ? q & 1 : q)]);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float& to = sum[tile + m][4 * j + r];
+        to = fmaf(chunk[m][4 * j + r], r & 1 ? factor.y : factor.x, to);
+      }
+  }
 }
 
 // acc += weights of the warpgroup's rows x tokens. The two warpgroups take turns at the chunks, all 256 rows of each, so
 // that what one waits for the other hides; then they exchange what belongs to the other's rows. Whose turn it is does
 // not change a sum of two.
-template <int NT, class C>
+template <int NT, bool PAIRED, class C>
 __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
   static_assert(C::WARPGROUPS == 2 && C::TILES == 2, "two warpgroups");
   const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
-  constexpr int GROUPS = NT <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;  // groups whose products are started together
-  constexpr uint32_t kLow = 0x0f0f0f0fu;
   float sum[4][NT / 2];
 #pragma unroll
   for (int m = 0; m < 4; ++m)
 #pragma unroll
     for (int r = 0; r < NT / 2; ++r) sum[m][r] = 0.f;
-  for (const int end = seq + nk; seq < end; ++seq) {
-    if ((seq & 1) != wg) continue;
+  const int end = seq + nk;
+  for (seq += (seq ^ wg) & 1; seq < end; seq += 2) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
     moe::mbar_wait(&s.weights_full[st], parity);
-    const unsigned char *words = s.w[st] + t * 16, *scales = s.scale[st] + (t >> 2) * 16;
-    uint32_t word[4][2 * GROUPS], scale[4][GROUPS];
-    auto fetch = [&](int first) {
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const unsigned char* at = words + m * 4096 + (first >> 1) * 2048;
-        if constexpr (GROUPS == 2) {
-          const uint4 four = *reinterpret_cast<const uint4*>(at);
-          const uint2 two = *reinterpret_cast<const uint2*>(scales + m * 512 + first * 4);
-          word[m][0] = four.x, word[m][1] = four.y, word[m][2] = four.z, word[m][3] = four.w;
-          scale[m][0] = two.x, scale[m][1] = two.y;
-        } else {
-          const uint2 two = *reinterpret_cast<const uint2*>(at + (first & 1) * 8);
-          word[m][0] = two.x, word[m][1] = two.y;
-          scale[m][0] = *reinterpret_cast<const uint32_t*>(scales + m * 512 + first * 4);
-        }
-      }
-    };
-    fetch(0);
     moe::mbar_wait(&s.full[st], parity);
-    const uint32_t upper = WgmmaE4m3<NT>::place(s.b[st]), lower = upper + (C::NMAX * 128 >> 4);
+    moe::fence_proxy_async();  // the tokens came by ordinary copies, and the tensor cores read them
+    constexpr int kTogether = NT <= 16 ? 4 : NT <= 24 ? 2 : 1;  // tiles that the registers hold at once
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-      const int first = round * GROUPS;
-      uint32_t left[GROUPS][4][4];
-      float part[GROUPS][4][NT / 2], low[GROUPS][4], high[GROUPS][4];
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const uint32_t one = word[m][2 * i], two = word[m][2 * i + 1];
-          left[i][m][0] = one & kLow, left[i][m][1] = (one >> 4) & kLow;
-          left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
-#pragma unroll
-          for (int r = 0; r < 4; ++r) asm volatile("" : "+r"(left[i][m][r]));  // wgmma_fence alone does not hold it
-          low[i][m] = __uint_as_float(scale[m][i] << 16), high[i][m] = __uint_as_float(scale[m][i] & 0xffff0000u);
-        }
-      moe::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) WgmmaE4m3<NT>::go(part[i][m], left[i][m], upper + 2 * (first + i), 0);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) WgmmaE4m3<NT>::go(part[i][m], left[i][m], lower + 2 * (first + i), 1);
-      }
-      moe::wgmma_commit();
-      if (round + 1 < ROUNDS) fetch(first + GROUPS);
-      float factor[NT / 8][2], offset[GROUPS][NT / 8][2];
-#pragma unroll
-      for (int j = 0; j < NT / 8; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* of = s.factor[st][8 * j + 2 * (lane & 3) + r];
-          factor[j][r] = of[0];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) offset[i][j][r] = of[1 + first + i];
-        }
-      moe::wgmma_wait<0>();
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          moe::fence_regs(part[i][m]);
-#pragma unroll
-          for (int j = 0; j < NT / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-              sum[m][4 * j + r] = fmaf(r < 2 ? low[i][m] : high[i][m],
-                                       fmaf(part[i][m][4 * j + r], factor[j][r & 1], offset[i][j][r & 1]),
-                                       sum[m][4 * j + r]);
-        }
-    }
+    for (int m = 0; m < 4; m += kTogether) multiply_chunk<NT, kTogether, PAIRED, C>(s, st, m, sum);
     __syncwarp();
     if (lane == 0) moe::mbar_arrive(&s.empty[st]);
   }
+  seq = end;
   moe::named_sync(1, C::CONSUMERS);  // nobody reads what was exchanged before
 #pragma unroll
   for (int m = 0; m < 2; ++m)
@@ -245,8 +285,10 @@ __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, floa
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int r = 0; r < NT / 2; ++r)
+    for (int r = 0; r < NT / 2; ++r) {
       acc[m][r] = (wg ? sum[2 + m][r] : sum[m][r]) + s.exchange[1 - wg][m * (NT / 2) + r][t];
+      if constexpr (PAIRED) acc[m][r] += __shfl_xor_sync(0xffffffffu, acc[m][r], 2);
+    }
 }
 
 // First stage's end: 128 columns of the intermediate, rounded to bf16, as a record of each of the tile's tokens.
@@ -296,7 +338,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
            reinterpret_cast<const uint4*>(s.records[i >> 4])[i & 15]);
   if (tid < C::NMAX) {  // also what columns without a token left
     const Power power(__uint_as_float(s.amax[tid]));
-    float offset[4];
+    uint32_t offset[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       offset[k] = power.offset(s.sums[tid][k] * (1.f / 512.f));
@@ -304,9 +346,8 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
     }
     s.amax[tid] = 0;
     if (tid < n) {
-      float4* factors = reinterpret_cast<float4*>(to + tid * pitch + 256);
-      __stcg(factors, make_float4(power.product_factor(), offset[0], offset[1], offset[2]));
-      __stcg(factors + 1, make_float4(offset[3], 0.f, 0.f, 0.f));
+      __stcg(reinterpret_cast<uint4*>(to + tid * pitch + 256), make_uint4(offset[0], offset[1], offset[2], offset[3]));
+      __stcg(reinterpret_cast<float*>(to + tid * pitch + 272), power.product_factor());
     }
   }
 }

@@ -20,11 +20,11 @@ static int launch_main(const Args& a, cudaStream_t stream) {
 
 template <bool W2_BF16>
 static int launch_all(const Args& a, cudaStream_t stream) {
-  if (a.fused) return launch_main<Config<16, 8, W2_BF16 ? 4 : 2, true, W2_BF16>>(a, stream);
-  if (!W2_BF16 && a.nmax == 32) {
+  if (!W2_BF16 && a.nmax <= 32) {
     const int64_t records = (int64_t)a.tokens * (a.hidden / 128);
     if (int rc = launch(encode_kernel, dim3((records + 7) / 8), 256, 0, stream, a)) return rc;
   }
+  if (a.fused) return launch_main<Config<16, 8, W2_BF16 ? 4 : 2, true, W2_BF16>>(a, stream);
   const int blocks = min(a.grid, (a.tokens * a.top_k + kSortThreads - 1) / kSortThreads);
   if (int rc = launch(count_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   if (int rc = launch(scatter_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
