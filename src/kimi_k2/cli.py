@@ -111,7 +111,7 @@ def generate(
         bool,
         typer.Option(
             "--keep-quantized",
-            help="Hold FP8/INT4 weights as stored: less memory; with BF16 on an H200 fast, else slower.",
+            help="Hold FP8/INT4 weights as stored, as ranks always do: less memory; with BF16 on an H200 fast.",
         ),
     ] = False,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
@@ -124,8 +124,8 @@ def generate(
 
     With --ranks CHECKPOINT gives the configuration and the tokenizer only, and rank 0 prints.
     """
-    if ranks is not None and (not prompt or keep_quantized):
-        raise typer.BadParameter("--ranks needs --prompt, as input reaches one process only, and no --keep-quantized")
+    if ranks is not None and not prompt:
+        raise typer.BadParameter("--ranks needs --prompt, as input reaches one process only")
     prompts = prompt or [sys.stdin.read()]
     config = KimiK2Config.from_pretrained(checkpoint)
     tokenizer = KimiTokenizer.from_pretrained(checkpoint)

@@ -102,7 +102,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     dtype: Annotated[DtypeOption, typer.Option(help="Compute dtype (cpu, cuda).")] = DtypeOption.float32,
     keep_quantized: Annotated[
-        bool, typer.Option("--keep-quantized", help="Hold weights as stored (cpu, cuda).")
+        bool, typer.Option("--keep-quantized", help="Hold weights as stored (cpu, cuda); ranks always do.")
     ] = False,
     ranks: Annotated[
         Path | None, typer.Option(help="Output of `convert --target cuda`, under torchrun (cpu, cuda).")
@@ -124,8 +124,8 @@ def bench(
     if compare_files is not None:
         _print_comparison(*compare_files, drift / 100)
         return
-    if ranks is not None and (backend is BackendOption.neuron or keep_quantized or check_stopwatch):
-        raise typer.BadParameter("--ranks goes with neither the neuron backend, --keep-quantized nor --check-stopwatch")
+    if ranks is not None and (backend is BackendOption.neuron or check_stopwatch):
+        raise typer.BadParameter("--ranks goes with neither the neuron backend nor --check-stopwatch")
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,
         backend=backend.value,
