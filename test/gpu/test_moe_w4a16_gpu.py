@@ -81,6 +81,28 @@ def test_no_further_from_float64_than_bf16(tokens, top_k, choice, inter, w2_bf16
         assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores, choice=choice)), "not deterministic"
 
 
+@pytest.mark.parametrize("inter", [256, 512])
+@pytest.mark.parametrize(
+    ("most", "choice"), [(16, [1, 16, 1, 1, 1]), (16, [1, 16, 2, 2, 4]), (32, [0, 32, 1, 1, 1]), (32, [0, 32, 1, 1, 4])]
+)
+def test_every_number_of_tokens_an_expert(most, choice, inter):
+    """Experts of 1 to `most` tokens in random order: none sees what another left in shared memory."""
+    torch.manual_seed(most + inter)
+    weights = random_weights(inter)
+    counts = torch.randperm(most, device="cuda") + 1
+    indices = torch.repeat_interleave(torch.arange(most, device="cuda"), counts)[:, None]
+    tokens = len(indices)
+    indices = indices[torch.randperm(tokens, device="cuda")].contiguous()
+    scores = torch.rand(tokens, 1, device="cuda") + 0.5
+    x = (torch.randn(tokens, H, device="cuda") * 4.0 ** torch.randint(-4, 5, (tokens, 1), device="cuda")).bfloat16()
+    out = moe_w4a16(x, *prepare_w4a16(*weights), indices, scores, choice=choice)
+    exact = reference(x, weights, indices, scores)
+    bf16 = reference(x, weights, indices, scores, like_bf16=True)
+    for expert in range(most):
+        mine = indices[:, 0] == expert
+        assert distance(out[mine], exact[mine]) < 1.02 * distance(bf16[mine], exact[mine]), int(counts[expert])
+
+
 def test_expert_parallel_ranks_sum_to_the_whole():
     weights = random_weights(256)
     indices, scores = random_routing(40, 8, E)

@@ -1,11 +1,12 @@
 // INT4 experts on Hopper: one persistent launch streams every chosen expert's packed weights.
 //
 // Work is a queue of items, first-stage ones (256 rows: 128 gate and the same 128 up rows, a range of the hidden
-// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). A block begins
-// with the item of its own number and claims the others with one atomic, so whatever an item waits for is some block's
-// already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread requests weights without
-// ever waiting for activations, three warps (one for few tokens in bf16) copy the tokens' rows, two or four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow one),
-// and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
+// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). A block
+// begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is some
+// block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread requests
+// weights without ever waiting for activations, three warps (one for few tokens in bf16) copy the tokens' rows, two
+// or four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow
+// one), and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
 #include "moe_fp8_sum.cuh"
 #include "w4a16_item.cuh"
 
@@ -14,7 +15,8 @@ namespace w4a16 {
 // One thread: claim items, announce them to the block, request their weights.
 template <class C>
 __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total) {
-  constexpr uint64_t kPolicy = C::FUSED ? moe::kEvictFirst : moe::kEvictNormal;
+  // With few tokens an expert has one tile, and what the L2 need not keep of weights it keeps of the pairs' outputs.
+  constexpr uint64_t kPolicy = C::FEW ? moe::kEvictFirst : moe::kEvictNormal;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
   int item = blockIdx.x, seq = 0;
   for (int round = 0;; ++round) {

@@ -20,7 +20,7 @@ constexpr int kFillThreads = 96;  // of tokens; of few in bf16, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
 // s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
-// records (w4a16_e4m3.cuh), inter_s is unused, and the prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot,
+// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot,
 // weighed only if top_k is 1.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
@@ -40,7 +40,7 @@ struct Config {
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
-constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 codes, offsets and a factor: w4a16_e4m3.cuh
+constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 codes, offsets and a factor: w4a16_records.cuh
 
 template <class C>
 struct Smem {

@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     moe::pdl_wait();
   }
   if (t >= a.tokens) return;
-  const __nv_bfloat16* from =
-      static_cast<const __nv_bfloat16*>(a.contrib) + (size_t)slab * a.tokens * parts * 256 + lane * 8;
+  __nv_bfloat16* from = static_cast<__nv_bfloat16*>(a.contrib) + (size_t)slab * a.tokens * parts * 256;
   float sum[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
     // Lane i looks up part c0 + i.
@@ -112,9 +111,13 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int r = __shfl_sync(0xffffffffu, row, i);
-      raw[i] = r >= 0 ? __ldcs(reinterpret_cast<const uint4*>(from + (size_t)r * 256)) : make_uint4(0, 0, 0, 0);
+      raw[i] = r >= 0 ? __ldcs(reinterpret_cast<const uint4*>(from + (size_t)r * 256) + lane) : make_uint4(0, 0, 0, 0);
     }
     moe::add_parts(sum, raw, row, weight);
+    __syncwarp();  // the parts are read; the next call writes them before it reads them
+    const int r = __shfl_sync(0xffffffffu, row, lane >> 2);
+    if (r >= 0 && moe::output_bytes(a) <= moe::kCachedOutputBytes)  // they should not reach memory
+      moe::discard_l2(from + (size_t)r * 256 + (lane & 3) * 64);
   }
   // A lane has rows 4a + 2h + b of 16, and those 64 further, as sum[4 * b + 2 * (+64) + h].
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 +
