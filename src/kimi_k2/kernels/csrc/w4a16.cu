@@ -108,7 +108,7 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
   int seq = 0;
   for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
     const int row = lane < tile.z ? token_row(a, s, it, tile, lane) : 0;
-    const RecordCopy<C> copy(it.stage ? a.inter_q : a.xs, (it.stage ? a.inter : a.hidden) / 128, row, tile.z, lane);
+    const RecordCopy<C> copy(it.stage ? a.inter_q : a.xs, (it.stage ? a.inter : a.hidden) / 128, row, tile, lane);
     const int begin = seq;
     if (it.stage == 1) moe::wait_for_tile(a, it.tile, s.epoch, lane);
     for (int slab = 0; slab < it.slabs; ++slab)
@@ -116,7 +116,7 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
         const int st = seq % C::STAGES;
         if (st % 3 != me) continue;
         if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
-        if (seq - begin < C::STAGES) clear_unused<C>(a, s, st, tile.z, lane);
+        if (seq - begin < C::STAGES) clear_unused<C>(a, s, st, tile, lane);
         copy(s, st, kb, lane);
         moe::cp_async_arrive(&s.full[st]);
       }
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     moe::fence_mbar_init();
   }
   if constexpr (C::E4M3) {
-    if (tid < C::STAGES) s.tokens[tid] = 0;
+    if (tid < C::STAGES) s.held[tid] = 0;
     if (tid < C::NMAX) {
       s.amax[tid] = 0;
       for (int k = 0; k < 4; ++k) s.sums[tid][k] = 0;

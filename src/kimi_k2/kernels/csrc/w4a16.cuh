@@ -20,8 +20,8 @@ constexpr int kFillThreads = 96;  // of tokens; of few in bf16, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
 // s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
-// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot,
-// weighed only if top_k is 1.
+// records (w4a16_records.cuh), inter_s is unused, a tile's last member says whether its expert has several, and the
+// prepared mode's contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
@@ -52,7 +52,7 @@ struct Smem {
   static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
   alignas(128) unsigned char offset[C::E4M3 ? C::STAGES : 1][CODED * 16];
   float factor[C::E4M3 ? C::STAGES : 1][CODED];
-  int tokens[C::E4M3 ? C::STAGES : 1];  // how many a stage held last
+  int held[C::E4M3 ? C::STAGES : 1];  // tokens that a stage held last, negative if paired
   float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
   alignas(16) unsigned char records[CODED][256];  // codes of an item's intermediate on their way out
   unsigned amax[CODED];                           // of its float32 values, as bits

@@ -1,4 +1,4 @@
-// Few tokens an expert: INT4 weights as e4m3 operands, which takes fewer instructions than bf16 ones and rounds no weight.
+// Few tokens an expert: INT4 weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is rounded.
 //
 // A nibble n with zeros above it is the e4m3 code of n / 512, so a word of 8 weights becomes two registers of the left
 // operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 codes: the upper half of
@@ -19,13 +19,13 @@ __device__ __forceinline__ void hold(uint32_t (&a)[4]) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) asm volatile("" : "+r"(a[r]));
 }
-// Descriptor of a right operand whose rows are 16 bytes, one after the other, which serve as both halves of its 16 columns.
+// Descriptor of a right operand whose rows are 16 bytes, side by side, and serve as both halves of its 16 columns.
 __device__ __forceinline__ uint64_t desc_rows_of_16(const void* tile) {
   return (uint64_t(8) << 32) | (moe::smem_u32(tile) & 0x3FFFF) >> 4;
 }
 
-// sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both products of a group
-// of columns, and in the first round those of scales and offsets, are under way together.
+// sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both products of a
+// group of columns, and in the first round those of scales and offsets, are under way together.
 template <int N, int TILES, bool PAIRED, class C>
 __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int tile, float (&sum)[4][N / 2]) {
   const int t = threadIdx.x & 127, q = t & 3;

@@ -59,8 +59,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
 
-  if (C::W2_BF16 && it.stage == 1) multiply<NT, true, C>(s, n, it.kb1 - it.kb0, seq, acc);
-  else multiply<NT, false, C>(s, n, it.kb1 - it.kb0, seq, acc);
+  if (C::W2_BF16 && it.stage == 1) multiply<NT, true, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+  else multiply<NT, false, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
 
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.group;

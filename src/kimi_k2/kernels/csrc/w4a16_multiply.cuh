@@ -115,11 +115,11 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
   if (lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
 }
 
-// acc[m] += weights of 64-row tile m x the tile's n tokens.
+// acc[m] += weights of 64-row tile m x tokens.
 template <int NT, bool BF16, class C>
-__device__ __forceinline__ void multiply(Smem<C>& s, int n, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+__device__ __forceinline__ void multiply(Smem<C>& s, bool paired, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
   if constexpr (C::E4M3) {
-    if (NT == 8 && n <= kPaired) multiply_e4m3<NT, NT == 8, C>(s, nk, seq, acc);
+    if (NT == 8 && paired) multiply_e4m3<NT, NT == 8, C>(s, nk, seq, acc);
     else multiply_e4m3<NT, false, C>(s, nk, seq, acc);
   } else if constexpr (C::FEW) multiply_by_warps<NT, BF16, C>(s, nk, seq, acc);
   else multiply_by_warpgroups<NT, BF16, C>(s, nk, seq, acc);

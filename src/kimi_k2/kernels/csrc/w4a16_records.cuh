@@ -86,8 +86,10 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
 }
 
 // Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both sums,
-// which are added in the end.
+// which are added in the end. That rounds otherwise, so an expert with several tiles, whose tokens come into any of them,
+// does without.
 constexpr int kPaired = 4;
+__device__ __forceinline__ bool is_paired(const int4& tile) { return tile.z <= kPaired && !tile.w; }
 
 // Where 16 bytes of a token's lower or upper codes go in a stage's right operand, whose tiles are swizzled.
 template <class C>
@@ -96,22 +98,23 @@ __device__ __forceinline__ int place_of(int token, int part, bool lower, bool pa
   return (lower && !paired ? C::NMAX * 128 : 0) + row * 128 + ((part ^ (row & 7)) << 4);
 }
 
-// Clears the rows of a stage that no token fills, if it held another number of tokens last: zeros take the tensor cores
-// less energy, and the card's limit of that bounds the speed. Of paired codes the lower ones' offsets must be zero.
-// One warp has the stage to itself.
+// Clears the rows of a stage that no token fills, if it held other rows last: zeros take the tensor cores less energy,
+// and the card's limit of that bounds the speed. Of paired codes the lower ones' offsets must be zero. One warp has the
+// stage to itself.
 template <class C>
-__device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, int n, int lane) {
-  if (s.tokens[st] == n) return;
-  const bool paired = n <= kPaired;
+__device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, const int4& tile, int lane) {
+  const bool paired = is_paired(tile);
+  const int n = tile.z, held = paired ? -n : n;
+  if (s.held[st] == held) return;
   const int rows = paired ? kPaired : (n + 7) / 8 * 8, part = lane & 15;
-  const uint32_t tile = moe::smem_u32(s.b[st]);
+  const uint32_t b = moe::smem_u32(s.b[st]);
 #pragma unroll 1
   for (int c = n + (lane >> 4); c < rows; c += 2)
-    moe::cp_async_16_or_zero(tile + place_of<C>(c, part & 7, part >> 3, paired), a.x, false);
+    moe::cp_async_16_or_zero(b + place_of<C>(c, part & 7, part >> 3, paired), a.x, false);
   if (paired && lane >= kPaired && lane < 2 * kPaired)
     moe::cp_async_16_or_zero(moe::smem_u32(s.offset[st] + lane * 16), a.x, false);
   __syncwarp();
-  if (lane == 0) s.tokens[st] = n;
+  if (lane == 0) s.held[st] = held;
   __syncwarp();
 }
 
@@ -123,10 +126,10 @@ struct RecordCopy {
   unsigned mine;              // where the lane's token's row begins, in 16 bytes
   int n, place;
   // `row` is that of token `lane`, `pitch` a row's records.
-  __device__ __forceinline__ RecordCopy(const void* records, int pitch, int row, int n_, int lane)
-      : from(static_cast<const unsigned char*>(records)), n(n_) {
+  __device__ __forceinline__ RecordCopy(const void* records, int pitch, int row, const int4& tile, int lane)
+      : from(static_cast<const unsigned char*>(records)), n(tile.z) {
     const int part = lane & 15;
-    place = place_of<C>(lane >> 4, part & 7, part >> 3, n <= kPaired);
+    place = place_of<C>(lane >> 4, part & 7, part >> 3, is_paired(tile));
     mine = unsigned(row) * pitch * (kRecord / 16);
   }
   __device__ __forceinline__ void operator()(Smem<C>& s, int st, int kb, int lane) const {
