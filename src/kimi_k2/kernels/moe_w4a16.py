@@ -35,8 +35,8 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
 # Bytes of a token's 128 columns as e4m3 codes, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
-# Up to here the pairs are products of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against 61
-# at four tokens, 79 to 84 against 81 at six, as the card is cool or hot).
+# Up to here the pairs are products of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
+# 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot).
 DECODE_TOKENS = {False: 6, True: 2}
 DECODE_HIDDEN = (1024, 7168)
 DECODE_POINTERS = (
