@@ -103,6 +103,19 @@ def test_every_number_of_tokens_an_expert(most, choice, inter):
         assert distance(out[mine], exact[mine]) < 1.02 * distance(bf16[mine], exact[mine]), int(counts[expert])
 
 
+def test_a_token_does_not_depend_on_its_tile():
+    """97 to 100 tokens of an expert make three tiles of 32 and one of 1 to 4; which a token comes into is not fixed."""
+    torch.manual_seed(1)
+    counts = torch.arange(97, 101, device="cuda")
+    indices = torch.repeat_interleave(torch.arange(4, device="cuda"), counts)[:, None].contiguous()
+    tokens = len(indices)
+    x, scores = torch.randn(tokens, H, device="cuda").bfloat16(), torch.rand(tokens, 1, device="cuda") + 0.5
+    weights = prepare_w4a16(*random_weights(256))
+    first = moe_w4a16(x, *weights, indices, scores, choice=[0, 32, 1, 1, 4])
+    for _ in range(9):
+        assert torch.equal(first, moe_w4a16(x, *weights, indices, scores, choice=[0, 32, 1, 1, 4]))
+
+
 def test_expert_parallel_ranks_sum_to_the_whole():
     weights = random_weights(256)
     indices, scores = random_routing(40, 8, E)

@@ -60,7 +60,7 @@ __device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tile
   return r;
 }
 
-// {expert, first slot, tokens, 0}
+// {expert, first slot, tokens, what the prepared mode adds}
 template <bool FUSED, class S>
 __device__ __forceinline__ int4 load_tile(const Fp8Args& a, const S& s, int tile) {
   if constexpr (FUSED) return make_int4(s.route.tile_expert[tile], s.route.tile_start[tile], s.route.tile_n[tile], 0);

@@ -15,8 +15,8 @@ namespace w4a16 {
 // One thread: claim items, announce them to the block, request their weights.
 template <class C>
 __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total) {
-  // With few tokens an expert has one tile, and what the L2 need not keep of weights it keeps of the pairs' outputs.
-  constexpr uint64_t kPolicy = C::FEW ? moe::kEvictFirst : moe::kEvictNormal;
+  // With few tokens most experts have one tile: what the L2 need not keep of weights it keeps of the pairs' outputs.
+  constexpr uint64_t kPolicy = C::FUSED || C::E4M3 ? moe::kEvictFirst : moe::kEvictNormal;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
   int item = blockIdx.x, seq = 0;
   for (int round = 0;; ++round) {
@@ -121,7 +121,6 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
         moe::cp_async_arrive(&s.full[st]);
       }
   });
-  moe::cp_async_wait<0>();
 }
 
 // One item's chunks, by three warps with ordinary asynchronous copies, which can write the swizzled rows of gathered
@@ -169,7 +168,6 @@ __device__ __forceinline__ void feed_many_tokens(const Args& a, Smem<C>& s, int 
     if (C::W2_BF16 && it.stage) fill_item<4, C>(a, s, it, tile.z, t, from, seq, source);
     else fill_item<8, C>(a, s, it, tile.z, t, from, seq, source);
   });
-  moe::cp_async_wait<0>();
 }
 
 template <int NT, class C>

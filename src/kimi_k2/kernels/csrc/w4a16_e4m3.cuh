@@ -2,13 +2,13 @@
 //
 // A nibble n with zeros above it is the e4m3 code of n / 512, so a word of 8 weights becomes two registers of the left
 // operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 codes: the upper half of
-// its significand and the lower. Products of a group of 32 columns are summed by the tensor cores; then the group's
-// scale, the activations' scale and the 8 that symmetric INT4 is stored with are applied in float32:
+// its significand and the lower. Products of a group of 32 columns are summed by the tensor cores; scales are applied to
+// the sums in float32, and the 8 that symmetric INT4 is stored with comes in with the activations:
 //
 //     w . x = sum over groups of scale * (512 / c * acc - 8 / c * sum of codes),   c: the activations' power of two.
 //
-// The sums of codes come with the activations (w4a16_records.cuh) as offsets -8 / c * sum in bf16, which the tensor cores
-// multiply with the scales as they are.
+// -8 / c * sum is an offset of a token's group (w4a16_records.cuh), in bf16, which the tensor cores multiply with the
+// scales as they are.
 #pragma once
 #include "w4a16_records.cuh"
 
@@ -63,7 +63,10 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
         left[i][m][0] = one & kLow, left[i][m][1] = (one >> 4) & kLow;
         left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
         hold(left[i][m]);
-        if (round == 0 && i == 0) hold(rows[m]);
+        if (round == 0 && i == 0) {
+          hold(rows[m]);
+          moe::fence_regs(sum[tile + m]);
+        }
       }
     moe::wgmma_fence();
 #pragma unroll
@@ -126,7 +129,7 @@ __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, floa
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
     moe::mbar_wait(&s.weights_full[st], parity);
     moe::mbar_wait(&s.full[st], parity);
-    moe::fence_proxy_async();  // the tokens came by ordinary copies, and the tensor cores read them
+    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
     constexpr int kTogether = NT <= 16 ? 4 : NT <= 24 ? 2 : 1;  // tiles that the registers hold at once
 #pragma unroll
     for (int m = 0; m < 4; m += kTogether) multiply_chunk<NT, kTogether, PAIRED, C>(s, st, m, sum);

@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     moe::pdl_wait();
   }
   if (t >= a.tokens) return;
+  const bool discard = moe::output_bytes(a) <= moe::kCachedOutputBytes;  // the parts should not reach memory
   __nv_bfloat16* from = static_cast<__nv_bfloat16*>(a.contrib) + (size_t)slab * a.tokens * parts * 256;
   float sum[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
@@ -116,8 +117,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     moe::add_parts(sum, raw, row, weight);
     __syncwarp();  // the parts are read; the next call writes them before it reads them
     const int r = __shfl_sync(0xffffffffu, row, lane >> 2);
-    if (r >= 0 && moe::output_bytes(a) <= moe::kCachedOutputBytes)  // they should not reach memory
-      moe::discard_l2(from + (size_t)r * 256 + (lane & 3) * 64);
+    if (discard && r >= 0) moe::discard_l2(from + (size_t)r * 256 + (lane & 3) * 64);
   }
   // A lane has rows 4a + 2h + b of 16, and those 64 further, as sum[4 * b + 2 * (+64) + h].
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 +

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
 }
 
 // Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both sums,
-// which are added in the end. That rounds otherwise, so an expert with several tiles, whose tokens come into any of them,
-// does without.
+// which are added in the end. That rounds otherwise, so it is not done where a token may come into either of an expert's
+// several tiles: in the prepared mode.
 constexpr int kPaired = 4;
 __device__ __forceinline__ bool is_paired(const int4& tile) { return tile.z <= kPaired && !tile.w; }
 
@@ -110,9 +110,9 @@ __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, 
   const uint32_t b = moe::smem_u32(s.b[st]);
 #pragma unroll 1
   for (int c = n + (lane >> 4); c < rows; c += 2)
-    moe::cp_async_16_or_zero(b + place_of<C>(c, part & 7, part >> 3, paired), a.x, false);
+    moe::cp_async_16_or_zero(b + place_of<C>(c, part & 7, part >> 3, paired), a.xs, false);
   if (paired && lane >= kPaired && lane < 2 * kPaired)
-    moe::cp_async_16_or_zero(moe::smem_u32(s.offset[st] + lane * 16), a.x, false);
+    moe::cp_async_16_or_zero(moe::smem_u32(s.offset[st] + lane * 16), a.xs, false);
   __syncwarp();
   if (lane == 0) s.held[st] = held;
   __syncwarp();
