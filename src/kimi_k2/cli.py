@@ -25,7 +25,7 @@ from kimi_k2.cuda.generator import Generator
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.generate import SamplingParams, Step, load_eos_token_ids
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.ranks import leave_ranks, load_ranks
+from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.progress import ByteProgress
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -139,20 +139,18 @@ def generate(
     )
     encoded = [encode_prompt(tokenizer, config, text, raw=raw) for text in prompts]
     compute = getattr(torch, dtype.value)
-    rank = 0
     if ranks is None:
         check_device(device)
         generator = Generator(load_model(checkpoint, dtype=compute, device=device, keep_quantized=keep_quantized))
-    else:
-        part = load_ranks(ranks, config, compute, device)
-        rank, generator = part.number, part.generator
-    steps = generator.stream(encoded, params, chunk_size=chunk_size)
-    if rank == 0:
-        print_steps(steps, tokenizer, params, len(prompts))
-    else:
-        for _ in steps:
-            pass
-    leave_ranks()
+        print_steps(generator.stream(encoded, params, chunk_size=chunk_size), tokenizer, params, len(prompts))
+        return
+    with load_ranks(ranks, config, compute, device) as part:
+        steps = part.generator.stream(encoded, params, chunk_size=chunk_size)
+        if part.number == 0:
+            print_steps(steps, tokenizer, params, len(prompts))
+        else:
+            for _ in steps:
+                pass
 
 
 def print_steps(steps: Iterable[Step], tokenizer: KimiTokenizer, params: SamplingParams, sequences: int) -> None:

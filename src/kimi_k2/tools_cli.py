@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -136,14 +137,15 @@ def bench(
         warmup=warmup,
         seed=seed,
     )
-    with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch, ExitStack() as stack:
         directory = _tiny(Path(scratch)) if model == "tiny" else Path(model)
         used: Backend
         if backend is BackendOption.neuron:
             chosen = NeuronPreset.load(preset)
             used = NeuronBackend(directory, chosen, compiled or directory)
         elif ranks is not None:
-            used = RanksBackend.load_ranks(directory, ranks, backend.value, getattr(torch, dtype.value))
+            part = RanksBackend.load_ranks(directory, ranks, backend.value, getattr(torch, dtype.value))
+            used = stack.enter_context(part)
         else:
             used = TorchBackend.load(directory, backend.value, getattr(torch, dtype.value), keep_quantized)
         if check_stopwatch:
@@ -151,12 +153,8 @@ def bench(
             return
         if isinstance(used, RanksBackend) and used.rank > 0:
             used.follow()
-            used.stop()
             return
         results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
-        # Not after an error: the others may be where they cannot hear of it, and torchrun ends them.
-        if isinstance(used, RanksBackend):
-            used.stop()
     written = write_reports(results, out, published)
     typer.echo(markdown(results, published))
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kimi_k2.bench.results import load_results
+from kimi_k2.checkpoint.synthetic import write_synthetic_checkpoint
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -44,6 +46,21 @@ def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
     assert alone.returncode == together.returncode == 0, together.stderr[-3000:]
     assert alone.stdout == together.stdout
     assert together.stderr.count("TTFT") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_generation_on_gpus_ends(for_gpus: KimiK2Config, tmp_path: Path) -> None:
+    """Over NCCL, with decode steps in a graph: what every rank keeps must be gone when they part."""
+    write_synthetic_checkpoint(tmp_path / "source", for_gpus)
+    Presharder(tmp_path / "source", tmp_path / "ranks", Layout(2, target="cuda", experts="stored")).run()
+    options = [tmp_path / "source", "--ranks", tmp_path / "ranks", "--dtype", "bfloat16"]
+    done = run(*TORCHRUN, *KIMI, "generate", *options, "--device", "cuda", "-p", "Hello", "--max-new-tokens", 8)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("TTFT") == 1
+    lengths = ["--output-lengths", "2,8", "--runs", 1, "--out", tmp_path / "sweep"]
+    done = run(*TORCHRUN, *KIMI, "bench", *options, "--backend", "cuda", *lengths)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:

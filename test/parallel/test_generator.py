@@ -15,6 +15,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parallel import ranks
 from kimi_k2.sharding.plan import Layout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -39,6 +40,26 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(generator, 9) == wanted[9]  # longer than the cache
     assert generator.prepare(2, 7)[0].max_length == 16
     assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
+
+
+def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends a group only when no graph holds launches of it; after an error nobody waits for the others."""
+    done = []
+
+    class Graph:
+        def reset(self) -> None:
+            done.append("reset")
+
+    monkeypatch.setattr(module, "capturable", lambda model, batch: True)
+    monkeypatch.setattr(ranks, "leave_ranks", lambda: done.append("left"))
+    generator = Generator(KimiK2ForCausalLM.from_pretrained(wide))
+    with ranks.Rank(0, generator, Layout(1)):
+        generator.prepare(1, 4)[1]._captured = Graph()
+    assert done == ["reset", "left"]
+    with pytest.raises(RuntimeError, match="lost"), ranks.Rank(0, generator, Layout(1)):
+        generator.prepare(1, 4)[1]._captured = Graph()
+        raise RuntimeError("lost")
+    assert done == ["reset", "left", "reset"]
 
 
 def test_on_a_cpu_nothing_is_captured(wide: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
+from kimi_k2.checkpoint.synthetic import write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.bench.model import decide_routes
@@ -62,16 +62,12 @@ def test_ranks_agree_with_the_plain_model(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("preset", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
-def test_ranks_on_gpus(preset: str, moe_tp: int, moe_ep: int, tmp_path: Path) -> None:
+def test_ranks_on_gpus(for_gpus: KimiK2Config, moe_tp: int, moe_ep: int, tmp_path: Path) -> None:
     """NCCL, sums over peer memory and CUDA graphs against float64: float32 exactly, BF16 with the kernels."""
     layout = Layout(moe_tp, moe_ep, target="cuda", experts="stored")
     if torch.cuda.device_count() < layout.ranks:
         pytest.skip(f"needs {layout.ranks} GPUs")
-    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 512, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 8, "v_head_dim": 64, "num_key_value_heads": 8, "qk_nope_head_dim": 64}
-    config = tiny_config(preset, **sizes, qk_rope_head_dim=64)
-    write_synthetic_checkpoint(tmp_path / "source", config)
+    write_synthetic_checkpoint(tmp_path / "source", for_gpus)
     exact = decide_routes(KimiK2ForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float64))
     # With kernels the FP8 experts of more than four tokens round activations to e4m3.
     for dtype, limit in (("float32", 1e-5), ("bfloat16", 0.05)):
@@ -80,7 +76,8 @@ def test_ranks_on_gpus(preset: str, moe_tp: int, moe_ep: int, tmp_path: Path) ->
         ids, logits, stepped = run_ranks(tmp_path / "source", work, layout, f"cuda:{dtype}")
         wanted = exact(ids)
         errors = distance(logits, wanted), distance(stepped, wanted[:, -3:])
-        print(f"\n{preset} {moe_tp} x {moe_ep} {dtype}: {errors[0]:.2e}, DecodeStep {errors[1]:.2e}")
+        method = for_gpus.quantization and for_gpus.quantization.quant_method
+        print(f"\n{method} {moe_tp} x {moe_ep} {dtype}: {errors[0]:.2e}, DecodeStep {errors[1]:.2e}")
         assert max(errors) < limit
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kimi_k2.bench.backend import Prompts, TorchBackend, check_device
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.parallel.ranks import Rank, leave_ranks, load_ranks
+from kimi_k2.parallel.ranks import Rank, load_ranks
 
 
 class RanksLostError(Exception):
@@ -22,11 +22,11 @@ class RanksLostError(Exception):
 
 
 class RanksBackend(TorchBackend):
-    """A conversion's ranks, one a process under torchrun."""
+    """A conversion's ranks, one a process under torchrun; at the end of a `with` rank 0 lets the others go."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank.generator, rank.layout.experts)
-        self.rank = rank.number
+        self.part, self.rank = rank, rank.number
         self.details |= {"moe_tp": rank.layout.moe_tp, "moe_ep": rank.layout.moe_ep}
 
     @classmethod
@@ -69,11 +69,13 @@ class RanksBackend(TorchBackend):
                 # By the arguments alone: rank 0 has it, too, records it and goes on with the next cell.
                 continue
 
-    def stop(self) -> None:
-        """The end of a sweep that went well: rank 0 lets the others go, and all part."""
-        if self.rank == 0:
+    def __enter__(self) -> RanksBackend:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.rank == 0:
             self._share(None)
-        leave_ranks()
+        self.part.__exit__(error)
 
     def _steps(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         try:

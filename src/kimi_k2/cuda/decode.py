@@ -317,6 +317,12 @@ class DecodeStep:
         assert self._logits is not None
         return self._logits
 
+    def close(self) -> None:
+        """Give the graph up: NCCL ends a group only when no graph holds launches of it."""
+        if self._captured is not None:
+            self._captured.reset()
+        self._captured = self._logits = None
+
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
         x, delta = self.model.model.embed_tokens(self.tokens), None

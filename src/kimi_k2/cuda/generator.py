@@ -39,7 +39,8 @@ class Generator:
         if not capturable(self.model, batch):
             cache = self.model.new_cache(batch, length)
             return cache, partial(decode_step, self.model, cache=cache)
-        step = self._step = None  # its memory goes before the next one's comes
+        step = None  # its memory goes before the next one's comes
+        self.close()
         slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
         cache = self.model.new_cache(batch, slots)
         graph = cache.data.is_cuda
@@ -48,6 +49,12 @@ class Generator:
         step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         self._step = step
         return cache, step
+
+    def close(self) -> None:
+        """Give up what is kept; the next generation makes it anew."""
+        if self._step is not None:
+            self._step.close()
+        self._step = None
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None

@@ -22,11 +22,23 @@ from kimi_k2.sharding.plan import Layout
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's part of a model: its number, what generates with the others', and how the model is divided."""
+    """This process's part of a model: its number, what generates with the others', and how the model is divided.
+
+    At the end of a `with` that went well the ranks part; after an error the others may be at another sum, where they
+    cannot hear of it, and torchrun ends them.
+    """
 
     number: int
     generator: Generator
     layout: Layout
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.generator.close()
+        if error is None:
+            leave_ranks()
 
 
 def world_size() -> int:
@@ -57,7 +69,10 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
 
 
 def leave_ranks() -> int:
-    """Wait for the others, part from them and give this process's rank; 0 without others."""
+    """Wait for the others, part from them and give this process's rank; 0 without others.
+
+    No graph may be left that holds launches of NCCL, which would wait for its end: see DecodeStep.close.
+    """
     if not dist.is_initialized():
         return 0
     rank = dist.get_rank()
