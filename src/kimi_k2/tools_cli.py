@@ -144,8 +144,8 @@ def bench(
             chosen = NeuronPreset.load(preset)
             used = NeuronBackend(directory, chosen, compiled or directory)
         elif ranks is not None:
-            part = RanksBackend.load_ranks(directory, ranks, backend.value, getattr(torch, dtype.value))
-            used = stack.enter_context(part)
+            torch_dtype = getattr(torch, dtype.value)
+            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend.value, torch_dtype))
         else:
             used = TorchBackend.load(directory, backend.value, getattr(torch, dtype.value), keep_quantized)
         if check_stopwatch:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -37,7 +38,14 @@ def halves(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*command: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, env=environment) as process:
+        try:
+            out, errors = process.communicate(timeout=600)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks, which would outlive it if it were killed
+            process.communicate(timeout=60)
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 
 def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
@@ -58,9 +66,10 @@ def test_generation_on_gpus_ends(for_gpus: KimiK2Config, tmp_path: Path) -> None
     done = run(*TORCHRUN, *KIMI, "generate", *options, "--device", "cuda", "-p", "Hello", "--max-new-tokens", 8)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("TTFT") == 1
-    lengths = ["--output-lengths", "2,8", "--runs", 1, "--out", tmp_path / "sweep"]
-    done = run(*TORCHRUN, *KIMI, "bench", *options, "--backend", "cuda", *lengths)
+    cells = ["--output-lengths", "2,8", "--batch-sizes", "1,2", "--runs", 1, "--out", tmp_path / "sweep"]
+    done = run(*TORCHRUN, *KIMI, "bench", *options, "--backend", "cuda", *cells)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert load_results(tmp_path / "sweep" / "sweep.json")["environment"]["graph"]
 
 
 def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:

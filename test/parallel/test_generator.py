@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.cuda import generator as module
 from kimi_k2.cuda.decode import DecodeStep, capturable
@@ -55,11 +56,13 @@ def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyP
     generator = Generator(KimiK2ForCausalLM.from_pretrained(wide))
     with ranks.Rank(0, generator, Layout(1)):
         generator.prepare(1, 4)[1]._captured = Graph()
-    assert done == ["reset", "left"]
+    with RanksBackend(ranks.Rank(0, generator, Layout(1))):
+        generator.prepare(1, 4)[1]._captured = Graph()
+    assert done == ["reset", "left"] * 2
     with pytest.raises(RuntimeError, match="lost"), ranks.Rank(0, generator, Layout(1)):
         generator.prepare(1, 4)[1]._captured = Graph()
         raise RuntimeError("lost")
-    assert done == ["reset", "left", "reset"]
+    assert done == ["reset", "left"] * 2 + ["reset"]
 
 
 def test_on_a_cpu_nothing_is_captured(wide: Path) -> None:

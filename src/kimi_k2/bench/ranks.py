@@ -22,7 +22,7 @@ class RanksLostError(Exception):
 
 
 class RanksBackend(TorchBackend):
-    """A conversion's ranks, one a process under torchrun; at the end of a `with` rank 0 lets the others go."""
+    """A conversion's ranks, one a process under torchrun; at the end of a `with` that went well rank 0 lets all go."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank.generator, rank.layout.experts)
@@ -73,6 +73,7 @@ class RanksBackend(TorchBackend):
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.part.generator.close()  # first, as the others may be lost
         if error is None and self.rank == 0:
             self._share(None)
         self.part.__exit__(error)

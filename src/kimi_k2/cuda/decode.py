@@ -310,15 +310,16 @@ class DecodeStep:
         if self._captured is None:
             self.run()  # builds, scratch memory and communicators are made outside the capture
             torch.cuda.synchronize()
-            self._captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._captured):
-                self._logits = self.run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.run()
+            self._captured, self._logits = graph, logits  # both or, if the capture fails, neither
         self._captured.replay()
         assert self._logits is not None
         return self._logits
 
     def close(self) -> None:
-        """Give the graph up: NCCL ends a group only when no graph holds launches of it."""
+        """Give the graph up: NCCL ends a group only when no graph holds launches of it. Another call captures anew."""
         if self._captured is not None:
             self._captured.reset()
         self._captured = self._logits = None

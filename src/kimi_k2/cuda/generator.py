@@ -44,10 +44,9 @@ class Generator:
         slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
         cache = self.model.new_cache(batch, slots)
         graph = cache.data.is_cuda
-        step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
+        step = self._step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
         # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
         step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
-        self._step = step
         return cache, step
 
     def close(self) -> None:
