@@ -1,13 +1,14 @@
 // Blockwise FP8 experts on Hopper: one persistent launch streams every chosen expert's weights once.
 //
 // Work is a queue of items in order: first-stage items (256 rows: 128 gate and the same 128 up rows, a range of
-// hidden blocks), then second-stage items (256 rows of the hidden dimension, a range of intermediate blocks).
-// A block begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is
-// some block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread feeds the weight ring through the copy engine without ever waiting for
-// activations, three warps fill the token operand, two warpgroups multiply (weights are the 64-row operand, tokens
-// the narrow one), and four more warps may sum: finished tokens in the fused mode, finished slabs in the prepared mode
-// where the L2 would not hold them all. There a launch before this one sorts and quantizes, and else one after it sums.
-// Every sum has a fixed order; which block performs it does not matter.
+// hidden blocks), then second-stage items (256 rows of the hidden dimension, a range of intermediate blocks). A block
+// begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is some
+// block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread feeds the
+// weight ring through the copy engine without ever waiting for activations, three warps fill the token operand, two
+// warpgroups multiply (weights are the 64-row operand, tokens the narrow one), and four more warps may sum: finished
+// tokens in the fused mode, finished slabs in the prepared mode where the L2 would not hold them all. There a launch
+// before this one sorts and quantizes, and else one after it sums. Every sum has a fixed order; which block performs
+// it does not matter.
 #include "moe_fp8_fill.cuh"
 #include "moe_fp8_multiply.cuh"
 #include "moe_fp8_sum.cuh"

@@ -82,7 +82,7 @@ template <class C>
 __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int tiles, int lane) {
   int seq = 0;
   for_each_item<C>(a, s, tiles, lane, [&](const Item& it, const int4& tile) {
-    const int width = it.stage ? a.inter : a.hidden, columns = C::W2_BF16 && it.stage ? 32 : 128;
+    const int width = it.stage ? a.inter : a.hidden, columns = it.stage ? 32 : 128;
     const char* src = static_cast<const char*>(it.stage ? a.inter_q : a.x);
     if (lane < tile.z) src += (size_t)token_row(a, s, it, tile, lane) * width * 2;
     if (it.stage == 1) {

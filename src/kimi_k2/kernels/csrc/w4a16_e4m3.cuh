@@ -44,6 +44,8 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
     const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + m * 512 + q * 4);
     rows[m][0] = __byte_perm(pair, 0, 0x1010), rows[m][1] = __byte_perm(pair, 0, 0x3232);
     rows[m][2] = rows[m][3] = 0;
+    hold(rows[m]);
+    moe::fence_regs(sum[tile + m]);
     scale[m] = *reinterpret_cast<const uint4*>(scales + m * 512);
   }
   const uint32_t upper = WgmmaE4m3<N>::place(s.b[st]), lower = upper + C::NMAX * 8;
@@ -63,10 +65,6 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
         left[i][m][0] = one & kLow, left[i][m][1] = (one >> 4) & kLow;
         left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
         hold(left[i][m]);
-        if (round == 0 && i == 0) {
-          hold(rows[m]);
-          moe::fence_regs(sum[tile + m]);
-        }
       }
     moe::wgmma_fence();
 #pragma unroll
