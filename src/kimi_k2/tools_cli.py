@@ -151,7 +151,7 @@ def bench(
         if check_stopwatch:
             _print_stopwatch(settings, used)
             return
-        if isinstance(used, RanksBackend) and used.rank > 0:
+        if isinstance(used, RanksBackend) and used.part.number > 0:
             used.follow()
             return
         results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))

@@ -26,7 +26,7 @@ class RanksBackend(TorchBackend):
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank.generator, rank.layout.experts)
-        self.part, self.rank = rank, rank.number
+        self.part = rank
         self.details |= {"moe_tp": rank.layout.moe_tp, "moe_ep": rank.layout.moe_ep}
 
     @classmethod
@@ -73,8 +73,8 @@ class RanksBackend(TorchBackend):
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.part.generator.close()  # first, as the others may be lost
-        if error is None and self.rank == 0:
+        self.generator.close()  # first, as the others may be lost
+        if error is None and self.part.number == 0:
             self._share(None)
         self.part.__exit__(error)
 
@@ -82,7 +82,7 @@ class RanksBackend(TorchBackend):
         try:
             yield from super().generate(prompts, new_tokens)
         except (RuntimeError, MemoryError) as error:
-            raise RanksLostError(f"rank {self.rank}: {error}") from error
+            raise RanksLostError(f"rank {self.part.number}: {error}") from error
 
     def _share(self, asked: tuple[Prompts, int] | None) -> tuple[Prompts, int] | None:
         if not dist.is_initialized():
