@@ -56,6 +56,22 @@ def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
     assert together.stderr.count("TTFT") == 1
 
 
+def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
+    """Threads of gloo that run while the interpreter ends abort it, seldom, after everything went well."""
+    counted = (
+        "import os, sys; from pathlib import Path; from kimi_k2.parallel import ranks; old = ranks.leave_ranks\n"
+        "def threads(): return sum('gloo' in path.read_text() for path in Path('/proc/self/task').glob('*/comm'))\n"
+        "def leave():\n"
+        "    before, rank = threads(), old()\n"
+        "    sys.stderr.write(f'gloo: {before > 0} {threads()}\\n'); return rank\n"
+        "ranks.leave_ranks = leave; from kimi_k2.cli import main; main()"
+    )
+    options = ["generate", wide, "-p", "Hello", "--max-new-tokens", 2, "--ranks", halves]
+    done = run(*TORCHRUN, sys.executable, "-c", counted, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("gloo: True 0") == 2, done.stderr[-3000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_generation_on_gpus_ends(for_gpus: KimiK2Config, tmp_path: Path) -> None:

@@ -54,12 +54,11 @@ def run(
     # Without it one process may close its sockets while another still sends.
     dist.barrier()
     if device == "cuda":
+        # NCCL's group would wait for the step's graph.
         torch.cuda.synchronize()
-    else:
-        dist.destroy_process_group()
-    # gloo's threads may still run, and an interpreter that unloads around them aborts.
-    sys.stdout.flush()
-    os._exit(0)
+        sys.stdout.flush()
+        os._exit(0)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
