@@ -59,7 +59,7 @@ def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
 def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
     """Threads of gloo that run while the interpreter ends abort it, seldom, after everything went well."""
     counted = (
-        "import os, sys; from pathlib import Path; from kimi_k2.parallel import ranks; old = ranks.leave_ranks\n"
+        "import sys; from pathlib import Path; from kimi_k2.parallel import ranks; old = ranks.leave_ranks\n"
         "def threads(): return sum('gloo' in path.read_text() for path in Path('/proc/self/task').glob('*/comm'))\n"
         "def leave():\n"
         "    before, rank = threads(), old()\n"
