@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +11,8 @@ import typer
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron import compile as job
+from kimi_k2.neuron import standins
 from kimi_k2.neuron.preset import NeuronPreset
-
-STAND_INS = Path(__file__).parents[1] / "test" / "nxd"
 
 
 def main(
@@ -35,8 +32,7 @@ def main(
             return
         if hlo_only:
             os.environ.setdefault("PJRT_DEVICE", "CPU")
-            sys.path.insert(0, str(STAND_INS))
-            importlib.import_module("standins").install()
+            standins.install()
             job.lower_all(chosen, model, out, typer.echo)
         else:
             job.check_sdk()

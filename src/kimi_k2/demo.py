@@ -16,7 +16,7 @@ from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.cli import encode_prompt
 from kimi_k2.generate import decode_step, prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.reference import load_transformers_model
+from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 TOLERANCE = 1e-5

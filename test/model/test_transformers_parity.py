@@ -11,7 +11,7 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.reference import MissingLibraryError, load_transformers_model, reference_state_dict
+from kimi_k2.parity.reference import MissingLibraryError, load_transformers_model, reference_state_dict
 
 TOLERANCE = 1e-5
 DECODE_STEPS = 32

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
+from kimi_k2.neuron import standins
 from kimi_k2.neuron.contrib import load as contrib
 from kimi_k2.neuron.contrib import missing as absent_packages
 
@@ -23,8 +22,4 @@ def prepare(cpu: bool = True) -> list[str]:
     if cpu:
         os.environ["NXD_CPU_MODE"] = "1"
         os.environ["PJRT_DEVICE"] = "CPU"
-    if str(Path(__file__).parent) not in sys.path:
-        sys.path.insert(0, str(Path(__file__).parent))
-    import standins
-
     return standins.install()

@@ -16,12 +16,12 @@ import environment
 
 environment.prepare(cpu=False)
 
-from kimi_k2.analysis.hlo import count  # noqa: E402
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.neuron.preset import NeuronPreset  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
+from kimi_k2.plan.hlo import count  # noqa: E402
 from kimi_k2.plan.target import neuron_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
 

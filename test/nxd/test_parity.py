@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import expected_logits, launch, neuron_config, plain_model, sequences
 
-from kimi_k2.reference import MissingLibraryError, load_transformers_model
+from kimi_k2.parity.reference import MissingLibraryError, load_transformers_model
 
 TOLERANCE = 2e-5
 LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}

@@ -19,9 +19,9 @@ from kimi_k2.model.router import Router
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.compare import Comparison, compare
 from kimi_k2.parity.logits import random_tokens
+from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.parity.trace import Inputs, Trace
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
-from kimi_k2.reference import load_transformers_model
 
 LAYER = 2  # of the faults that sit in one layer
 Patch = pytest.MonkeyPatch

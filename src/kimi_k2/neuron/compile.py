@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.analysis.hlo import GraphCounts, count
-from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.preset import NeuronPreset
 from kimi_k2.plan.advice import advice
+from kimi_k2.plan.hlo import GraphCounts, count
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
+from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, neuron_target
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS

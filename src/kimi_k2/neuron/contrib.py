@@ -1,17 +1,18 @@
-"""Imports the NxDI contrib model, which lives beside this package and needs NxD."""
+"""Imports the NxDI contrib model, `kimi_k2.neuron.nxdi`, which needs NxD.
+
+Its source is contrib/models/Kimi-K2-Instruct-0905/src, the layout of the upstream repository. `nxdi` is a link to it:
+a checkout, an editable install and a wheel all import it as a package.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 from kimi_k2.errors import KimiK2Error
 
-SOURCE = Path(__file__).parents[3] / "contrib" / "models" / "Kimi-K2-Instruct-0905" / "src"
-PACKAGE = "kimi_k2_contrib"
+PACKAGE = "kimi_k2.neuron.nxdi"
 NEEDED = ("torch_xla", "neuronx_distributed", "neuronx_distributed_inference")
 
 
@@ -25,20 +26,11 @@ def missing() -> list[str]:
 
 
 def load(module: str) -> ModuleType:
-    """`contrib/.../src/<module>.py` as a member of a package.
+    """`<module>.py` of the contrib model.
 
     Raises:
         NeuronUnavailableError: NxD, NxDI or torch_xla is missing.
     """
     if absent := missing():
         raise NeuronUnavailableError(f"not importable here: {', '.join(absent)}")
-    if PACKAGE not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            PACKAGE, SOURCE / "__init__.py", submodule_search_locations=[str(SOURCE)]
-        )
-        if spec is None or spec.loader is None or not SOURCE.is_dir():
-            raise NeuronUnavailableError(f"the contrib model is not at {SOURCE}: run from a checkout of the project")
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[PACKAGE] = package
-        spec.loader.exec_module(package)
     return importlib.import_module(f"{PACKAGE}.{module}")

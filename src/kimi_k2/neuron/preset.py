@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from kimi_k2.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 
 
 class NeuronPreset(BaseModel):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kimi_k2.neuron import contrib
+from kimi_k2.neuron import contrib, standins
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
 
-STAND_INS = Path(__file__).parents[3] / "test" / "nxd"
 # Modules whose output has the plain model's meaning; the down projections are one here, the experts stand with shared.
 _OUTPUTS = (
     "input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "self_attn.q_b_proj",
@@ -30,10 +27,7 @@ def _prepare() -> None:
         port = probe.getsockname()[1]
     single = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update({"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"} | single)
-    if STAND_INS.is_dir():
-        if str(STAND_INS) not in sys.path:
-            sys.path.insert(0, str(STAND_INS))
-        importlib.import_module("standins").install()
+    standins.install()
 
 
 def _application(checkpoint: str | Path, dtype: str, length: int) -> Any:

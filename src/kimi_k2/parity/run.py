@@ -14,8 +14,8 @@ from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.nxdi import run_nxdi
 from kimi_k2.parity.ranks import combine
+from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
-from kimi_k2.reference import load_transformers_model
 
 BACKENDS = ("cpu", "cuda", "transformers", "nxdi")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.analysis.hlo import GraphCounts
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import MANIFEST, STAGES
 from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.plan import make_plan
 

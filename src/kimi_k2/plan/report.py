@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kimi_k2.analysis.hlo import GraphCounts
-from kimi_k2.analysis.roofline import roofline
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, Target
 from kimi_k2.sharding.plan import make_plan
 

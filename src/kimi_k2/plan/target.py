@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from kimi_k2.analysis.roofline import TRN2_LNC2, Machine
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.preset import CONFIGS, NeuronPreset
+from kimi_k2.plan.roofline import TRN2_LNC2, Machine
 from kimi_k2.sharding.plan import ExpertOutput, Layout
 
 GIB = 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_k2.analysis.hlo import Collective, HloParseError, count
-from kimi_k2.analysis.roofline import Machine, roofline
+from kimi_k2.plan.hlo import Collective, HloParseError, count
+from kimi_k2.plan.roofline import Machine, roofline
 
 MODULE = """HloModule example
 

@@ -1,7 +1,8 @@
 """Stand-ins for Neuron's binary-only Python modules, so that NxD's own source runs on a CPU.
 
-`install()` is for tests: it adds a finder behind all others, so a real module always wins. Most names are inert (they
-can be imported, subclassed, used as decorators); the few that must behave are in `torch_neuronx.py` beside this.
+`install()` serves CPU mode and lowering to HLO. It adds a finder behind all others, so a real module always wins. Most
+names are inert (they can be imported, subclassed, used as decorators); the few that must behave are in
+`torch_neuronx.py` beside this.
 """
 
 from __future__ import annotations

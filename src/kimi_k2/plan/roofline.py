@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kimi_k2.analysis.hlo import GraphCounts
+from kimi_k2.plan.hlo import GraphCounts
 
 
 @dataclass(frozen=True)

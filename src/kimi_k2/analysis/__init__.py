@@ -1,1 +1,0 @@
-"""Counting what a configuration or a compiled graph costs: memory, bytes, operations, communication."""
