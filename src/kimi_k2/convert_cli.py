@@ -71,6 +71,9 @@ def convert(
     experts: As = None,
     spmd_rank: Spmd = None,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
+    ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
     rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 190.0,
 ) -> None:
@@ -84,7 +87,10 @@ def convert(
             raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
         total = dry_run(KimiK2Config.load(source), layout).input_bytes
         with ByteProgress("converting", total) as bar:
-            job = Presharder(source, output, layout, report=report, on_bytes=bar.advance, on_layer=_print_error)
+            job = Presharder(
+                source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
+                on_bytes=bar.advance, on_layer=_print_error,
+            )  # fmt: skip
             manifest = job.run()
     except KimiK2Error as error:
         raise _fail(error) from None

@@ -69,6 +69,10 @@ class CorruptHeaderError(CheckpointError):
     """A shard's safetensors header, or the index JSON, cannot be parsed."""
 
 
+class NonfiniteError(CheckpointError):
+    """A tensor holds NaN or Inf, or scales that no quantizer makes."""
+
+
 class OrphanScaleError(CheckpointError):
     """A quantization scale without its weight, or a quantized weight without its scale."""
 

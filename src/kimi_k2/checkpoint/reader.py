@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kimi_k2.checkpoint.finite import value_fault
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
 from kimi_k2.config import KimiK2Config
@@ -20,6 +21,7 @@ from kimi_k2.errors import (
     CorruptHeaderError,
     MissingShardError,
     MissingTensorError,
+    NonfiniteError,
     OrphanScaleError,
     TensorDtypeError,
     TensorShapeError,
@@ -72,16 +74,19 @@ class CheckpointReader:
     Args:
         directory: checkpoint directory with an index, or a lone `model.safetensors`.
         prefix: tensor-name prefix of the language model, `KimiK2Config.tensor_prefix`.
+        allow_nonfinite: deliver NaN, Inf and impossible scales too.
 
     Raises:
         CorruptHeaderError, TruncatedShardError, MissingShardError, MissingTensorError, UnexpectedTensorError:
             the index, a shard's header or a shard's length is wrong; the message names file and tensor.
+        NonfiniteError: (where data is read) a tensor holds NaN, Inf or impossible scales; how many.
     """
 
-    def __init__(self, directory: str | Path, prefix: str = "") -> None:
+    def __init__(self, directory: str | Path, prefix: str = "", *, allow_nonfinite: bool = False) -> None:
         self.index = CheckpointIndex.open(directory)
         self.directory = self.index.directory
         self.prefix = prefix
+        self.allow_nonfinite = allow_nonfinite
         self.tensors: dict[str, StoredTensor] = {}
         self._by_shard: dict[str, list[str]] = {}
         self._shard_of: dict[str, str] = {}  # by stored name, ignored tensors included
@@ -94,9 +99,11 @@ class CheckpointReader:
         self._release()
 
     @classmethod
-    def for_config(cls, directory: str | Path, config: KimiK2Config) -> CheckpointReader:
+    def for_config(
+        cls, directory: str | Path, config: KimiK2Config, *, allow_nonfinite: bool = False
+    ) -> CheckpointReader:
         """Open with the prefix that `config` implies and check every tensor against it."""
-        reader = cls(directory, config.tensor_prefix)
+        reader = cls(directory, config.tensor_prefix, allow_nonfinite=allow_nonfinite)
         reader.validate(config)
         return reader
 
@@ -213,17 +220,37 @@ class CheckpointReader:
         """All tensor names in shard order, within a shard in file order."""
         return [name for shard in self.index.shards for name in self._by_shard[shard]]
 
-    def get(self, name: str) -> Tensor:
-        """One tensor, mapped from its shard; pages are read when touched.
+    def get(self, name: str, *, check: bool = True) -> Tensor:
+        """One tensor, mapped from its shard.
+
+        Args:
+            check: look at the values now; otherwise pages are read when touched, and `check_values` is the caller's.
 
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
+            NonfiniteError: see `check_values`.
         """
-        return self._fetch(name, lambda handle, key: handle.get_tensor(key))
+        tensor = self._fetch(name, lambda handle, key: handle.get_tensor(key))
+        if check:
+            self.check_values(name, tensor)
+        return tensor
+
+    def check_values(self, name: str, tensor: Tensor) -> None:
+        """Refuse NaN, Inf and impossible scales in what `get` or `get_slice` gave; safe to call from any thread.
+
+        Raises:
+            NonfiniteError: naming file, tensor and how many values.
+        """
+        if self.allow_nonfinite:
+            return
+        if fault := value_fault(name, tensor):
+            raise NonfiniteError(fault, file=self.directory / self.tensors[name].shard, tensor=self.prefix + name)
 
     def get_slice(self, name: str, *index: slice) -> Tensor:
         """A rectangular part of a tensor, e.g. `get_slice(name, slice(0, 128))`; only that part is read."""
-        return self._fetch(name, lambda handle, key: handle.get_slice(key)[index])
+        tensor = self._fetch(name, lambda handle, key: handle.get_slice(key)[index])
+        self.check_values(name, tensor)
+        return tensor
 
     def stream(self, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor (or those that `wanted` accepts) once, in shard and file order.

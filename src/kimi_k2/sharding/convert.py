@@ -81,8 +81,10 @@ class Converter:
     def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
         """Output tensors of a unit from its modules' stored tensors by suffix, and the error of what was requantized.
 
+        NaN stays NaN: whether there may be any is the reader's to say.
+
         Raises:
-            CheckpointError: a weight holds NaN.
+            CheckpointError: stored tensors of a module contradict each other.
         """
         error = ConversionError()
         try:
@@ -179,10 +181,10 @@ class Converter:
             weight, scale = stored["weight"], stored["weight_scale_inv"]
             if self.report:
                 error.add(halving_error(weight, scale.to(torch.float32), quantization.weight_block_size))
-            return halve_blocks(weight, scale, quantization.weight_block_size, self.block)
+            return halve_blocks(weight, scale, quantization.weight_block_size, self.block, allow_nan=True)
         plain = dequantize_stored(stored, quantization, torch.float32)
         weight, scale = quantize_fp8_block(plain, square)
-        halved, doubled = halve_codes(weight), scale * 2.0
+        halved, doubled = halve_codes(weight, allow_nan=True), scale * 2.0
         if self.report:
             error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
         return halved, doubled

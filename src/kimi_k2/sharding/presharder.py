@@ -44,12 +44,14 @@ class Presharder:
         output: directory to write; with an unfinished conversion of the same source and options it is resumed.
         layout: ranks and formats.
         report: measure the conversion error of the routed experts.
+        allow_nonfinite: convert NaN, Inf and impossible scales too, whatever comes of them.
         on_bytes: called with the bytes of input as they are done.
         on_layer: called with a layer's number and its error (None for a layer without converted experts).
 
     Raises:
         ConfigError: sizes do not divide, or `output` holds something else.
         CheckpointError: the source is damaged, or the disk is full (from `run`, too).
+        NonfiniteError: (from `run`) a tensor of the source holds NaN, Inf or impossible scales.
     """
 
     def __init__(
@@ -59,17 +61,22 @@ class Presharder:
         layout: Layout,
         *,
         report: bool = True,
+        allow_nonfinite: bool = False,
         on_bytes: Callable[[int], None] = lambda _: None,
         on_layer: Callable[[int, ConversionError | None], None] = lambda *_: None,
     ) -> None:
         self.output = Path(output)
         self.config = KimiK2Config.from_pretrained(source)
-        self.reader = CheckpointReader.for_config(source, self.config)
+        self.reader = CheckpointReader.for_config(source, self.config, allow_nonfinite=allow_nonfinite)
         self.plan: ShardingPlan = make_plan(self.config, layout)
         self.plan.check()
         self.layout, self.report = layout, report
         self.on_bytes, self.on_layer = on_bytes, on_layer
-        self.made_from = {**describe(self.reader, self.config, layout), "report": report}
+        self.made_from = {
+            **describe(self.reader, self.config, layout),
+            "report": report,
+            "allow_nonfinite": allow_nonfinite,
+        }
         self.errors: dict[int, dict[str, float]] = {}
         self.checksums: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
         self._ranks: list[RankFile] = []
@@ -195,7 +202,7 @@ class Presharder:
                     continue
                 stored = self._read(unit, groups)
                 nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
-                waiting.append((nbytes, pool.submit(converter.convert, unit, stored)))
+                waiting.append((nbytes, pool.submit(self._convert, converter, unit, stored)))
                 if len(waiting) > THREADS:
                     write_next()
             while waiting:
@@ -219,9 +226,17 @@ class Presharder:
 
     def _read(self, unit: Unit, groups: dict[str, list[str]]) -> dict[str, Stored]:
         return {
-            module: {name.rpartition(".")[2]: self.reader.get(name) for name in groups[module]}
+            module: {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
             for module in unit.modules
         }
+
+    def _convert(
+        self, converter: Converter, unit: Unit, stored: dict[str, Stored]
+    ) -> tuple[list[Part], ConversionError]:
+        for module, tensors in stored.items():
+            for suffix, tensor in tensors.items():
+                self.reader.check_values(f"{module}.{suffix}", tensor)
+        return converter.convert(unit, stored)
 
     def _stream_rows(
         self, module: str, planned: dict[str, PlannedTensor], sink: LayerSink, pool: ThreadPoolExecutor

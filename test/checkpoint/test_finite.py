@@ -1,0 +1,128 @@
+"""NaN, Inf and impossible scales in any stored tensor are refused, with file and tensor, converted or loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from kimi_k2.checkpoint.finite import is_finite, value_fault
+from kimi_k2.errors import NonfiniteError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.sharding.plan import ExpertOutput, Layout
+from kimi_k2.sharding.presharder import Presharder
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16], ids=str)
+def test_every_pattern_is_judged_as_torch_does(dtype: torch.dtype) -> None:
+    integer = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+    patterns = torch.arange(256**dtype.itemsize, dtype=torch.int32).to(integer).view(dtype)
+    finite = patterns.to(torch.float32).isfinite()
+    assert is_finite(patterns[finite])
+    assert not any(is_finite(one) for one in patterns[~finite].split(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", [0, 1_000_000, -1])
+def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int) -> None:
+    tensor = torch.linspace(-400, 400, 1_500_001).to(dtype)
+    assert is_finite(tensor)
+    assert is_finite(tensor[:0])
+    for value in (torch.nan, torch.inf, -torch.inf)[: 1 if dtype == torch.float8_e4m3fn else 3]:  # which has no Inf
+        tensor[place] = value
+        assert not is_finite(tensor)
+
+
+def test_the_fault_counts() -> None:
+    tensor = torch.ones(4, 5)
+    tensor[1, 2], tensor[3, 0], tensor[3, 1] = torch.nan, torch.inf, -torch.inf
+    assert value_fault("a.weight", tensor) == "1 NaN and 2 Inf among 20 values, the first at [1, 2]"
+    assert value_fault("a.weight", -torch.ones(3)) is None
+    assert value_fault("a.weight_scale", -torch.ones(3)) == "3 of 3 scales are negative"
+    assert "above" in str(value_fault("a.weight_scale_inv", torch.full((2,), 1e37)))
+    assert value_fault("a.weight_packed", torch.full((2,), -1, dtype=torch.int32)) is None
+
+
+def put(value: float) -> Callable[[Tensor], None]:
+    def change(tensor: Tensor) -> None:
+        tensor.view(-1)[tensor.numel() // 2] = value
+
+    return change
+
+
+CASES = [
+    ("fp8", f"{EXPERT}.weight", put(torch.nan)),
+    ("fp8", f"{EXPERT}.weight_scale_inv", put(torch.nan)),
+    ("fp8", f"{EXPERT}.weight_scale_inv", put(-1.0)),
+    ("fp8", "model.layers.1.mlp.shared_experts.down_proj.weight", put(torch.nan)),
+    ("fp8", "model.layers.0.mlp.up_proj.weight_scale_inv", put(torch.inf)),
+    ("fp8", "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_inv", put(-torch.inf)),
+    ("fp8", "model.layers.2.self_attn.o_proj.weight", put(torch.nan)),
+    ("fp8", "model.layers.1.mlp.gate.e_score_correction_bias", put(torch.inf)),
+    ("fp8", "model.layers.1.mlp.gate.weight", put(torch.nan)),
+    ("fp8", "model.layers.1.input_layernorm.weight", put(torch.inf)),
+    ("fp8", "model.norm.weight", put(torch.nan)),
+    ("fp8", "model.embed_tokens.weight", put(torch.nan)),
+    ("fp8", "lm_head.weight", put(-torch.inf)),
+    ("thinking", f"{EXPERT}.weight_scale", put(torch.nan)),
+    ("thinking", f"{EXPERT}.weight_scale", put(-0.5)),
+    ("thinking", "model.layers.1.self_attn.q_a_proj.weight", put(torch.inf)),
+    ("bf16", f"{EXPERT}.weight", put(torch.nan)),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "change"), CASES)
+def test_conversion_and_loading_refuse(
+    checkpoints: dict[str, Path], tmp_path: Path, source: str, name: str, change: Callable[[Tensor], None]
+) -> None:
+    directory = Path(shutil.copytree(checkpoints[source], tmp_path / "source"))
+    shard = spoil(directory, name, change)
+    outputs: list[ExpertOutput] = ["bf16", "blockwise", "per_channel"]
+    layouts = [Layout(2, experts=experts) for experts in outputs] + [Layout(1, 1, "cuda", "stored")]
+    layouts = layouts if EXPERT in name else layouts[-2:-1]
+    for number, layout in enumerate(layouts):
+        output = tmp_path / f"out{number}"
+        with pytest.raises(NonfiniteError) as caught:
+            Presharder(directory, output, layout).run()
+        assert (caught.value.file, caught.value.tensor) == (str(shard), name)
+        assert not (output / "manifest.json").exists()
+        Presharder(directory, tmp_path / f"allowed{number}", layout, allow_nonfinite=True).run()
+    with pytest.raises(NonfiniteError) as caught:
+        KimiK2ForCausalLM.from_pretrained(directory)
+    assert caught.value.tensor == name
+
+
+def spoil(directory: Path, name: str, change: Callable[[Tensor], None]) -> Path:
+    """Change one tensor's values in place; its shard."""
+    for shard in directory.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            change(tensors[name])
+            save_file(tensors, shard)
+            return shard
+    raise KeyError(name)
+
+
+def test_the_command_says_where(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    from kimi_k2.cli import app
+
+    directory = Path(shutil.copytree(checkpoints["fp8"], tmp_path / "source"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    shard = spoil(directory, name, put(torch.nan))
+    command = ["convert", str(directory), str(tmp_path / "out"), "--tp", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    for word in (shard.name, name, "1 NaN among 16 values"):
+        assert word in done.output.replace("\n", "")
+    assert (
+        CliRunner().invoke(app, [*command[:2], str(tmp_path / "any"), *command[3:], "--allow-nonfinite"]).exit_code == 0
+    )
