@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels import dispatch
 from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, time_prefill, time_step
+from kimi_k2.ops import registry
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
 from kimi_k2.sharding.plan import Layout
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="print what one step launches, by time")
     arguments = parser.parse_args()
     if arguments.kernels:
-        dispatch.pin(arguments.kernels)
+        registry.pin(arguments.kernels)
     target = yaml.safe_load(arguments.target.read_text())
     layout = Layout(target["moe_tp"], target["moe_ep"], target="cuda", experts="stored")
     config = KimiK2Config.load(arguments.config)
@@ -62,7 +62,7 @@ def main() -> None:
                 print(f"extrapolated: TTFT {(ttft + missing * prefill_layer) / 1e3:.1f} ms over {whole} layers")
         print("\n".join(lines), end="\n" if lines else "")
         if arguments.verbose:
-            print(dispatch.explain())
+            print(registry.explain())
     leave_ranks()
 
 

@@ -34,6 +34,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny FP8 checkpoint whose projections are wide enough for two ranks to cut them at block borders."""
+    directory = tmp_path_factory.mktemp("wide")
+    sizes = {"moe_intermediate_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "v_head_dim": 64}
+    sizes |= {"num_key_value_heads": 8, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "num_hidden_layers": 2}
+    write_synthetic_checkpoint(directory, tiny_config("kimi-k2-instruct-0905", **sizes), seed=9)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def all_reduce_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> str:
     """csrc/all_reduce.cu for the host, between processes that share the mailboxes."""
     compiler = shutil.which("g++")

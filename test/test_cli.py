@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.generate import SamplingParams, generate, load_eos_token_ids
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.tokenization.chat import ChatStyle
+from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 runner = CliRunner()

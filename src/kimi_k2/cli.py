@@ -21,13 +21,15 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.synthetic import TINY, Format, tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import PRESET_DIR, KimiK2Config
 from kimi_k2.convert_cli import ExpertsOption, TargetOption, make_layout, print_sharding
-from kimi_k2.cuda.generator import Generator
+from kimi_k2.engine.generate import Step
+from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.generate import SamplingParams, Step, load_eos_token_ids
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.progress import ByteProgress
 from kimi_k2.tokenization.chat import ChatStyle
+from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 app = typer.Typer(

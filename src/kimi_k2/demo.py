@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.cli import encode_prompt
-from kimi_k2.generate import decode_step, prefill
+from kimi_k2.engine.generate import decode_step, prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.tokenization.tokenizer import KimiTokenizer

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k2.generate import SamplingParams, generate
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.neuron import contrib
 
 NXD_TESTS = Path(__file__).parents[1] / "nxd"

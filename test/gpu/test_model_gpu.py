@@ -16,15 +16,15 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda import decode
-from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.engine import layer_step
+from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import dispatch
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.model.rope import apply_rotary_interleaved
 from kimi_k2.model.router import noaux_tc_gate
+from kimi_k2.ops import registry
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.plan import Layout
@@ -32,7 +32,7 @@ from kimi_k2.sharding.presharder import Presharder
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HOPPER else "cpu"
-PLAIN = ",".join(f"{operation}={dispatch.PLAIN}" for operation in dispatch.TABLE)
+PLAIN = ",".join(f"{operation}={registry.PLAIN}" for operation in registry.TABLE)
 FP8, INT4 = "kimi-k2-instruct-0905", "kimi-k2-thinking"
 TP8 = Layout(8, target="cuda", experts="stored")
 
@@ -93,16 +93,16 @@ def decode_errors(
     vocabulary = model.model.embed_tokens.weight.shape[0]
     ids = torch.randint(0, vocabulary, (steps, batch), device=DEVICE)
     wanted, plain, ours = [], [], []
-    dispatch.pin(PLAIN)
+    registry.pin(PLAIN)
     for step, tokens in enumerate(ids):
         positions = torch.full((batch, 1), context + step, device=DEVICE)
         wanted.append(exact(tokens[:, None], positions, reference)[:, 0])
         plain.append(model(tokens[:, None], positions, caches[0])[:, 0])
-    dispatch.pin("")
+    registry.pin("")
     replayed = DecodeStep(model, caches[1], graph=HOPPER)
     for step, tokens in enumerate(ids):
         ours.append(replayed(tokens, torch.full((batch,), context + step, device=DEVICE)).clone())
-    used = dispatch.explain()
+    used = registry.explain()
     truth = torch.stack(wanted)
     return distance(torch.stack(ours), truth), distance(torch.stack(plain), truth), used
 
@@ -168,8 +168,8 @@ def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: py
             made.append(name)
             return plain(*arguments)
 
-        monkeypatch.setattr(getattr(decode, module), name, call)
-        monkeypatch.setattr(getattr(decode, module), "supports", lambda *_, **__: module != without)
+        monkeypatch.setattr(getattr(layer_step, module), name, call)
+        monkeypatch.setattr(getattr(layer_step, module), "supports", lambda *_, **__: module != without)
 
     stand_in("query_kernel", "query_and_entry", plain_query)
     stand_in("attend_values", "attend_values", plain_attention)
@@ -229,12 +229,12 @@ def test_decode_of_eight(preset: str) -> None:
 @on_gpu
 def test_a_graph_of_plain_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the routing back, which would end the process in the middle of a capture."""
-    monkeypatch.setattr(dispatch, "_pins", {"routed_experts": dispatch.PLAIN})
+    monkeypatch.setattr(registry, "_pins", {"routed_experts": registry.PLAIN})
     model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
     now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(KernelError, match="experts that a kernel takes"):
         DecodeStep(model, model.new_cache(1, 4), graph=True)
-    monkeypatch.setattr(dispatch, "_pins", {})
+    monkeypatch.setattr(registry, "_pins", {})
     assert bool(DecodeStep(model, model.new_cache(1, 4), graph=True)(now, now).isfinite().all())
 
 
@@ -242,7 +242,7 @@ def test_a_graph_of_plain_experts_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @torch.inference_mode()
 def test_prefill_in_chunks_with_kernels() -> None:
     """Prefill through the kernels against float64; the experts' activations are rounded to e4m3."""
-    dispatch.pin("")
+    registry.pin("")
     model = rank_of_many(real(FP8, 2))
     exact = widened(model)
     ids = torch.randint(0, model.model.embed_tokens.weight.shape[0], (2, 96), device=DEVICE)
@@ -253,7 +253,7 @@ def test_prefill_in_chunks_with_kernels() -> None:
             one(chunk, positions.expand(2, -1), cache) for one, cache in zip((model, exact), caches, strict=True)
         )
         assert distance(found, wanted) < 0.04
-    assert "mla_naive_attention: mla_prefill (" in dispatch.explain()
+    assert "mla_naive_attention: mla_prefill (" in registry.explain()
 
 
 @pytest.mark.parametrize("source", [FP8, INT4, "mixed"])
@@ -264,7 +264,7 @@ def test_a_converted_checkpoint(source: str, tmp_path: Path) -> None:
     layout = Layout(1, target="cuda", experts="stored")
     write_synthetic_checkpoint(tmp_path / "source", config)
     Presharder(tmp_path / "source", tmp_path / "ranks", layout).run()
-    dispatch.pin("")
+    registry.pin("")
     ids = torch.randint(0, config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
     exact = decide_routes(KimiK2ForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float64))
     wanted = exact(ids)

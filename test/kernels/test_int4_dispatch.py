@@ -10,11 +10,12 @@ import torch
 from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import dispatch, moe_w4a16
+from kimi_k2.kernels import moe_w4a16
 from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts
+from kimi_k2.ops import registry
 from kimi_k2.quantization.config import Int4GroupQuantization
 
 
@@ -68,7 +69,7 @@ def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: py
     x, indices, weights = torch.zeros(1, 256).bfloat16(), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
     takes = [
         entry.name
-        for entry in dispatch.TABLE["routed_experts"]
+        for entry in registry.TABLE["routed_experts"]
         if entry.takes("routed_experts", (x, experts, indices, weights), {})
     ]
     assert takes == ["moe_w4a16"]

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import dispatch, rowwise
+from kimi_k2.kernels import rowwise
 from kimi_k2.kernels.rowwise import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.ops import registry
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -52,7 +53,7 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As attention calls them: cuts of wider tensors, angles with and without a dimension for heads."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rowwise, "has_triton", lambda: True)
-    dispatch.pin("")
+    registry.pin("")
     with FakeTensorMode():
         both, angles = made(2, 5, 576), made(2, 5, 32)
         cache, positions = made(4, 2, 9, 576), made(2, 5, dtype=torch.int64)
@@ -76,9 +77,9 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
             ("dequantize_fp8_block", (made(576, 7168, dtype=FP8), made(5, 56, dtype=torch.float32), (128, 128))),
         ]
         for operation, arguments in taken:
-            chosen = dispatch.choose(operation, *arguments)
+            chosen = registry.choose(operation, *arguments)
             assert chosen is not None and chosen.name == "triton", operation
         for operation, arguments in refused:
-            assert dispatch.choose(operation, *arguments) is None
+            assert registry.choose(operation, *arguments) is None
         assert rowwise.rms_norm(both.narrow(-1, 0, 512), made(512), 1e-6).shape == (2, 5, 512)
         assert rowwise.apply_rotary_interleaved(both.narrow(-1, 512, 64), angles, angles).shape == (2, 5, 64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kimi_k2.checkpoint.synthetic import TINY, tiny_config, with_format
 from kimi_k2.config import KimiK2Config
-from kimi_k2.generate import decode_step, prefill
+from kimi_k2.engine.generate import decode_step, prefill
 from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheaper
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM

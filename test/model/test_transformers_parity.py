@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
+from kimi_k2.engine.generate import decode_step, generate, prefill
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import MissingLibraryError, load_transformers_model, reference_state_dict
 

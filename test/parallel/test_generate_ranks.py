@@ -15,8 +15,9 @@ import torch
 from kimi_k2.bench.results import load_results
 from kimi_k2.checkpoint.synthetic import write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError, CorruptHeaderError
-from kimi_k2.generate import SamplingParams, generate
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.golden import load_golden
@@ -104,7 +105,7 @@ def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:
 def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) -> None:
     """Rank 1 fails in the middle of a generation, which rank 0 does not: torchrun ends both, finished cells stay."""
     broken = (
-        "import os; from kimi_k2.cuda import generator as g; old = g.stream\n"
+        "import os; from kimi_k2.engine import generator as g; old = g.stream\n"
         "def stream(*a, **k):\n"
         "    for n, step in enumerate(old(*a, **k)):\n"
         "        if os.environ['RANK'] == '1' and n == 3: raise RuntimeError('out of memory')\n"

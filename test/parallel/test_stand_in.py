@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.checkpoint.synthetic import tiny_config
-from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda.decode import DecodeStep
+from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.kernels.bench.model import decide_routes
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last

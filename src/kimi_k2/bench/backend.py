@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda.decode import capturable
-from kimi_k2.cuda.generator import Generator
-from kimi_k2.generate import SamplingParams
+from kimi_k2.engine.decode_step import capturable
+from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compile import build_application

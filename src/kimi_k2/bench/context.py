@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kimi_k2.generate import decode_step
+from kimi_k2.engine.generate import decode_step
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 

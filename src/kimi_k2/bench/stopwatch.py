@@ -10,7 +10,7 @@ import torch
 from kimi_k2.bench.backend import Prompts, TorchBackend
 from kimi_k2.bench.results import tpot
 from kimi_k2.bench.sweep import time_run
-from kimi_k2.generate import prefill
+from kimi_k2.engine.generate import prefill
 
 
 def whole_call(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The kernels with their own signatures, under the plain functions' arguments (see `kernels.dispatch`)."""
+"""The kernels with their own signatures, under the plain functions' arguments (see `ops.registry`)."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.dispatch import dispatched
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import apply_rotary_interleaved
+from kimi_k2.ops.registry import dispatched
 
 
 def causal_softmax(scores: Tensor, positions: Tensor, softmax_scale: float) -> Tensor:

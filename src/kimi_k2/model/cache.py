@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 
 
 def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization, Quantization
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.int4_group import dequantize_int4_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 
 
 @dispatched("rms_norm")

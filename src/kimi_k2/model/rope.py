@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 
 
 def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:

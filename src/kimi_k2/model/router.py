@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 
 # Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
 NORM_GUARD = 1e-20

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.generate import SamplingParams, generate
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.backends import run_plain, run_transformers

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.dispatch import dispatched
+from kimi_k2.ops.registry import dispatched
 
 E4M3_MAX = 448.0
 _NAN = 0x7F

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.cuda.decode import DecodeStep, Place
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.layer_step import Place
 from kimi_k2.kernels import moe_w4a16
 from kimi_k2.kernels.bench.harness import event_times, graph_median
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM

@@ -1,4 +1,4 @@
-"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it.
+"""One layer of a decode step, without host synchronisation, so that a CUDA graph can hold it.
 
 The same modules, weights and operations as `model`, arranged for few tokens: norms and residual sums inside the
 products, q_a and kv_a in one, the shared expert as one more of the routed ones or beside them on a second stream. Works
@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels import attend_values, dispatch, moe_decode, norm_route, value_rows
+from kimi_k2.kernels import attend_values, moe_decode, norm_route, value_rows
 from kimi_k2.kernels import query as query_kernel
 from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_bf16_linear, supports_fp8_linear
 from kimi_k2.kernels.mla_decode import mla_decode
 from kimi_k2.kernels.mla_decode import supports as supports_mla
 from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports, supports_sum
 from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
-from kimi_k2.model.cache import LatentCache, to_cache
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.cache import to_cache
+from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE, routed_experts
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import apply_rotary_interleaved
+from kimi_k2.ops import registry
 
 Reduce = Callable[[Tensor], Tensor]
 Routing = tuple[Tensor, Tensor]
@@ -197,7 +197,7 @@ class LayerStep:
     def routed_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
         """x + delta, its norm, and the norm's routing where one launch makes all three."""
         norm, mlp = self.layer.post_attention_layernorm, self.layer.mlp
-        if isinstance(mlp, MoE) and dispatch.allows("route", "router"):
+        if isinstance(mlp, MoE) and registry.allows("route", "router"):
             gate, config = mlp.gate, self.attention.config
             top_k = config.num_experts_per_tok
             if norm_route.supports(x, gate.weight, top_k, n_group=config.n_group):
@@ -232,7 +232,7 @@ class LayerStep:
     def joins(self, x: Tensor, mlp: MoE) -> bool:
         """Whether one operation takes the shared expert as one more of the routed ones."""
         experts, top_k = mlp.experts, self.attention.config.num_experts_per_tok
-        stored = "down_proj_scale_inv" in experts._buffers and dispatch.allows("routed_experts", "moe_decode")
+        stored = "down_proj_scale_inv" in experts._buffers and registry.allows("routed_experts", "moe_decode")
         if x.dtype != torch.bfloat16 or not stored:
             return False
         _, hidden, inter = experts.down_proj.shape
@@ -248,96 +248,3 @@ class LayerStep:
         else:
             gate, up = project(x, self.dense.gate_proj), project(x, self.dense.up_proj)
         return project((F.silu(gate) * up), self.dense.down_proj)
-
-
-def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
-    """Whether a graph can hold a step of `batch` tokens: on a GPU, with experts that a kernel takes.
-
-    The plain function for experts reads the routing back, which would end the process in the middle of a capture.
-    """
-    device = model.lm_head.weight.device
-    if device.type != "cuda":
-        return False
-    x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
-    chosen = batch, model.config.num_experts_per_tok
-    routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
-    moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
-    return moe is None or dispatch.choose("routed_experts", x, moe.experts, *routing) is not None
-
-
-class DecodeStep:
-    """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
-
-    Args:
-        model: whole, or a rank's part from `parallel.parallelize`.
-        cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
-        reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
-        graph: capture.
-
-    Raises:
-        KernelError: `graph`, but the step is not `capturable`.
-    """
-
-    def __init__(
-        self,
-        model: KimiK2ForCausalLM,
-        cache: LatentCache,
-        *,
-        reduce: Reduce = lambda x: x,
-        gather: Reduce = lambda x: x,
-        graph: bool = False,
-    ) -> None:
-        batch, device = cache.data.shape[1], cache.data.device
-        if graph and not capturable(model, batch):
-            raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
-        self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
-        self.layers = []
-        for layer in model.model.layers:
-            assert isinstance(layer, DecoderLayer)
-            self.layers.append(LayerStep(layer, reduce))
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._captured: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""
-        self.tokens.copy_(tokens)
-        self.positions.copy_(positions)
-        if not self.graph:
-            return self.run()
-        if self._captured is None:
-            self.run()  # builds, scratch memory and communicators are made outside the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.run()
-            self._captured, self._logits = graph, logits  # both or, if the capture fails, neither
-        self._captured.replay()
-        assert self._logits is not None
-        return self._logits
-
-    def close(self) -> None:
-        """Give the graph up: NCCL ends a group only when no graph holds launches of it. Another call captures anew."""
-        if self._captured is not None:
-            self._captured.reset()
-        self._captured = self._logits = None
-
-    def run(self) -> Tensor:
-        """The step on `tokens` and `positions`, launch by launch."""
-        x, delta = self.model.model.embed_tokens(self.tokens), None
-        cos, sin = self.model.model.rotary(self.positions, x.dtype)
-        place = Place(self.positions, (self.positions + 1).to(torch.int32), cos, sin)
-        for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, place, self.cache.data[index])
-        assert delta is not None
-        return self.head(x, delta)
-
-    def head(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Logits of the last layer's x + delta [B, H]."""
-        norm, weight = self.model.model.norm, self.model.lm_head.weight
-        if supports_bf16_linear(x, weight):
-            return self.gather(fused_add_linear(x, delta, weight, None, norm.weight, norm.eps)[0])
-        _, normed = normed_sum(x, delta, norm)
-        return self.gather(F.linear(normed, weight))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.cuda.decode import DecodeStep
-from kimi_k2.generate import prefill
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.generate import prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 

@@ -9,11 +9,12 @@ import torch
 
 from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.checkpoint.synthetic import tiny_config
-from kimi_k2.cuda import generator as module
-from kimi_k2.cuda.decode import DecodeStep, capturable
-from kimi_k2.cuda.generator import Generator
+from kimi_k2.engine import generator as module
+from kimi_k2.engine.decode_step import DecodeStep, capturable
+from kimi_k2.engine.generate import decode_step, generate, prefill
+from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KernelError
-from kimi_k2.generate import SamplingParams, decode_step, generate, prefill
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel import ranks

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import dispatch
 from kimi_k2.model import attention, cache, linear, moe, norm, rope, router
+from kimi_k2.ops import registry
 from kimi_k2.quantization import fp8_block
 
 PLAIN = {
@@ -33,12 +33,12 @@ PLAIN = {
 @pytest.fixture(autouse=True)
 def _unpinned() -> Iterator[None]:
     yield
-    dispatch.pin("")
+    registry.pin("")
 
 
 def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -> None:
-    assert set(PLAIN) == set(dispatch.TABLE)
-    for operation, entries in dispatch.TABLE.items():
+    assert set(PLAIN) == set(registry.TABLE)
+    for operation, entries in registry.TABLE.items():
         wanted = list(inspect.signature(PLAIN[operation]).parameters)
         for entry in entries:
             module = importlib.import_module(entry.module)
@@ -47,7 +47,7 @@ def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -
 
 
 def test_the_order_is_the_tables() -> None:
-    assert {op: [entry.name for entry in entries] for op, entries in dispatch.TABLE.items()} == {
+    assert {op: [entry.name for entry in entries] for op, entries in registry.TABLE.items()} == {
         "apply_rotary_interleaved": ["triton"],
         "dequantize_fp8_block": ["triton"],
         "fp8_linear": ["triton_decode"],
@@ -61,26 +61,26 @@ def test_the_order_is_the_tables() -> None:
 
 
 def test_cpu_tensors_take_the_plain_function_and_explain_counts_it() -> None:
-    dispatch.pin("")
+    registry.pin("")
     x, weight = torch.randn(3, 256), torch.randn(128, 256).to(torch.float8_e4m3fn)
     scale = torch.rand(1, 2)
     wanted = F.linear(x.double(), weight.double() * scale.double().repeat_interleave(128, 1))
     out = linear.fp8_linear(x, weight, scale, (128, 128))
     assert (out - wanted).norm() / wanted.norm() < 1e-6
-    assert "fp8_linear: plain (1 calls); order triton_decode > plain" in dispatch.explain()
-    assert "route: not called" in dispatch.explain()
+    assert "fp8_linear: plain (1 calls); order triton_decode > plain" in registry.explain()
+    assert "route: not called" in registry.explain()
 
 
 @pytest.mark.parametrize("text", ["nonsense=plain", "route=marlin", "route"])
 def test_a_pin_that_the_table_lacks_is_refused(text: str) -> None:
     with pytest.raises(KernelError, match="expected"):
-        dispatch.pin(text)
+        registry.pin(text)
 
 
 def test_the_environment_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "route=plain,routed_experts=moe_fp8")
-    dispatch.pin()
-    assert dispatch._pins == {"route": "plain", "routed_experts": "moe_fp8"}
+    monkeypatch.setenv(registry.ENVIRONMENT, "route=plain,routed_experts=moe_fp8")
+    registry.pin()
+    assert registry._pins == {"route": "plain", "routed_experts": "moe_fp8"}
 
 
 def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,21 +90,21 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
         x = torch.empty(1, 7168, dtype=torch.bfloat16, device="cuda")
         weight = torch.empty(384, 7168, dtype=torch.bfloat16, device="cuda")
         bias = torch.empty(384, device="cuda")
-        chosen = dispatch.choose("route", x, weight, bias, 8)
+        chosen = registry.choose("route", x, weight, bias, 8)
         assert chosen is not None and chosen.name == "router"
-        assert dispatch.choose("route", x.double(), weight, bias, 8) is None
-        assert dispatch.choose("route", x, weight, bias, 8, n_group=2) is None
-        assert dispatch.choose("route", x.expand(65, -1), weight, bias, 8) == chosen
+        assert registry.choose("route", x.double(), weight, bias, 8) is None
+        assert registry.choose("route", x, weight, bias, 8, n_group=2) is None
+        assert registry.choose("route", x.expand(65, -1), weight, bias, 8) == chosen
         few = weight.narrow(0, 0, 16), bias.narrow(0, 0, 16)
-        assert dispatch.choose("route", x.expand(65, -1), *few, 8) is None
-        dispatch.pin("route=router")
+        assert registry.choose("route", x.expand(65, -1), *few, 8) is None
+        registry.pin("route=router")
         with pytest.raises(KernelError, match="pinned"):
-            dispatch.choose("route", x.double(), weight, bias, 8)
-        dispatch.pin("route=plain")
-        assert dispatch.choose("route", x, weight, bias, 8) is None
+            registry.choose("route", x.double(), weight, bias, 8)
+        registry.pin("route=plain")
+        assert registry.choose("route", x, weight, bias, 8) is None
 
 
-@pytest.mark.parametrize("entry", [entry.name for entry in dispatch.TABLE["routed_experts"]])
+@pytest.mark.parametrize("entry", [entry.name for entry in registry.TABLE["routed_experts"]])
 def test_every_expert_kernel_takes_what_the_plain_gate_returns(entry: str) -> None:
     """The plain gate's results are cuts of wider tensors, and float64 for float64 logits."""
     scores = torch.randn(70, 16, dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_every_expert_kernel_takes_what_the_plain_gate_returns(entry: str) -> No
         codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
         return {"": codes, "_scale_inv": torch.empty(count, rows // 128, columns // 128)}
 
-    module = importlib.import_module(next(e.module for e in dispatch.TABLE["routed_experts"] if e.name == entry))
+    module = importlib.import_module(next(e.module for e in registry.TABLE["routed_experts"] if e.name == entry))
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = entry == "moe_w4a16"
         held = {f"gate_up_proj{k}": v for k, v in stored(2 * inter, hidden, packed).items()}

@@ -2,121 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError, GenerationError
+from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
-# <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
-IM_END = 163586
 # Tokens int64 [B] at positions int64 [B] to logits [B, vocab_size].
 Decode = Callable[[Tensor, Tensor], Tensor]
-REAL_VOCAB_SIZE = 163840
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens; names and meanings as in vLLM and Hugging Face.
-
-    Attributes:
-        max_new_tokens: tokens to generate at most, a sequence.
-        temperature: 0 is greedy.
-        top_p: keep the smallest set of tokens whose probability reaches this.
-        top_k: keep this many tokens; 0 keeps all.
-        seed: of the random choice; sequence i of a batch uses its own generator, seeded seed + i.
-        eos_token_ids: tokens that end a sequence; they are returned as its last token.
-        ignore_eos: generate max_new_tokens in any case (for benchmarks).
-
-    Raises:
-        GenerationError: a value is out of range.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    eos_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, valid, expected in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number, at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
-        ):
-            if not valid:
-                raise GenerationError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-
-
-def load_eos_token_ids(directory: str | Path, config: KimiK2Config) -> frozenset[int]:
-    """Tokens that end generation: from generation_config.json, else config.json, and <|im_end|> in any case.
-
-    Raises:
-        ConfigError: generation_config.json is not JSON or its `eos_token_id` is no token id.
-    """
-    path = Path(directory) / "generation_config.json"
-    eos: object = config.eos_token_id
-    if path.is_file():
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"not valid JSON: {error}", file=path) from None
-        if not isinstance(raw, dict):
-            raise ConfigError("expected a JSON object", file=path)
-        eos = raw.get("eos_token_id", eos)
-    listed = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
-    ids: list[int] = []
-    for token in listed:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
-            raise ConfigError(
-                f"expected token ids below {config.vocab_size}, got {token!r}", field="eos_token_id", file=path
-            )
-        ids.append(token)
-    if config.vocab_size == REAL_VOCAB_SIZE:
-        ids.append(IM_END)
-    return frozenset(ids)
-
-
-class Sampler:
-    """Chooses the next token of each sequence, reproducibly whatever else is in the batch."""
-
-    def __init__(self, params: SamplingParams, batch: int) -> None:
-        self.params = params
-        self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(batch)]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [B, vocab_size] to token ids int64 [B]."""
-        if self.params.temperature == 0:
-            return logits.argmax(dim=-1)
-        probabilities = self._probabilities(logits.float().cpu())
-        rows = zip(probabilities, self.generators, strict=True)
-        drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
-        return torch.cat(drawn).to(logits.device)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        logits = logits / self.params.temperature
-        if self.params.top_k and self.params.top_k < logits.shape[-1]:
-            threshold = logits.topk(self.params.top_k, dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < threshold, float("-inf"))
-        probabilities = logits.softmax(dim=-1)
-        if self.params.top_p < 1:
-            ordered, order = probabilities.sort(dim=-1, descending=True)
-            # A token stays if the mass before it is still below top_p, so the first one always stays.
-            ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= self.params.top_p, 0)
-            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
-        return probabilities
 
 
 def prompt_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 
-from kimi_k2.cuda.decode import DecodeStep, Reduce, capturable
-from kimi_k2.generate import Decode, SamplingParams, Step, decode_step, slots_needed, stream
+from kimi_k2.engine.decode_step import DecodeStep, capturable
+from kimi_k2.engine.generate import Decode, Step, decode_step, slots_needed, stream
+from kimi_k2.engine.layer_step import Reduce
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 

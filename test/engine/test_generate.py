@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.generate import generate, prefill, stream
+from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import ConfigError, GenerationError
-from kimi_k2.generate import Sampler, SamplingParams, generate, load_eos_token_ids, prefill, stream
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.tokenization.eos import load_eos_token_ids
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,108 @@
+"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k2.engine.layer_step import LayerStep, Place, Reduce, normed_sum
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.fused_linear import fused_add_linear, supports_bf16_linear
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.moe import MoE
+from kimi_k2.ops import registry
+
+
+def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
+    """Whether a graph can hold a step of `batch` tokens: on a GPU, with experts that a kernel takes.
+
+    The plain function for experts reads the routing back, which would end the process in the middle of a capture.
+    """
+    device = model.lm_head.weight.device
+    if device.type != "cuda":
+        return False
+    x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
+    chosen = batch, model.config.num_experts_per_tok
+    routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
+    moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
+    return moe is None or registry.choose("routed_experts", x, moe.experts, *routing) is not None
+
+
+class DecodeStep:
+    """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
+
+    Args:
+        model: whole, or a rank's part from `parallel.parallelize`.
+        cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
+        reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
+        graph: capture.
+
+    Raises:
+        KernelError: `graph`, but the step is not `capturable`.
+    """
+
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        cache: LatentCache,
+        *,
+        reduce: Reduce = lambda x: x,
+        gather: Reduce = lambda x: x,
+        graph: bool = False,
+    ) -> None:
+        batch, device = cache.data.shape[1], cache.data.device
+        if graph and not capturable(model, batch):
+            raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
+        self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
+        self.layers = []
+        for layer in model.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            self.layers.append(LayerStep(layer, reduce))
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._captured: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        if not self.graph:
+            return self.run()
+        if self._captured is None:
+            self.run()  # builds, scratch memory and communicators are made outside the capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.run()
+            self._captured, self._logits = graph, logits  # both or, if the capture fails, neither
+        self._captured.replay()
+        assert self._logits is not None
+        return self._logits
+
+    def close(self) -> None:
+        """Give the graph up: NCCL ends a group only when no graph holds launches of it. Another call captures anew."""
+        if self._captured is not None:
+            self._captured.reset()
+        self._captured = self._logits = None
+
+    def run(self) -> Tensor:
+        """The step on `tokens` and `positions`, launch by launch."""
+        x, delta = self.model.model.embed_tokens(self.tokens), None
+        cos, sin = self.model.model.rotary(self.positions, x.dtype)
+        place = Place(self.positions, (self.positions + 1).to(torch.int32), cos, sin)
+        for index, layer in enumerate(self.layers):
+            x, delta = layer(x, delta, place, self.cache.data[index])
+        assert delta is not None
+        return self.head(x, delta)
+
+    def head(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Logits of the last layer's x + delta [B, H]."""
+        norm, weight = self.model.model.norm, self.model.lm_head.weight
+        if supports_bf16_linear(x, weight):
+            return self.gather(fused_add_linear(x, delta, weight, None, norm.weight, norm.eps)[0])
+        _, normed = normed_sum(x, delta, norm)
+        return self.gather(F.linear(normed, weight))

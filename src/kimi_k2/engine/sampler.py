@@ -1,0 +1,76 @@
+"""How the next token is chosen from logits: greedy, or drawn with temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import GenerationError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens; names and meanings as in vLLM and Hugging Face.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, a sequence.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens whose probability reaches this.
+        top_k: keep this many tokens; 0 keeps all.
+        seed: of the random choice; sequence i of a batch uses its own generator, seeded seed + i.
+        eos_token_ids: tokens that end a sequence; they are returned as its last token.
+        ignore_eos: generate max_new_tokens in any case (for benchmarks).
+
+    Raises:
+        GenerationError: a value is out of range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, valid, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "a finite number, at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+        ):
+            if not valid:
+                raise GenerationError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+class Sampler:
+    """Chooses the next token of each sequence, reproducibly whatever else is in the batch."""
+
+    def __init__(self, params: SamplingParams, batch: int) -> None:
+        self.params = params
+        self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(batch)]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [B, vocab_size] to token ids int64 [B]."""
+        if self.params.temperature == 0:
+            return logits.argmax(dim=-1)
+        probabilities = self._probabilities(logits.float().cpu())
+        rows = zip(probabilities, self.generators, strict=True)
+        drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
+        return torch.cat(drawn).to(logits.device)
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        logits = logits / self.params.temperature
+        if self.params.top_k and self.params.top_k < logits.shape[-1]:
+            threshold = logits.topk(self.params.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, float("-inf"))
+        probabilities = logits.softmax(dim=-1)
+        if self.params.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            # A token stays if the mass before it is still below top_p, so the first one always stays.
+            ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= self.params.top_p, 0)
+            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+        return probabilities
