@@ -18,11 +18,11 @@ def decode(monkeypatch):
     def product(x, weight, logits, gate):
         made.append(("product with gate" if gate is not None else "product", logits is scratch))
 
-    def run(tokens, launches=0, experts=384, multiprocessors=132, capturing=False):
+    def run(tokens, launches=0, experts=384, multiprocessors=132):
         made.clear()
         for module in (fused_gate, router_gemm):
             monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", multiprocessors))
-        monkeypatch.setattr(router_gemm, "absent_logits", lambda _: None if capturing else scratch)
+        monkeypatch.setattr(router_gemm, "absent_logits", lambda _: scratch)
         monkeypatch.setattr(router_gemm, "launch_router", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))
         x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(experts, 512, dtype=torch.bfloat16)
@@ -53,9 +53,3 @@ def test_blocks_that_could_not_wait_for_each_other_take_two(decode):
     assert decode(1, experts=32, multiprocessors=60) == ONE
     with pytest.raises(KernelError, match="whole GPU"):
         decode(1, launches=1, multiprocessors=60)
-
-
-def test_a_first_call_inside_a_capture_takes_two(decode):
-    assert decode(1, capturing=True) == TWO
-    with pytest.raises(KernelError, match="capture"):
-        decode(1, launches=1, capturing=True)

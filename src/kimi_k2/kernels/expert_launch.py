@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.workspace import MAX_BYTES
 
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
 _Structure = TypeVar("_Structure", bound=ctypes.Structure)
@@ -36,29 +36,32 @@ def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert
         expect("expert_map", expert_map, x.device, tuple(expert_map.shape[:1]), torch.int32)
 
 
-def zeros(sizes: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> dict[str, Tensor]:
-    """Scratch buffers by name from (elements, dtype)."""
-    return {name: torch.zeros(max(count, 4), dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
+def token_ranges(tokens: int, needs: Callable[[int], int]) -> list[tuple[int, int]]:
+    """The tokens in as few parts, of about the same size, as keep each one's scratch memory within its bound.
 
-
-@functools.cache
-def intermediate(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
-    """What the first launch of a pair hands to the second, kept.
-
-    Launches of one size share it: they must be ordered on one stream, as a model's layers are.
+    Args:
+        needs: bytes of scratch memory for so many tokens.
     """
-    return torch.empty(count, dtype=dtype, device=device)
+    parts = 1
+    while needs(-(-tokens // parts)) > MAX_BYTES and parts < tokens:
+        parts += 1
+    size = -(-tokens // parts)
+    return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
 
 
 def fill(
     structure: type[_Structure],
-    tensors: Mapping[str, Tensor | None],
+    tensors: Mapping[str, Tensor | int | None],
     shape: Shape,
     topk_indices: Tensor,
     expert_map: Tensor | None,
 ) -> _Structure:
     """The structure with pointers by field name (None stays null) and the fields that every expert kernel has."""
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+    pointers = {
+        name: given if isinstance(given, int) else given.data_ptr()
+        for name, given in tensors.items()
+        if given is not None
+    }
     tokens, top_k, experts, hidden, inter = shape
     return structure(
         **pointers,

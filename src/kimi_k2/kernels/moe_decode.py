@@ -3,7 +3,7 @@
 Replaces `kimi_k2.model.moe.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
 hardly any expert is chosen twice: every token-expert pair is a product of its own, bound by reading the weights once.
 Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
-csrc/decode_experts.cu says how its two launches work. Capture-safe: scratch is allocated once a shape and kept.
+csrc/decode_experts.cu says how its two launches work. Capture-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import find_nvcc, load_library
-from kimi_k2.kernels.expert_launch import call, fill, intermediate
+from kimi_k2.kernels.expert_launch import call, fill
 from kimi_k2.kernels.hardware import is_hopper
 from kimi_k2.kernels.moe_fp8 import BLOCK, check_arguments
 from kimi_k2.kernels.operation import kernel_operation
@@ -148,8 +148,8 @@ def moe_decode(
     if tokens == 0:
         return out
     slots = top_k + (shared_gate_up is not None)
-    scratch = intermediate(x.device, tokens * slots * inter, torch.float32)
-    given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, scratch, out)
+    intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
+    given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
     arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
     call(load_library("decode_experts.cu").kimi_experts_decode, arguments, "moe_decode", x.device)
     return out

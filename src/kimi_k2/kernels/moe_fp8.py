@@ -2,7 +2,7 @@
 
 Weights are e4m3 with one float32 scale a 128x128 block; activations are quantized to e4m3 by groups of 128 values of a
 token (scale = amax / 448), before each of the two matrix products; sums are float32. csrc/moe_fp8.cu says how the
-launch works. Capture-safe: scratch memory is allocated once a shape and device and kept.
+launch works. Capture-safe: see workspace.py for its scratch memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.build import load_library
-from kimi_k2.kernels.expert_launch import Shape, call, expect, expect_routing, fill, zeros
+from kimi_k2.kernels.expert_launch import Shape, call, expect, expect_routing, fill, token_ranges
 from kimi_k2.kernels.hardware import hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 from kimi_k2.kernels.operation import kernel_operation
+from kimi_k2.kernels.workspace import Layout, lay_out, scratch
 
 BLOCK = 128
 SLAB = 256
@@ -136,16 +137,16 @@ def workspace_sizes(
     }
 
 
-@functools.cache
-def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
-    # Counters wrap back to zero by themselves and flags carry the launch's number, so zeros are written only here.
-    # Launches of one shape share it: they must be ordered on one stream, as a model's layers are.
-    return zeros(workspace_sizes(*shape, choice), device)
+@functools.lru_cache(maxsize=1024)
+def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice) -> Layout:
+    # Where tokens are summed as they finish, their counters wrap back to zero; those of slabs are cleared beforehand.
+    counters = frozenset({"count1", "count2"} if choice.fused else {"count1"})
+    return lay_out(workspace_sizes(tokens, top_k, experts, hidden, inter, choice), counters)
 
 
 def queue_arguments(
     structure: type[_Structure],
-    tensors: Mapping[str, Tensor | None],
+    tensors: Mapping[str, Tensor | int | None],
     shape: Shape,
     routing: tuple[Tensor, Tensor, Tensor | None],
     chosen: ExpertChoice,
@@ -204,23 +205,22 @@ def moe_fp8(
     if tokens == 0:
         return out
     name, multiprocessors = hopper(x.device.index, "moe_fp8")
-    if choice is None:
-        chosen = choose(tokens, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
-    else:
-        chosen = ExpertChoice(bool(choice[0]), *choice[1:])
-    chosen.check(tokens, top_k, hidden, inter)
-    tensors = {
-        **_workspace(x.device, shape, chosen),
-        "x": x,
-        "out": out,
-        "w13": gate_up_proj,
-        "s13": gate_up_proj_scale_inv,
-        "w2": down_proj,
-        "s2": down_proj_scale_inv,
-    }
-    routing = topk_indices, topk_weights, expert_map
-    arguments = queue_arguments(_Arguments, tensors, shape, routing, chosen, multiprocessors)
-    call(load_library("moe_fp8_launch.cu").kimi_moe_fp8, arguments, "moe_fp8", x.device)
+    weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
+
+    def chosen_for(count: int) -> ExpertChoice:
+        if choice is not None:
+            return ExpertChoice(bool(choice[0]), *choice[1:])
+        return choose(count, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
+
+    chosen_for(tokens).check(tokens, top_k, hidden, inter)
+    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
+        chosen = chosen_for(end - begin)
+        part = end - begin, *shape[1:]
+        memory = scratch(_layout(*part, chosen), x.device)
+        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
+        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
+        arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        call(load_library("moe_fp8_launch.cu").kimi_moe_fp8, arguments, "moe_fp8", x.device)
     return out
 
 

@@ -7,7 +7,7 @@ the sum of two e4m3 codes, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sum
 bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
 order by `prepare_w4a16`. csrc/w4a16.cu says how the launch works; up to `DECODE_TOKENS` tokens csrc/w4a16_decode.cu
 takes one token-expert pair at a time.
-Capture-safe: scratch memory is allocated once a shape and device and kept.
+Capture-safe: see workspace.py for its scratch memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_decode, moe_fp8
 from kimi_k2.kernels.build import load_library
-from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, intermediate, zeros
+from kimi_k2.kernels.expert_launch import call, expect, expect_routing, fill, token_ranges
 from kimi_k2.kernels.hardware import hopper, is_hopper
 from kimi_k2.kernels.moe_tuning import ExpertChoice, choose
 from kimi_k2.kernels.moe_w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
 from kimi_k2.kernels.operation import kernel_operation
+from kimi_k2.kernels.workspace import Layout, lay_out, scratch
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
 TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
@@ -162,10 +163,11 @@ def workspace_sizes(
     return sizes | unused | made
 
 
-@functools.cache
-def _workspace(device: torch.device, shape: tuple[int, int, int, int, int], choice: ExpertChoice) -> dict[str, Tensor]:
-    # As for the FP8 experts: zeros are written once, and launches of one shape must be ordered on one stream.
-    return zeros(workspace_sizes(*shape, choice), device)
+@functools.lru_cache(maxsize=1024)
+def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice) -> Layout:
+    # Every launch leaves its counters, the sort's (`xq`) among them, at zero.
+    counters = frozenset({"xq", "count1", "count2"})
+    return lay_out(workspace_sizes(tokens, top_k, experts, hidden, inter, choice), counters)
 
 
 def check_choice(choice: ExpertChoice) -> None:
@@ -231,34 +233,33 @@ def moe_w4a16(
         return out
     name, multiprocessors = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
+    held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     if choice is None and takes_decode(tokens, top_k, hidden, inter, w2_bf16):
-        scratch = intermediate(x.device, tokens * top_k * inter, torch.bfloat16)
-        weights = (gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale)
-        given = (x, topk_indices, topk_weights, expert_map, *weights, scratch, out)
+        intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
+        given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
         pairs = dict(zip(DECODE_POINTERS, given, strict=True))
         arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
         call(load_library("w4a16_decode.cu").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
         return out
-    if choice is None:
-        dtype = TUNING_DTYPES[w2_bf16]
-        chosen = choose(tokens, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
-    else:
-        chosen = ExpertChoice(bool(choice[0]), *choice[1:])
-    chosen.check(tokens, top_k, hidden, inter)
-    check_choice(chosen)
-    tensors = {
-        **_workspace(x.device, shape, chosen),
-        "x": x,
-        "out": out,
-        "w13": gate_up_proj_packed,
-        "s13": gate_up_proj_scale,
-        "w2": down_proj_packed,
-        "s2": down_proj_scale,
-    }
-    routing = topk_indices, topk_weights, expert_map
-    launch = moe_fp8.queue_arguments(_Arguments, tensors, shape, routing, chosen, multiprocessors)
-    launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
-    call(load_library("w4a16_launch.cu").kimi_w4a16, launch, "moe_w4a16", x.device)
+    weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
+    dtype = TUNING_DTYPES[w2_bf16]
+
+    def chosen_for(count: int) -> ExpertChoice:
+        if choice is not None:
+            return ExpertChoice(bool(choice[0]), *choice[1:])
+        return choose(count, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
+
+    chosen_for(tokens).check(tokens, top_k, hidden, inter)
+    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
+        chosen = chosen_for(end - begin)
+        check_choice(chosen)
+        part = end - begin, *shape[1:]
+        memory = scratch(_layout(*part, chosen), x.device)
+        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
+        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
+        launch = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
+        call(load_library("w4a16_launch.cu").kimi_w4a16, launch, "moe_w4a16", x.device)
     return out
 
 

@@ -28,6 +28,7 @@ from kimi_k2.kernels.fused_gate import (
 )
 from kimi_k2.kernels.hardware import hopper, is_hopper
 from kimi_k2.kernels.operation import kernel_operation
+from kimi_k2.kernels.workspace import marked
 
 MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
@@ -75,20 +76,12 @@ def check_product(x: Tensor, weight: Tensor) -> None:
         raise KernelError(f"hidden {x.shape[1]} must be a multiple of 256, experts {weight.shape[0]} of 32")
 
 
-_absent: dict[torch.device, Tensor] = {}
+def absent_logits(device: torch.device) -> Tensor:
+    """Scratch of the one launch on the current stream, every value marked as not yet written, as each launch leaves it.
 
-
-def absent_logits(device: torch.device) -> Tensor | None:
-    """Scratch of the one launch, every value marked as not yet written, as each launch leaves it.
-
-    Launches share it: they must be ordered on one stream, as a model's layers are. None if it would have to be made
-    inside a graph's capture, where the marks would only be written at replay.
+    In a graph's capture the marks are written anew at the beginning of every replay.
     """
-    if device not in _absent and not torch.cuda.is_current_stream_capturing():
-        marks = torch.full((MAX_TOKENS, MAX_FUSED_EXPERTS), -1, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # before a launch on any other stream
-        _absent[device] = marks.view(torch.float32)
-    return _absent.get(device)
+    return marked(MAX_TOKENS * MAX_FUSED_EXPERTS, device).view(torch.float32)
 
 
 def all_resident(experts: int, multiprocessors: int) -> bool:
@@ -197,9 +190,7 @@ def router_decode(
         if scratch is not None:
             launch_router(x, weight, scratch, gate)
         elif launches == 1:
-            raise KernelError(
-                "router_decode in one launch needs a whole GPU, and a first call outside a graph's capture"
-            )
+            raise KernelError("router_decode in one launch needs a whole GPU")
         else:
             logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
             launch_router(x, weight, logits, None)

@@ -1,0 +1,165 @@
+"""Scratch memory on a GPU: concurrent streams and graphs are right, memory stays bounded.
+
+Needs a Hopper GPU and nvcc.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels import workspace
+from kimi_k2.kernels.bench.moe import random_experts, random_routing
+from kimi_k2.kernels.moe_fp8 import moe_fp8
+from kimi_k2.kernels.moe_w4a16 import moe_w4a16
+from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
+from kimi_k2.kernels.router_gemm import router_decode
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+EXPERTS, INTER, HIDDEN, TOP_K = 64, 256, 1024, 8
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+@pytest.fixture(scope="module")
+def fp8() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return random_experts(EXPERTS, INTER, HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def int4() -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    words = [
+        torch.randint(-(2**31), 2**31, (EXPERTS, rows, columns // 8), dtype=torch.int32, device="cuda")
+        for rows, columns in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
+    ]
+    scales = [
+        (torch.rand(EXPERTS, rows, columns // 32, device="cuda") * 0.01).bfloat16()
+        for rows, columns in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
+    ]
+    prepared = prepare_w4a16(words[0], scales[0], words[1], scales[1], in_place=True)
+    return tuple(t for t in prepared if t is not None)
+
+
+def operation(kind: str, tokens: int, weights: tuple[Tensor, ...], seed: int) -> Call:
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    if kind == "router":
+        weight, bias = torch.randn(384, HIDDEN, device="cuda").bfloat16(), torch.randn(384, device="cuda")
+        return lambda: tuple(router_decode(x, weight, bias, TOP_K))
+    routing = random_routing(tokens, TOP_K, EXPERTS)
+    run = moe_fp8 if kind == "fp8" else moe_w4a16
+    return lambda: (run(x, *weights, *routing),)
+
+
+CASES = [("fp8", 64), ("fp8", 512), ("fp8", 4096), ("int4", 64), ("int4", 1024), ("router", 8)]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_streams_at_the_same_shape(
+    request: pytest.FixtureRequest, kind: str, tokens: int, count: int, repeats: int = 50
+) -> None:
+    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
+    calls = [operation(kind, tokens, weights, seed) for seed in range(count)]
+    wanted = [call() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for stream, call, results in zip(streams, calls, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    for results, right in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for result in results for a, b in zip(result, right, strict=True))
+
+
+def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+        for _ in range(3):
+            result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_graphs_of_one_capture_stream_replayed_at_once(
+    request: pytest.FixtureRequest, kind: str, tokens: int, repeats: int = 50
+) -> None:
+    """And a third launch by launch beside them, at more tokens: its memory grows while the graphs hold theirs."""
+    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
+    calls = [operation(kind, tokens, weights, seed) for seed in range(2)]
+    wanted = [call() for call in calls]
+    torch.cuda.synchronize()
+    graphs = [captured(call) for call in calls]
+    beside = operation(kind, 16 if kind == "router" else tokens + 8, weights, 9)
+    also = beside()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(repeats):
+        for stream, action in zip(streams, (graphs[0][0].replay, graphs[1][0].replay, beside), strict=True):
+            with torch.cuda.stream(stream):
+                again = action()
+    torch.cuda.synchronize()
+    for (_, result), right in zip(graphs, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(result, right, strict=True))
+    assert again is not None and all(torch.equal(a, b) for a, b in zip(again, also, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_a_capture_without_a_call_before_it(request: pytest.FixtureRequest, kind: str, tokens: int) -> None:
+    """The graph clears its own control words; releasing the others does not touch them."""
+    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
+    call = operation(kind, tokens, weights, 3)
+    wanted = call()
+    torch.cuda.synchronize()
+    workspace.release()
+    graph, result = captured(call)
+    workspace.release()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_memory_over_random_lengths(request: pytest.FixtureRequest, kind: str) -> None:
+    weights = request.getfixturevalue(kind)
+    draw = random.Random(4)
+    lengths = [draw.randrange(1, 8192) for _ in range(300)]
+    operation(kind, 8192, weights, 0)()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), []
+    for length in lengths:
+        operation(kind, length, weights, length)()
+        reserved.append(torch.cuda.memory_reserved())
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before, "nothing is kept for a length"
+    assert max(reserved[150:]) <= 1.25 * max(reserved[:150]), "and what the allocator holds does not grow"
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [*CASES[:-1], ("fp8", 8), ("fp8", 2100), ("int4", 8), ("int4", 33)])
+def test_nothing_is_read_before_it_is_written(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int
+) -> None:
+    weights = request.getfixturevalue(kind)
+    call = operation(kind, tokens, weights, 5)
+    wanted = call()[0]
+    lay = workspace.scratch
+
+    def poisoned(layout: workspace.Layout, device: torch.device) -> workspace.Scratch:
+        memory = lay(layout, device)
+        memory.owners[0].fill_(255)
+        return memory
+
+    monkeypatch.setattr("kimi_k2.kernels.moe_fp8.scratch", poisoned)
+    monkeypatch.setattr("kimi_k2.kernels.moe_w4a16.scratch", poisoned)
+    assert torch.equal(call()[0], wanted)
