@@ -8,7 +8,7 @@ import torch
 import typer
 
 from kimi_k2.bench.context import measure, report
-from kimi_k2.cli import load_model, run
+from kimi_k2.cli.loading import load_model
 
 
 def main(
@@ -23,4 +23,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    typer.run(main)

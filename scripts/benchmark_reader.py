@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from kimi_k2.bench.reader import measure, report
-from kimi_k2.cli import run
 
 
 def main(
@@ -19,4 +18,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    typer.run(main)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Write a synthetic Kimi-K2 checkpoint; the same as `kimi-k2 make-checkpoint`."""
+"""`kimi-k2 make-checkpoint` as a script."""
 
-from kimi_k2.cli import make_checkpoint, run
+from kimi_k2.cli import main
 
 if __name__ == "__main__":
-    run(make_checkpoint)
+    main("make-checkpoint")

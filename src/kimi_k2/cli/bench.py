@@ -1,0 +1,158 @@
+"""`kimi-k2 bench`."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kimi_k2.cli.options import KeepQuantized, Ranks, Seed
+
+if TYPE_CHECKING:
+    from kimi_k2.bench.backend import Backend
+    from kimi_k2.bench.sweep import Settings
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or `tiny` for a synthetic one.")] = "tiny",
+    backend: Annotated[Literal["cpu", "cuda", "neuron"], typer.Option(help="Where to run.")] = "cpu",
+    out: Annotated[
+        Path, typer.Option(help="Directory for sweep.json, tables, plots and report.html.", file_okay=False)
+    ] = Path("bench"),
+    output_lengths: Annotated[str, typer.Option(help="Tokens to generate, comma-separated.")] = "16,32,64,128,256,512",
+    prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")] = "128",
+    batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
+    runs: Annotated[int, typer.Option(help="Timed runs of each cell.")] = 5,
+    warmup: Annotated[int, typer.Option(help="Untimed runs before them.")] = 1,
+    seed: Seed = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Compute dtype (cpu, cuda).")] = "float32",
+    keep_quantized: KeepQuantized = False,
+    ranks: Ranks = None,
+    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp32-ep2",
+    compiled: Annotated[Path | None, typer.Option(help="What scripts/compile.py wrote (neuron).")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
+    check_stopwatch: Annotated[
+        bool, typer.Option("--check-stopwatch", help="Compare TPOT with an independent watch and stop (cpu, cuda).")
+    ] = False,
+    compare_files: Annotated[
+        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
+    ] = None,
+    drift: Annotated[
+        float, typer.Option(help="With --compare: percent by which two sweeps of the same code may differ.")
+    ] = 3.0,
+) -> None:
+    """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
+    if compare_files is not None:
+        _print_comparison(*compare_files, drift / 100)
+        return
+    if ranks is not None and (backend == "neuron" or check_stopwatch):
+        raise typer.BadParameter("--ranks goes with neither the neuron backend nor --check-stopwatch")
+
+    import torch
+
+    from kimi_k2.bench.backend import NeuronBackend, TorchBackend
+    from kimi_k2.bench.errors import SweepError
+    from kimi_k2.bench.ranks import RanksBackend
+    from kimi_k2.bench.render import markdown, write_reports
+    from kimi_k2.bench.sweep import Settings, run_sweep
+    from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
+    from kimi_k2.neuron.preset import NeuronPreset
+
+    settings = Settings(
+        model="tiny" if model == "tiny" else Path(model).name,
+        backend=backend,
+        output_lengths=_numbers("output_lengths", output_lengths),
+        prompt_lengths=_numbers("prompt_lengths", prompt_lengths),
+        batch_sizes=_numbers("batch_sizes", batch_sizes),
+        runs=runs,
+        warmup=warmup,
+        seed=seed,
+    )
+    compute = getattr(torch, dtype)
+    with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch, ExitStack() as stack:
+        directory = Path(scratch) if model == "tiny" else Path(model)
+        if model == "tiny":
+            write_synthetic_checkpoint(directory, tiny_config())
+        used: Backend
+        if backend == "neuron":
+            used = NeuronBackend(directory, NeuronPreset.load(preset), compiled or directory)
+        elif ranks is not None:
+            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute))
+        else:
+            used = TorchBackend.load(directory, backend, compute, keep_quantized)
+        if check_stopwatch:
+            _print_stopwatch(settings, used)
+            return
+        if isinstance(used, RanksBackend) and used.part.number > 0:
+            used.follow()
+            return
+        results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+    written = write_reports(results, out, published)
+    typer.echo(markdown(results, published))
+    typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
+    if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
+        raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
+
+
+def _numbers(field: str, text: str) -> tuple[int, ...]:
+    from kimi_k2.bench.errors import SweepError
+
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise SweepError(f"{field}: expected numbers with commas between, got {text!r}") from None
+
+
+def _print_stopwatch(settings: Settings, backend: Backend) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kimi_k2.bench.backend import TorchBackend
+    from kimi_k2.bench.errors import SweepError
+    from kimi_k2.bench.stopwatch import check_tpot
+    from kimi_k2.bench.sweep import draw_prompts
+
+    if not isinstance(backend, TorchBackend):
+        raise SweepError("--check-stopwatch needs the cpu or cuda backend")
+    table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference", "bare loop, ms")
+    for cell in settings.cells():
+        prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])
+        taken = check_tpot(backend, prompts, cell["output_length"])
+        milliseconds = [f"{taken[name] * 1e3:.4f}" for name in ("sweep", "stopwatch", "bare")]
+        difference = f"{(taken['sweep'] / taken['stopwatch'] - 1) * 100:+.2f} %"
+        shape = (str(cell[name]) for name in ("prompt_length", "batch_size", "output_length"))
+        table.add_row(*shape, *milliseconds[:2], difference, milliseconds[2])
+    Console().print(table)
+
+
+def _print_comparison(first: Path, second: Path, drift: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kimi_k2.bench.compare import compare, differing, overall
+    from kimi_k2.bench.results import load_results
+
+    a, b = load_results(first), load_results(second)
+    ratios = compare(a, b, drift)
+    table = Table(
+        "prompt",
+        "batch",
+        "output",
+        "metric",
+        "B / A",
+        "over runs",
+        "B is",
+        title=f"B against A (noise: overlapping runs, or less than {100 * drift:g} %)",
+    )
+    for one in ratios:
+        shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
+        table.add_row(*shape, one.metric, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", one.verdict)
+    console = Console()
+    console.print(table)
+    means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())
+    console.print(f"geometric means of B / A: {means}", highlight=False)
+    for line in differing(a, b):
+        console.print(f"differs: {line}", highlight=False, soft_wrap=True)

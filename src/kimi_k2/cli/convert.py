@@ -1,0 +1,86 @@
+"""`kimi-k2 convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kimi_k2.cli.options import ExpertsOption, TargetOption
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.sharding.errors import ConversionError
+    from kimi_k2.sharding.plan import Layout
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Checkpoint directory; with --dry-run a published name will do.")],
+    output: Annotated[Path | None, typer.Argument(help="Directory to write.", file_okay=False)] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that share one expert.")] = 64,
+    ep: Annotated[int, typer.Option(help="Groups that the experts are divided among; ranks = tp x ep.")] = 1,
+    target: TargetOption = "neuron",
+    experts: ExpertsOption = None,
+    spmd_rank: Annotated[
+        bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")
+    ] = None,
+    report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
+    ] = False,
+    only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
+    rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 190.0,
+) -> None:
+    """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
+    from kimi_k2.cli.sharding import make_layout
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.progress import ByteProgress
+    from kimi_k2.sharding.dry_run import dry_run
+    from kimi_k2.sharding.presharder import Presharder
+
+    layout = make_layout(tp, ep, target, experts, spmd_rank)
+    if only_sizes:
+        _print_dry_run(KimiK2Config.load(source), layout, rate)
+        return
+    if output is None:
+        raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
+    total = dry_run(KimiK2Config.load(source), layout).input_bytes
+    with ByteProgress("converting", total) as bar:
+        job = Presharder(
+            source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
+            on_bytes=bar.advance, on_layer=_print_error,
+        )  # fmt: skip
+        manifest = job.run()
+    if manifest["errors"]["total"]["values"]:
+        typer.echo("all layers: " + _describe(manifest["errors"]["total"]))
+    typer.echo(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
+
+
+def _describe(error: dict[str, float]) -> str:
+    return (
+        f"relative L2 {error['relative_l2']:.2e}, max {error['max_error']:.2e},"
+        f" {error['changed']:,} of {error['values']:,} values changed"
+    )
+
+
+def _print_error(layer: int, error: ConversionError | None) -> None:
+    if error is not None:
+        typer.echo(f"layer {layer}: {_describe(error.as_dict())}")
+
+
+def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
+    from kimi_k2.sharding.dry_run import dry_run
+
+    plan = dry_run(config, layout)
+    hours = plan.seconds(rate * 1e6) / 3600
+    for label, value in (
+        ("input", f"{plan.input_bytes:,} bytes"),
+        (
+            "output",
+            f"{plan.output_bytes:,} bytes: {plan.ranks} files of {plan.rank_bytes:,}, {plan.tensors} tensors each",
+        ),
+        ("peak memory", f"{plan.peak_memory / 1e9:.1f} GB (estimate)"),
+        ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input"),
+    ):
+        typer.echo(f"{label:12} {value}")

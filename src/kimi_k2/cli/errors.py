@@ -1,0 +1,50 @@
+"""The one place where an exception becomes what the user sees: a line on standard error and an exit status."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from kimi_k2.errors import KimiK2Error
+
+EXPECTED, BUG = 1, 70  # 70 is EX_SOFTWARE of sysexits.h
+
+
+@contextmanager
+def errors_handled() -> Iterator[None]:
+    """Leave the process with one line for an expected error, and with a file for a bug.
+
+    Exit status 1 for a `KimiK2Error`, an error of the file system and missing memory; 70 for anything else, whose
+    traceback goes to a file that the message names. typer itself ends usage errors with 2 and an interrupt with 130.
+    """
+    try:
+        yield
+    except KimiK2Error as error:
+        _leave(str(error))
+    except OSError as error:
+        if error.strerror is None:
+            _report(error)
+        names = (str(name) for name in (error.filename, error.filename2) if name is not None)
+        _leave(": ".join((*names, error.strerror or "")))
+    except MemoryError as error:
+        _leave(f"out of memory: {error}" if str(error) else "out of memory")
+    except Exception as error:
+        _report(error)
+
+
+def _leave(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(EXPECTED)
+
+
+def _report(error: Exception) -> None:
+    with tempfile.NamedTemporaryFile("w", prefix="kimi-k2-bug-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write(f"{sys.argv}\n")
+        traceback.print_exception(error, file=file)
+    typer.echo(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; the traceback is in {file.name}", err=True)
+    sys.exit(BUG)

@@ -1,0 +1,60 @@
+"""`kimi-k2 make-checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kimi_k2.cli.options import DEFAULT_PRESET, Preset, Seed
+
+
+def make_checkpoint(
+    out: Annotated[Path, typer.Argument(help="Directory to write.", file_okay=False)],
+    preset: Preset = DEFAULT_PRESET,
+    fmt: Annotated[
+        Literal["fp8", "int4", "bf16"] | None,
+        typer.Option("--format", help="How weights are stored; the preset's own if not given."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Start from the published sizes instead of the tiny ones.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=NUMBER", help="Override a config field, e.g. num_hidden_layers=4."),
+    ] = None,
+    shards: Annotated[int | None, typer.Option(min=1, help="Number of shard files; one a layer if not given.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
+    from kimi_k2.checkpoint.names import expected_tensors
+    from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.progress import ByteProgress
+
+    changes = dict(_parse_override(text) for text in overrides or [])
+    config = KimiK2Config.from_preset(preset, **changes) if full else tiny_config(preset, **changes)
+    if fmt is not None:
+        config = with_format(config, fmt)
+    total = sum(spec.nbytes for spec in expected_tensors(config))
+    with ByteProgress("writing", total) as bar:
+        write_synthetic_checkpoint(
+            out, config, seed=seed, shards=shards, on_tensor=lambda spec: bar.advance(spec.nbytes)
+        )
+    typer.echo(f"wrote {total / 1e9:.3f} GB of tensors to {out}")
+
+
+def _parse_override(text: str) -> tuple[str, int | float]:
+    from kimi_k2.checkpoint.synthetic import TINY
+    from kimi_k2.config import KimiK2Config
+
+    field, _, value = text.partition("=")
+    if field not in KimiK2Config.model_fields:
+        raise typer.BadParameter(f"unknown field '{field}'; tiny defaults exist for: {', '.join(TINY)}")
+    for number in (int, float):
+        try:
+            return field, number(value)
+        except ValueError:
+            continue
+    raise typer.BadParameter(f"{field}: expected a number, got {value!r}")

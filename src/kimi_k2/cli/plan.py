@@ -1,0 +1,61 @@
+"""`kimi-k2 plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
+    preset: Annotated[
+        str, typer.Option(help="A file of configs/ (or a path to one), or h200-tpN for N GPUs.")
+    ] = "trn2-tp32-ep2",
+    context: Annotated[int | None, typer.Option(help="Cache slots a sequence; the preset's by default.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences; the preset's by default.")] = None,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of the modelled prefill.")] = None,
+    port: Annotated[
+        bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")
+    ] = False,
+    published: Annotated[
+        bool, typer.Option("--published", help="Also check the planner against published memory figures.")
+    ] = False,
+    hlo: Annotated[
+        Path | None, typer.Option(help="Compare with graphs that scripts/compile.py --hlo-only wrote here.")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
+
+    Reads config.json alone, and the index if there is one.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.plan.against_hlo import against_hlo
+    from kimi_k2.plan.host import read_index
+    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_published, print_report
+    from kimi_k2.plan.target import PUBLISHED_PORT, load_target
+
+    config = KimiK2Config.load(model)
+    target = load_target(preset, config).with_lengths(context, batch, prompt)
+    if port:
+        target = replace(target, arrangement=PUBLISHED_PORT)
+    report = {"model": Path(model).name, "index": read_index(Path(model)), **make_report(config, target)}
+    if chart is not None:
+        plot(config, target, chart)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    console = Console()
+    print_report(report, console)
+    if published:
+        print_published(console)
+    if hlo is not None:
+        print_against_hlo(against_hlo(config, target, hlo), console)

@@ -1,0 +1,47 @@
+"""What `convert` and `inspect --tp` share: the layout that their options ask for, and its plan as a table."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from kimi_k2.cli.options import ExpertFormat, Target
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.sharding.plan import Layout
+
+
+def make_layout(
+    tp: int, ep: int, target: Target, experts: ExpertFormat | None, spmd_rank: bool | None = None
+) -> Layout:
+    """The layout of the options; the experts' format is by default what the target runs best."""
+    from kimi_k2.sharding.plan import Layout
+
+    chosen = experts or ("stored" if target == "cuda" else "per_channel")
+    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank)
+
+
+def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:
+    """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kimi_k2.sharding.plan import make_plan
+
+    plan = make_plan(config, layout)
+    plan.check()
+    rows = [
+        (t.name, str(t.dtype).removeprefix("torch."), list(t.shape), t.kind, list(t.local_shape)) for t in plan.tensors
+    ]
+    if as_json:
+        names = ("name", "dtype", "shape", "cut", "rank_shape")
+        typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
+        return
+    table = Table("tensor", "dtype", "shape", "cut", "on a rank")
+    for tensor, row in zip(plan.tensors, rows, strict=True):
+        if tensor.layer == layer:
+            table.add_row(*(str(cell) for cell in row))
+    Console().print(table)
