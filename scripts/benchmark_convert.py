@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.layout import ExpertOutput, Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
-from kimi_k2.sharding.plan import ExpertOutput, Layout
 from kimi_k2.sharding.presharder import Presharder
 
 

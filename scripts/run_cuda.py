@@ -12,7 +12,7 @@ from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank, tim
 from kimi_k2.ops import registry
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.kernels.build import SOURCES
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_k2.checkpoint.synthetic import hf_config, tiny_config
 from kimi_k2.config import PRESET_DIR, KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.synthetic.config import hf_config, tiny_config
 
 PRESETS = sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kimi_k2.checkpoint.finite import is_finite, value_fault
 from kimi_k2.errors import NonfiniteError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.sharding.plan import ExpertOutput, Layout
+from kimi_k2.sharding.layout import ExpertOutput, Layout
 from kimi_k2.sharding.presharder import Presharder
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kimi_k2.bench.ranks import RanksBackend
-from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.engine import generator as module
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import decode_step, generate, prefill
@@ -18,7 +17,8 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel import ranks
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.synthetic.config import tiny_config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PROMPTS = [[5, 6, 7, 8], [9, 10]]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine import layer_step
 from kimi_k2.engine.decode_step import DecodeStep
@@ -27,8 +26,10 @@ from kimi_k2.model.router import noaux_tc_gate
 from kimi_k2.ops import registry
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_bf16_down
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HOPPER else "cpu"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels import moe_w4a16
@@ -17,6 +16,8 @@ from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
 from kimi_k2.quantization.config import Int4GroupQuantization
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_bf16_down
 
 
 def config_of(mixed: bool) -> KimiK2Config:

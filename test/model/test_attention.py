@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_k2.checkpoint.synthetic import TINY, tiny_config, with_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import decode_step, prefill
 from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheaper
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.rope import RotaryEmbedding, apply_rotary_interleaved, rope_inv_freq, yarn_correction_range
+from kimi_k2.synthetic.config import TINY, tiny_config, with_format
 
 transformers = pytest.importorskip("transformers")
 REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")

@@ -41,7 +41,7 @@ def test_the_model_sees_rounded_entries(checkpoints: dict[str, Path]) -> None:
 
 
 def test_values_beyond_the_format_are_saturated() -> None:
-    from kimi_k2.checkpoint.synthetic import tiny_config
+    from kimi_k2.synthetic.config import tiny_config
 
     cache = LatentCache(tiny_config(), 1, 4, dtype=torch.float8_e4m3fn)
     entries = torch.full((1, 1, cache.data.shape[-1]), 1e4)

@@ -11,8 +11,9 @@ import torch
 from harness import expected_logits, launch, neuron_config, plain_model, sequences
 from safetensors.torch import load_file, save_file
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 RELATIVE = 2e-3
 LAYOUTS = {"TP2": (2, 1), "EP2": (1, 2)}

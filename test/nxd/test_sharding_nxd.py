@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
-from kimi_k2.sharding.plan import Layout, expert_block
+from kimi_k2.sharding.layout import Layout, expert_block
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
 
 WORKER = """
 import json, os, sys

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.config import KimiK2Config
+from kimi_k2.synthetic.config import tiny_config
 
 
 @pytest.fixture(params=["kimi-k2-instruct-0905", "kimi-k2-thinking"])

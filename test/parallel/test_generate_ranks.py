@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kimi_k2.bench.results import load_results
-from kimi_k2.checkpoint.synthetic import write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -21,9 +20,10 @@ from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parity.golden import load_golden
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, made_layout
-from kimi_k2.sharding.plan import Layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_bf16_down, write_synthetic_checkpoint
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_bf16_down
 
 
 @pytest.mark.parametrize("source", ["fp8", "thinking", "mixed"])

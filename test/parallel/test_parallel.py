@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.synthetic import write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.bench.model import decide_routes
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 WORKER = Path(__file__).with_name("worker.py")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.checkpoint.synthetic import tiny_config
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
-from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.synthetic.config import tiny_config
 
 
 @pytest.mark.parametrize("preset", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])

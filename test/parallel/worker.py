@@ -18,7 +18,7 @@ from kimi_k2.kernels.bench.model import decide_routes
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 
 PROMPT, TOKENS = 7, 10
 

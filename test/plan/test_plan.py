@@ -22,7 +22,8 @@ from kimi_k2.plan.host import read_index
 from kimi_k2.plan.memory import memory_plan, reported_scratch
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
-from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 
 runner = CliRunner()

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -27,15 +26,18 @@ from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, requantize_fp8_channel
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
 from kimi_k2.sharding import rank_file
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, verify
-from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import JOURNAL, Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 KILLS = int(os.environ.get("KIMI_K2_KILLS", "4"))
 WORKER = """
 import sys
 import torch
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 torch.set_num_threads(1)
 Presharder(sys.argv[1], sys.argv[2], Layout(2, 2)).run()
@@ -45,7 +47,7 @@ STEPPING = """
 import os, sys
 import torch
 from kimi_k2.sharding import presharder
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 
 def step(*_):
     os.write(1, b".")

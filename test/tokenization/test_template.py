@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
 from kimi_k2.tokenization.messages import normalized
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 from kimi_k2.tokenization.tool_declaration import checked_tools
-from kimi_k2.tokenization.vocabulary import write_synthetic_vocabulary
 
 # Uses what real templates use: macros, namespaces, loop controls, slices, trimming, JSON with separators.
 SOURCE = """

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.synthetic.vocabulary import synthetic_ranks, write_synthetic_vocabulary
 from kimi_k2.tokenization.special_tokens import NAMED, REAL_BASE_VOCAB, special_tokens
 from kimi_k2.tokenization.tokenizer import PATTERN, KimiTokenizer, _bounded_pieces, read_ranks
-from kimi_k2.tokenization.vocabulary import synthetic_ranks, write_synthetic_vocabulary
 
 TEXTS = [
     "Hello, world! It's 12345 o'clock.\n\n  Don't PANIC\tNow",

@@ -1,1 +1,1 @@
-"""Checkpoints in Hugging Face's format: names, index, streaming reader and writer, synthetic weights."""
+"""Checkpoints in Hugging Face's format: names, index, streaming reader and writer."""

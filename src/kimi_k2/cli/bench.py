@@ -58,8 +58,9 @@ def bench(
     from kimi_k2.bench.ranks import RanksBackend
     from kimi_k2.bench.render import markdown, write_reports
     from kimi_k2.bench.sweep import Settings, run_sweep
-    from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
     from kimi_k2.neuron.preset import NeuronPreset
+    from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+    from kimi_k2.synthetic.config import tiny_config
 
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,

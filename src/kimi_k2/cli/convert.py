@@ -12,7 +12,7 @@ from kimi_k2.cli.options import ExpertsOption, TargetOption
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
     from kimi_k2.sharding.errors import ConversionError
-    from kimi_k2.sharding.plan import Layout
+    from kimi_k2.sharding.layout import Layout
 
 
 def convert(

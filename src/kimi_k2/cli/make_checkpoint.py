@@ -29,9 +29,10 @@ def make_checkpoint(
 ) -> None:
     """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
     from kimi_k2.checkpoint.names import expected_tensors
-    from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
     from kimi_k2.config import KimiK2Config
     from kimi_k2.progress import ByteProgress
+    from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+    from kimi_k2.synthetic.config import tiny_config, with_format
 
     changes = dict(_parse_override(text) for text in overrides or [])
     config = KimiK2Config.from_preset(preset, **changes) if full else tiny_config(preset, **changes)
@@ -46,8 +47,8 @@ def make_checkpoint(
 
 
 def _parse_override(text: str) -> tuple[str, int | float]:
-    from kimi_k2.checkpoint.synthetic import TINY
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.synthetic.config import TINY
 
     field, _, value = text.partition("=")
     if field not in KimiK2Config.model_fields:

@@ -11,14 +11,14 @@ from kimi_k2.cli.options import ExpertFormat, Target
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.plan import Layout
+    from kimi_k2.sharding.layout import Layout
 
 
 def make_layout(
     tp: int, ep: int, target: Target, experts: ExpertFormat | None, spmd_rank: bool | None = None
 ) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
-    from kimi_k2.sharding.plan import Layout
+    from kimi_k2.sharding.layout import Layout
 
     chosen = experts or ("stored" if target == "cuda" else "per_channel")
     return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank)

@@ -17,7 +17,9 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts, MoE
 from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.sharding.plan import Layout, PlannedTensor, make_plan
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.planned import PlannedTensor
 
 
 class VocabParallelEmbedding(nn.Module):

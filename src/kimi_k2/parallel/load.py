@@ -12,8 +12,9 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import MissingShardError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import WEIGHTS, check_made_for, rank_file_name
-from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.plan import make_plan
 
 
 def load_rank(

@@ -16,8 +16,8 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import made_layout
-from kimi_k2.sharding.plan import Layout
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kimi_k2.checkpoint.synthetic import tiny_config, write_synthetic_checkpoint
 from kimi_k2.engine.generate import decode_step, prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 

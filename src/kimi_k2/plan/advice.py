@@ -9,7 +9,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan, reported_scratch
 from kimi_k2.plan.target import GIB, Target
-from kimi_k2.sharding.plan import ExpertOutput
+from kimi_k2.sharding.layout import ExpertOutput
 
 MAX_RANKS = {"neuron": 64, "cuda": 8}
 

@@ -11,7 +11,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import BF16, arrangement_terms, cache_bytes, category, local_bytes, weight_parts
 from kimi_k2.plan.target import Target
-from kimi_k2.sharding.plan import PlannedTensor, ShardingPlan
+from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 

@@ -7,7 +7,8 @@ from math import prod
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.target import GIB, Memory, Target
-from kimi_k2.sharding.plan import PlannedTensor, ShardingPlan, make_plan
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 BF16 = 2
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.

@@ -9,7 +9,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.preset import CONFIGS, NeuronPreset
 from kimi_k2.plan.roofline import TRN2_LNC2, Machine
-from kimi_k2.sharding.plan import ExpertOutput, Layout
+from kimi_k2.sharding.layout import ExpertOutput, Layout
 
 GIB = 2**30
 

@@ -22,7 +22,8 @@ from kimi_k2.quantization.fp8_channel import (
 )
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
 from kimi_k2.sharding.errors import ConversionError, compare, halving_error
-from kimi_k2.sharding.plan import Layout, PlannedTensor, expert_block
+from kimi_k2.sharding.layout import Layout, expert_block
+from kimi_k2.sharding.planned import PlannedTensor
 
 Stored = dict[str, Tensor]
 _ROWS = 32

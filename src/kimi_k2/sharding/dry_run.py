@@ -8,7 +8,8 @@ from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
 from kimi_k2.checkpoint.writer import encode_header
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.plan import Layout, make_plan
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import THREADS
 
 _PROCESS_BYTES = 300 * 2**20  # Python and torch, measured

@@ -14,7 +14,7 @@ from kimi_k2 import __version__
 from kimi_k2.checkpoint.reader import CheckpointReader, read_header
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError, TruncatedShardError
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"

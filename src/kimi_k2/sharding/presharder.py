@@ -25,8 +25,10 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.convert import Converter, Part, Stored, Unit, units
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.layer_sink import LayerSink
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, rank_file_name
-from kimi_k2.sharding.plan import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan, make_plan
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 from kimi_k2.sharding.rank_file import RankFile
 
 JOURNAL = "journal.jsonl"

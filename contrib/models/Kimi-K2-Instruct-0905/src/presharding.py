@@ -7,8 +7,8 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.layout import ExpertOutput, Layout, expert_block
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
-from kimi_k2.sharding.plan import ExpertOutput, Layout, expert_block
 from kimi_k2.sharding.presharder import Presharder
 
 from .quantized import BlockwiseFp8Experts, ChannelFp8Experts, expert_format

@@ -24,7 +24,7 @@ from kimi_k2.model.moe import Experts, MoE
 from kimi_k2.model.router import Router
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last, parallelize
-from kimi_k2.sharding.plan import Layout
+from kimi_k2.sharding.layout import Layout
 
 _PATTERN_BYTES = 2**26
 

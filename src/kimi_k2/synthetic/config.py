@@ -1,0 +1,82 @@
+"""Published configurations shrunk to a few megabytes, and in other stored formats."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
+
+Format = Literal["fp8", "int4", "bf16"]
+
+# Offsets into the special slots at the end of the vocabulary.
+BOS, EOS, IM_END, PAD = 0, 1, 2, 255
+
+TINY: dict[str, Any] = {
+    "vocab_size": 768,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+
+
+def tiny_config(preset: str = "kimi-k2-instruct-0905", **overrides: Any) -> KimiK2Config:
+    """A published configuration shrunk to a few megabytes; YaRN, router and quantization stay as published.
+
+    Args:
+        preset: name of the published configuration.
+        overrides: any fields of KimiK2Config, Hugging Face's names.
+    """
+    vocab_size = overrides.get("vocab_size", TINY["vocab_size"])
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    special = {field: vocab_size - NUM_SPECIAL_SLOTS + offset for field, offset in ids.items()}
+    return KimiK2Config.from_preset(preset, **{**TINY, **special, **overrides})
+
+
+def with_format(config: KimiK2Config, fmt: Format) -> KimiK2Config:
+    """The same model stored as `fp8` (128x128 blocks), `int4` (groups of 32) or `bf16`."""
+    quantization = {"fp8": Fp8BlockQuantization(), "int4": Int4GroupQuantization(), "bf16": None}
+    if fmt not in quantization:
+        raise ConfigError(f"expected one of {', '.join(quantization)}, got {fmt!r}", field="format")
+    return config.model_copy(update={"quantization": quantization[fmt]})
+
+
+def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
+    """The same INT4 model, whose `ignore` list leaves the routed experts' down_proj in BF16.
+
+    Raises:
+        ConfigError: the model is not stored in INT4.
+    """
+    quantization = config.quantization
+    if not isinstance(quantization, Int4GroupQuantization):
+        raise ConfigError("expected INT4 groups", field="quantization_config")
+    ignore = (*quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
+    return config.model_copy(update={"quantization": quantization.model_copy(update={"ignore": ignore})})
+
+
+def hf_config(config: KimiK2Config) -> dict[str, Any]:
+    """The config.json content, wrapped in `text_config` if the names carry a prefix."""
+    plain = config.to_hf_dict()
+    if not config.tensor_prefix:
+        return plain
+    outer: dict[str, Any] = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": plain,
+    }
+    if "quantization_config" in plain:
+        outer["quantization_config"] = plain["quantization_config"]
+    return outer
