@@ -113,6 +113,7 @@ class KimiK2Config(BaseModel):
     initializer_range: PositiveFloat = 0.02
     quantization: Quantization | None = None
     tensor_prefix: Literal["", "language_model."] = ""
+    chat_style: Literal["instruct", "thinking", "k2.5"] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> KimiK2Config:
@@ -251,6 +252,7 @@ def _normalised(raw: Any) -> dict[str, Any]:
             raise ConfigError(f"expected an object, got {type(text).__name__}", field="text_config")
     flat = dict(text)
     flat["tensor_prefix"] = prefix
+    flat.setdefault("chat_style", raw.get("chat_style"))
     # attribute_map of transformers' DeepseekV3Config: files saved by 5.x may carry the other name.
     for theirs, ours in (
         ("num_local_experts", "n_routed_experts"),

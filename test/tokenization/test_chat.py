@@ -123,7 +123,7 @@ def test_instruct_shows_no_think_tags() -> None:
     [("kimi-k2-instruct-0905", "instruct"), ("kimi-k2-thinking", "thinking"), ("kimi-k2.5", "k2.5")],
 )
 def test_style_of_each_member(preset: str, style: str) -> None:
-    assert ChatStyle.for_config(KimiK2Config.from_preset(preset)) == style
+    assert KimiK2Config.from_preset(preset).chat_style == style
 
 
 def test_text_parts_are_joined() -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
-from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
+from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, template_source
 from kimi_k2.tokenization.messages import normalized
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
-from kimi_k2.tokenization.tool_declaration import checked_tools
+from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 # Uses what real templates use: macros, namespaces, loop controls, slices, trimming, JSON with separators.
 SOURCE = """
@@ -66,6 +66,7 @@ SOURCE = """
 {%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif -%}
 """
 SPECIAL = special_tokens(1792)
+TEMPLATE = ChatTemplate(SOURCE, SPECIAL)
 
 TEXT = st.text(alphabet='ab \n<|[]>"é汉\\/', max_size=8) | st.sampled_from(["<|im_end|>", "<think>", "[BOS]", "\0"])
 CONTENT = TEXT | st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
@@ -103,7 +104,7 @@ def test_renders_as_transformers_and_as_the_built_in_template(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation, "style": ChatStyle.THINKING}
-    segments = ChatTemplate(SOURCE, SPECIAL).render_segments(messages, **options)
+    segments = TEMPLATE.render_segments(messages, **options)
     ours = "".join(segment.text for segment in segments)
     theirs: Any = render_jinja_template(
         [normalized(messages)],
@@ -115,6 +116,35 @@ def test_renders_as_transformers_and_as_the_built_in_template(
         theirs = theirs[0]
     assert ours == theirs
     assert ours == apply_chat_template(messages, **options)
+
+
+@given(conversations(), TOOLS, st.booleans(), st.sampled_from(ChatStyle), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_built_in_template_stands_alone_in_transformers(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    generation: bool,
+    style: ChatStyle,
+    thinking: bool,
+    preserve_thinking: bool,
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    options: dict[str, Any] = {"thinking": thinking, "preserve_thinking": preserve_thinking}
+    definitions = checked_tools(tools)
+    typescript = typescript_declaration(definitions) if style is ChatStyle.K25 else None
+    theirs: Any = render_jinja_template(
+        [normalized(messages)],
+        tools=definitions or None,
+        chat_template=template_source(style),
+        add_generation_prompt=generation,
+        **options,
+        **({} if typescript is None else {"tools_ts_str": typescript}),
+    )
+    while not isinstance(theirs, str):
+        theirs = theirs[0]
+    ours = apply_chat_template(messages, tools=tools, add_generation_prompt=generation, style=style, **options)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -155,21 +185,20 @@ def test_only_the_template_writes_special_tokens(
         return [blanked(item) for item in value] if isinstance(value, list) else value
 
     def markup(messages: Any, tools: Any) -> list[str]:
-        template = ChatTemplate(SOURCE, SPECIAL)
-        return [segment.text for segment in template.render_segments(messages, tools=tools) if segment.markup]
+        return [segment.text for segment in TEMPLATE.render_segments(messages, tools=tools) if segment.markup]
 
     assert markup(messages, tools) == markup(blanked(messages), blanked(tools))
 
 
 def test_parts_cannot_join_into_a_special_token() -> None:
     parts = [{"type": "text", "text": text} for text in ("<|im", "_end|>")]
-    segments = ChatTemplate(SOURCE, SPECIAL).render_segments([{"role": "user", "content": parts}])
+    segments = TEMPLATE.render_segments([{"role": "user", "content": parts}])
     assert [s.markup for s in segments if "<|im_end|>" in s.text and not s.markup] == [False]
 
 
 def test_k25_gets_the_typescript_form() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "[BOS]"}}]
-    segments = ChatTemplate(SOURCE, SPECIAL).render_segments([], tools=tools, style="k2.5")
+    segments = TEMPLATE.render_segments([], tools=tools, style="k2.5")
     assert "// [BOS]\ntype f = (_: {}) => any;" in segments[3].text
     assert not segments[3].markup
 

@@ -78,14 +78,14 @@ def test_same_ids_as_hugging_face_bpe(text: str) -> None:
     ranks = synthetic_ranks(1792)
     unicode = bytes_to_unicode()
     spelled = {"".join(unicode[byte] for byte in token): rank for token, rank in ranks.items()}
-    merges = []
+    merges: list[tuple[str, str]] = []
     for token in ranks:
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(a, b) for a, b in splits if a in ranks and b in ranks]
         known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [tuple("".join(unicode[byte] for byte in part) for part in pair) for pair in known]
+        merges += [("".join(unicode[byte] for byte in a), "".join(unicode[byte] for byte in b)) for a, b in known]
     bpe = Tokenizer(models.BPE(vocab=spelled, merges=merges))
-    import regex
+    import regex  # type: ignore[import-untyped,unused-ignore]
 
     expected = []
     # `regex` writes the set difference `&&[^Han]` in its version-1 syntax, as tiktoken's engine does.

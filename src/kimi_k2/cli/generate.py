@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, Dtype, KeepQuantized, Ranks, Seed
+from kimi_k2.cli.options import ChatStyleOption, Checkpoint, Dtype, KeepQuantized, Ranks, Seed
 
 if TYPE_CHECKING:
     from kimi_k2.engine.generate import Step
@@ -22,6 +22,7 @@ def generate(
         list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
+    chat_style: ChatStyleOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus size in (0, 1].")] = 1.0,
@@ -48,13 +49,12 @@ def generate(
     from kimi_k2.engine.generator import Generator
     from kimi_k2.engine.sampler import SamplingParams
     from kimi_k2.parallel.ranks import load_ranks
-    from kimi_k2.tokenization.chat import ChatStyle
     from kimi_k2.tokenization.eos import load_eos_token_ids
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
     prompts = prompt or [sys.stdin.read()]
     config = KimiK2Config.from_pretrained(checkpoint)
-    tokenizer = KimiTokenizer.from_pretrained(checkpoint)
+    tokenizer = KimiTokenizer.from_pretrained(checkpoint, style=chat_style)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -63,9 +63,8 @@ def generate(
         seed=seed,
         eos_token_ids=load_eos_token_ids(checkpoint, config),
     )
-    style = ChatStyle.for_config(config)
     encoded = [
-        tokenizer.encode(text) if raw else tokenizer.encode_chat([{"role": "user", "content": text}], style=style)
+        tokenizer.encode(text) if raw else tokenizer.encode_chat([{"role": "user", "content": text}])
         for text in prompts
     ]
     compute = getattr(torch, dtype)

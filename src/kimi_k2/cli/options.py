@@ -38,6 +38,10 @@ Checkpoint = Annotated[
     Path, typer.Argument(help="Checkpoint directory: config.json, *.safetensors, index.", metavar="CHECKPOINT")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything random.")]
+ChatStyleOption = Annotated[
+    Literal["instruct", "thinking", "k2.5"] | None,
+    typer.Option("--chat-style", help="Chat format; from the checkpoint's template or name if not given."),
+]
 KeepQuantized = Annotated[
     bool,
     typer.Option(

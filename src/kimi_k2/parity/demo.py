@@ -17,7 +17,6 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
-from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 TOLERANCE = 1e-5
@@ -47,9 +46,7 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
     start = time.perf_counter()
     model = KimiK2ForCausalLM.from_pretrained(out)
     load_seconds = time.perf_counter() - start
-    prompt = KimiTokenizer.from_pretrained(out).encode_chat(
-        [{"role": "user", "content": PROMPT}], style=ChatStyle.for_config(config)
-    )
+    prompt = KimiTokenizer.from_pretrained(out).encode_chat([{"role": "user", "content": PROMPT}])
 
     # The first pass through any torch operator pays for its set-up; that is no part of TTFT.
     decode_step(model, torch.tensor([0]), torch.tensor([0]), model.new_cache(1, 1))

@@ -17,7 +17,9 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.synthetic.config import IM_END, hf_config
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.synthetic.weights import SyntheticWeights
+from kimi_k2.tokenization.chat import write_chat_template
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
+from kimi_k2.tokenization.style import ChatStyle
 
 RECIPE_NAME = "synthetic.partial.json"
 
@@ -79,6 +81,7 @@ def write_synthetic_checkpoint(
     recipe = {"seed": seed, "shards": shards, "config": hf_config(config)}
     _claim(directory, recipe)
     write_synthetic_vocabulary(directory, config.vocab_size)
+    write_chat_template(directory, ChatStyle(config.chat_style or ChatStyle.INSTRUCT))
     weights = SyntheticWeights(config, seed)
     plan = shard_plan(config, shards)
     weight_map: dict[str, str] = {}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kimi_k2.tokenization.chat import Segment
 from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream
 from kimi_k2.tokenization.special_tokens import THINK
+from kimi_k2.tokenization.template import Segment
 from kimi_k2.tokenization.tool_calls import (
     Content,
     Event,

@@ -22,6 +22,8 @@ ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"
 CALL_END = "<|tool_call_end|>"
 THINK = "<think>"
 THINK_END = "</think>"
+# Not a token: K2.5's template writes it, and its processor puts a video's frames in its place.
+VIDEO_PLACEHOLDER = "<|kimi_k25_video_placeholder|>"
 
 # Offset from the base vocabulary's size -> name; the other slots are reserved.
 NAMED: dict[int, str] = {

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,28 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.chat import ChatStyle, Segment
 from kimi_k2.tokenization.messages import Message, normalized
+from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
+
+# A conversation of which every style writes something else.
+_PROBE: list[Message] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a rendered conversation; only markup may contain special tokens."""
+
+    text: str
+    markup: bool
 
 
 class ChatTemplate:
@@ -44,8 +61,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TokenizerError(f"{origin}: no valid Jinja template: {error}") from None
-        self._openings = "".join(sorted({name[0] for name in special_names}))
-        self._special = re.compile("|".join(map(re.escape, sorted(special_names, key=len, reverse=True))))
+        names = sorted({*special_names, VIDEO_PLACEHOLDER}, key=len, reverse=True)
+        self._openings = "".join(sorted({name[0] for name in names}))
+        self._special = re.compile("|".join(map(re.escape, names)))
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, special_names: Collection[str]) -> ChatTemplate | None:
@@ -68,6 +86,16 @@ class ChatTemplate:
             raise TokenizerError(f"{path}: chat_template: expected Jinja source, got {type(source).__name__}")
         return cls(source, special_names, f"{path}: chat_template")
 
+    def style(self) -> ChatStyle | None:
+        """The style of what the template writes: where it writes <think>; None if it refuses a plain conversation."""
+        try:
+            markup = [segment.text for segment in self.render_segments(_PROBE) if segment.markup]
+        except TokenizerError:
+            return None
+        if markup and markup[-1] == THINK:
+            return ChatStyle.K25
+        return ChatStyle.THINKING if THINK in markup else ChatStyle.INSTRUCT
+
     def render_segments(
         self,
         messages: Sequence[Message],
@@ -78,9 +106,22 @@ class ChatTemplate:
         thinking: bool = True,
         preserve_thinking: bool = False,
     ) -> list[Segment]:
-        """Render a conversation; arguments, result and errors as for `chat.render_segments`.
+        """Render a conversation.
 
-        `style` decides only whether the template is given the TypeScript form of the tools.
+        Args:
+            messages: OpenAI-style: `role` (system, user, assistant, tool), `content` (text, a list of text parts, or
+                None), for assistants `tool_calls` and `reasoning_content`, for tools `tool_call_id`, optionally `name`.
+            tools: OpenAI-style tool definitions.
+            add_generation_prompt: end with the opening of an assistant turn.
+            style: decides only whether the template is given the TypeScript form of the tools (K2.5).
+            thinking: for K2.5: whether the model is to reason.
+            preserve_thinking: keep the reasoning of every turn (K2.6), not only of those since the last answer.
+
+        Returns:
+            Markup and text, alternating freely; their concatenation is the prompt.
+
+        Raises:
+            TokenizerError: naming the message and field, or the tool, that is malformed, or what the template refuses.
         """
         mark = secrets.token_hex(8)
         hide = _Hider(self._openings, mark)

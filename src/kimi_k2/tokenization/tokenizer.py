@@ -14,9 +14,10 @@ from typing import Any
 import tiktoken
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.chat import Segment, render_segments
+from kimi_k2.tokenization.chat import built_in_template
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
-from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate
+from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
+from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment
 
 VOCABULARY_NAME = "tiktoken.model"
 
@@ -52,7 +53,8 @@ class KimiTokenizer:
         special_tokens: name -> id.
         bos_token_id, eos_token_id, pad_token_id: ids of [BOS], [EOS] and [PAD].
         stop_token_ids: tokens that end a turn: <|im_end|>, [EOS] and [EOT].
-        chat_template: the checkpoint's own template, or None: then the built-in one is used.
+        chat_template: the checkpoint's own template, or None: then the built-in one of `chat_style` is used.
+        chat_style: which member of the family this is; `style_reason` says in a few words why.
     """
 
     def __init__(
@@ -61,9 +63,12 @@ class KimiTokenizer:
         names: dict[str, int],
         name: str = VOCABULARY_NAME,
         chat_template: ChatTemplate | None = None,
+        choice: StyleChoice | None = None,
     ) -> None:
         self.special_tokens = names
         self.chat_template = chat_template
+        choice = choice or StyleChoice(ChatStyle.INSTRUCT, "no other was asked for")
+        self.chat_style, self.style_reason = choice.style, choice.reason
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
         self.encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=names)
         self.vocab_size = self.encoding.n_vocab
@@ -71,8 +76,13 @@ class KimiTokenizer:
         self.stop_token_ids = frozenset(names[token] for token in (IM_END, EOS, EOT))
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> KimiTokenizer:
+    def from_pretrained(cls, directory: str | Path, *, style: ChatStyle | str | None = None) -> KimiTokenizer:
         """Read `tiktoken.model`, and special names and a chat template from the other files if they are there.
+
+        Args:
+            directory: the checkpoint.
+            style: overrides what the checkpoint says of its chat style (see `choose_style`). A template of the
+                checkpoint's own that has another style is then left aside for the built-in one.
 
         Raises:
             TokenizerError: a file is missing or malformed; the message names file and line or field.
@@ -81,7 +91,12 @@ class KimiTokenizer:
         ranks = read_ranks(directory / VOCABULARY_NAME)
         names = special_tokens(len(ranks))
         names = _apply_config(directory / CONFIG_NAME, names, len(ranks))
-        return cls(ranks, names, chat_template=ChatTemplate.from_pretrained(directory, names))
+        template = ChatTemplate.from_pretrained(directory, names)
+        own = template.style() if template else None
+        choice = choose_style(directory, template_style=own, override=style)
+        if style is not None and own is not None and own is not choice.style:
+            template = None
+        return cls(ranks, names, chat_template=template, choice=choice)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`; with `allow_special`, names of special tokens in it become those tokens."""
@@ -108,13 +123,17 @@ class KimiTokenizer:
         return [token for segment in segments for token in self.encode(segment.text, allow_special=segment.markup)]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation; options as for `chat.render_segments` (tools, style, thinking ...)."""
+        """Token ids of a conversation; options as for `ChatTemplate.render_segments` (tools, thinking ...)."""
         return self.encode_segments(self.render_segments(messages, **options))
 
     def render_segments(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[Segment]:
-        """A conversation in the checkpoint's own template, else in `chat.render_segments`; same options and errors."""
-        render = render_segments if self.chat_template is None else self.chat_template.render_segments
-        return render(messages, **options)
+        """A conversation in the checkpoint's own template, else in the built-in one of its style.
+
+        Options, result and errors as for `ChatTemplate.render_segments`; `style` is the checkpoint's if not given.
+        """
+        style = ChatStyle(options.pop("style", self.chat_style))
+        template = built_in_template(style) if self.chat_template is None else self.chat_template
+        return template.render_segments(messages, style=style, **options)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD.
@@ -129,7 +148,8 @@ class KimiTokenizer:
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TokenizerError(f"token id {token} is not in 0..{self.vocab_size - 1}")
-        return self.encoding.decode_bytes(list(ids))
+        decoded: bytes = self.encoding.decode_bytes(list(ids))
+        return decoded
 
     def incremental_decoder(self) -> IncrementalDecoder:
         """A decoder for one stream of tokens."""

@@ -1,0 +1,118 @@
+"""Chat styles: which member of the Kimi-K2 family a checkpoint talks like, and how that is found out.
+
+The stored number format says nothing about it: K2-Thinking can be stored in BF16 and K2-Instruct in INT4. What counts,
+in this order: the caller's word, what the checkpoint's own chat template writes, `chat_style` in its config.json (our
+presets have it), the model's name in config.json, the directory's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.errors import TokenizerError
+
+_K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
+_KIMI = re.compile(r"kimi[._-]?k2")
+
+
+class ChatStyle(str, Enum):
+    """Which member of the family: they differ in how reasoning and tools are shown.
+
+    INSTRUCT (K2-Instruct, 0905) shows no reasoning. THINKING (K2-Thinking) writes <think> in assistant turns, and the
+    model opens its reasoning itself. K25 (K2.5, K2.6, K2.7-Code) opens it in the prompt and declares tools in
+    TypeScript.
+    """
+
+    INSTRUCT = "instruct"
+    THINKING = "thinking"
+    K25 = "k2.5"
+
+    @classmethod
+    def for_name(cls, name: str) -> ChatStyle | None:
+        """The style of a model's name, such as `moonshotai/Kimi-K2-Thinking`; None if it says nothing."""
+        lowered = name.lower()
+        if _K25.search(lowered):
+            return cls.K25
+        if not _KIMI.search(lowered):
+            return None
+        return cls.THINKING if "thinking" in lowered else cls.INSTRUCT
+
+
+@dataclass(frozen=True)
+class StyleChoice:
+    """A checkpoint's style, and in a few words where it was taken from."""
+
+    style: ChatStyle
+    reason: str
+
+
+def choose_style(
+    directory: str | Path, *, template_style: ChatStyle | None = None, override: ChatStyle | str | None = None
+) -> StyleChoice:
+    """The chat style of a checkpoint; see the module's first lines for the order of the sources.
+
+    Args:
+        directory: the checkpoint; its config.json may be missing or unreadable, which is another reader's error.
+        template_style: what the checkpoint's own template writes; see `ChatTemplate.style`.
+        override: the caller's word.
+
+    Returns:
+        INSTRUCT, the plainest, if nothing tells.
+
+    Raises:
+        TokenizerError: `override` is no style.
+    """
+    if override is not None:
+        if override not in list(ChatStyle):
+            raise TokenizerError(f"chat style: expected one of {', '.join(ChatStyle)}, got {override!r}")
+        return StyleChoice(ChatStyle(override), "given by the caller")
+    if template_style is not None:
+        return StyleChoice(template_style, "the checkpoint's chat template")
+    directory = Path(directory)
+    config = _config(directory)
+    text = config.get("text_config")
+    holders = [config, *([text] if isinstance(text, Mapping) else [])]
+    for holder in holders:
+        given = holder.get("chat_style")
+        if given in list(ChatStyle):
+            return StyleChoice(ChatStyle(given), "chat_style in config.json")
+    # A name that transformers wrote may be a local path: its last part counts.
+    for field in ("_name_or_path", "model_type"):
+        for holder in holders:
+            name = holder.get(field)
+            style = ChatStyle.for_name(_last_part(name)) if isinstance(name, str) and name != "kimi_k2" else None
+            if style is not None:
+                return StyleChoice(style, f"{field} {name!r} in config.json")
+    for name in _directory_names(directory):
+        style = ChatStyle.for_name(name)
+        if style is not None:
+            return StyleChoice(style, f"the directory's name {name!r}")
+    return StyleChoice(ChatStyle.INSTRUCT, "nothing names another style")
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, Mapping) else {}
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _directory_names(directory: Path) -> list[str]:
+    """The directory's own name; in a Hugging Face cache (models--ORG--NAME/snapshots/HASH) the model's."""
+    path = directory.absolute()
+    names = [path.name]
+    if path.parent.name == "snapshots":
+        names.append(path.parent.parent.name)
+    resolved = path.resolve()
+    return names if resolved == path else [*names, resolved.name]
