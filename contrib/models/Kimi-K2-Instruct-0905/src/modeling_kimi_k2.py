@@ -194,6 +194,27 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         patches.apply_cpu_mode(self.neuron_config)
         super().to_cpu()
 
+    def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
+        """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""
+        if self.neuron_config.on_cpu:
+            self.config.save(compiled_model_path)
+            return
+        super().compile(compiled_model_path, *args, **kwargs)
+
+    def load(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
+        """NxDI's; with `on_cpu` the weights come from the checkpoint, see `to_cpu`."""
+        if self.neuron_config.on_cpu:
+            self.to_cpu()
+            return
+        super().load(compiled_model_path, *args, **kwargs)
+
+    @classmethod
+    def save_quantized_state_dict(cls, model_path: str, config: KimiK2InferenceConfig) -> None:
+        """Nothing: experts are quantized from the checkpoint while they are sharded, so no other file is needed.
+
+        NxDI's way loads the whole model through transformers first. vLLM's plugin calls this before it compiles.
+        """
+
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The unsharded state dict, streamed from the checkpoint.
 

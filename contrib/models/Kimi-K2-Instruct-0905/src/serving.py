@@ -1,0 +1,131 @@
+"""The model as a server builds it: from vLLM's Neuron plugin, whose defaults know nothing of the checkpoint.
+
+The plugin (vllm-neuron 0.2, `worker/neuronx_distributed_model_loader.py`) makes a neuron config from vLLM's arguments,
+always with `quantized=False`, then `load_pretrained_config(directory)`, `save_quantized_state_dict`, `compile`, `load`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from neuronx_distributed_inference.models.config import InferenceConfig
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.quantization.config import Fp8BlockQuantization
+
+from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
+from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
+from .quantized import MODULES_TO_NOT_CONVERT, BlockwiseFp8Experts, ChannelFp8Experts, ExpertFormat, FloatExperts
+
+FROM_CHECKPOINT = "checkpoint"
+# Lists of lengths that belong to a preset's own sequence length; NxDI makes others for other lengths.
+BUCKETS = ("context_encoding_buckets", "token_generation_buckets")
+
+
+class ServedNeuronConfig(KimiK2NeuronConfig):
+    """KimiK2NeuronConfig with what a server cannot know.
+
+    Args:
+        preset: a deployment (configs/*.yaml); its settings hold wherever `options` have none.
+        experts: form of the routed experts: bf16, blockwise_fp8 or per_channel_fp8. `checkpoint`, the default without a
+            preset, keeps FP8 blocks as blocks, makes INT4 groups FP8 with a scale a channel, and leaves BF16.
+            Not read where `options` say `quantized=True` themselves.
+        options: NxDI's, see MoENeuronConfig.
+
+    Raises:
+        ConfigError: `experts` is none of these, or the preset is for another number of ranks.
+    """
+
+    def __init__(self, *, preset: str | None = None, experts: str | None = None, **options: Any) -> None:
+        self.preset = preset
+        if preset is not None:
+            deployment = NeuronPreset.load(preset)
+            options = _with_preset(deployment, options)
+            experts = experts or deployment.experts
+            os.environ.update(deployment.environment)
+        self.experts = experts or FROM_CHECKPOINT
+        if self.experts not in (FROM_CHECKPOINT, "bf16", "blockwise_fp8", "per_channel_fp8"):
+            raise ConfigError(
+                f"expected bf16, blockwise_fp8, per_channel_fp8 or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
+            )
+        super().__init__(**options)
+
+
+def _with_preset(preset: NeuronPreset, options: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = dict(preset.neuron_config)
+    ranks = options.get("tp_degree", preset.ranks)
+    if ranks != preset.ranks:
+        raise ConfigError(
+            f"{preset.name} is for {preset.ranks} ranks (vLLM's --tensor-parallel-size), got {ranks}", field="tp_degree"
+        )
+    lengths = ("seq_len", "max_context_length")
+    if any(options.get(name, defaults[name]) != defaults[name] for name in lengths if name in defaults):
+        for name in BUCKETS:
+            defaults.pop(name, None)
+    return {"compiler_args": preset.compiler_args, **defaults, **options}
+
+
+def checkpoint_experts(config: KimiK2Config) -> str:
+    """The form that keeps what a checkpoint stores: its FP8 blocks exactly, INT4 as FP8 a channel, else BF16."""
+    if config.quantization is None:
+        return "bf16"
+    return "blockwise_fp8" if isinstance(config.quantization, Fp8BlockQuantization) else "per_channel_fp8"
+
+
+def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] | None) -> None:
+    """Write NxDI's quantization settings for the routed experts into `config.neuron_config`."""
+    neuron: Any = config.neuron_config
+    if neuron.quantized:  # chosen by hand; checked by KimiK2NeuronConfig
+        return
+    if neuron.experts == FROM_CHECKPOINT:
+        stored = {**config.hf.to_hf_dict(), "quantization_config": quantization}
+        neuron.experts = checkpoint_experts(KimiK2Config.from_dict(stored))
+    width = config.hf.moe_intermediate_size
+    ranks = neuron.moe_tp_degree if neuron.moe_ep_degree > 1 else neuron.tp_degree
+    forms: dict[str, Callable[[], ExpertFormat]] = {
+        "bf16": FloatExperts,
+        "per_channel_fp8": ChannelFp8Experts,
+        "blockwise_fp8": lambda: BlockwiseFp8Experts.for_rank_width(width // ranks),
+    }
+    options = forms[neuron.experts]().neuron_options()
+    for name, value in options.items():
+        setattr(neuron, name, value)
+    if options:
+        neuron.modules_to_not_convert = list(MODULES_TO_NOT_CONVERT)
+        neuron.quantized_checkpoints_path = ""  # our loader converts from the checkpoint itself
+
+
+class ServedInferenceConfig(KimiK2InferenceConfig):
+    """KimiK2InferenceConfig that takes the experts' form from the checkpoint that `load_config` read.
+
+    Read back from a compiled model's neuron_config.json (no `load_config`) it is what was compiled.
+    """
+
+    def __init__(
+        self,
+        neuron_config: ServedNeuronConfig,
+        fused_spec_config: Any = None,
+        load_config: Callable[[InferenceConfig], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(neuron_config, fused_spec_config, load_config, **kwargs)
+        if load_config is not None:
+            hold_experts(self, getattr(self, "quantization_config", None))
+
+    @classmethod
+    def get_neuron_config_cls(cls) -> type[ServedNeuronConfig]:
+        """The neuron config class that the plugin and NxDI build."""
+        return ServedNeuronConfig
+
+
+class ServedKimiK2ForCausalLM(NeuronKimiK2ForCausalLM):
+    """NeuronKimiK2ForCausalLM with ServedInferenceConfig; what `registration` puts into NxDI's table."""
+
+    @classmethod
+    def get_config_cls(cls) -> type[ServedInferenceConfig]:
+        """ServedInferenceConfig."""
+        return ServedInferenceConfig
