@@ -1,11 +1,20 @@
-"""vLLM's Neuron plugin resolves a model class by NxDI's MODEL_TYPES; so does NxDI's own demo."""
+"""What vLLM's Neuron plugin asks of NxDI for a checkpoint directory: class, configuration, quantization defaults."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import environment
 import pytest
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+
+PLAIN = {"fp8": "blockwise_fp8", "bf16": "bf16", "thinking": "per_channel_fp8", "k2.5": "per_channel_fp8"}
 
 
 def vllm_key(architecture: str) -> tuple[str, str]:
@@ -15,19 +24,91 @@ def vllm_key(architecture: str) -> tuple[str, str]:
     return model.lower(), re.sub("([a-z])([A-Z])", r"\1-\2", task).lower()
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"])
-def test_the_registry_resolves_kimi_k2(architecture: str) -> None:
+@pytest.fixture
+def registered() -> Iterator[dict[str, Any]]:
+    """NxDI's table after registration; without our entries again afterwards."""
     from neuronx_distributed_inference.utils.constants import MODEL_TYPES
 
-    model, task = vllm_key(architecture)
-    before = MODEL_TYPES.get(model)
-    assert before is None  # not upstream's: otherwise registering would replace a model
     registration = environment.contrib("registration")
-    try:
-        registration.register()
-        chosen = MODEL_TYPES[model][task]
-        assert chosen.__name__ == "NeuronKimiK2ForCausalLM"
-        assert chosen.get_config_cls().__name__ == "KimiK2InferenceConfig"
-    finally:
-        for name in registration.NAMES:
-            MODEL_TYPES.pop(name, None)
+    # None is upstream's: otherwise registering would replace a model.
+    assert not set(registration.NAMES) & set(MODEL_TYPES)
+    registration.register()
+    yield MODEL_TYPES
+    for name in registration.NAMES:
+        MODEL_TYPES.pop(name, None)
+
+
+def served_config(directory: Path, model_class: Any, **options: Any) -> Any:
+    """Configuration as the plugin's `_load_weights_common` builds it, with the arguments that it always gives."""
+    from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    always = {"batch_size": 4, "ctx_batch_size": 1, "seq_len": 64, "max_context_length": 64, "enable_bucketing": True}
+    always |= {"is_continuous_batching": True, "quantized": False, "torch_dtype": "bfloat16", "padding_side": "right"}
+    sampling = OnDeviceSamplingConfig(dynamic=True, deterministic=False)
+    neuron = model_class.get_neuron_config_cls()(**{**always, "on_device_sampling_config": sampling, **options})
+    return model_class.get_config_cls()(neuron, load_config=load_pretrained_config(str(directory)))
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"])
+def test_the_registry_resolves_kimi_k2(registered: dict[str, Any], architecture: str) -> None:
+    model, task = vllm_key(architecture)
+    chosen = registered[model][task]
+    assert issubclass(chosen, environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM)
+    assert issubclass(chosen.get_config_cls(), environment.contrib("config").KimiK2InferenceConfig)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_configuration_and_experts_come_from_the_checkpoint(
+    registered: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    model_class = registered["deepseekv3"]["causal-lm"]
+    config = served_config(checkpoints[name], model_class)
+    plain = KimiK2Config.from_pretrained(checkpoints[name])
+    assert config.hf == plain.model_copy(update={"quantization": None, "tensor_prefix": "", "model_type": "kimi_k2"})
+    neuron = config.neuron_config
+    assert neuron.experts == PLAIN[name]
+    held = environment.contrib("quantized").expert_format(neuron)
+    assert type(held).__name__ == {
+        "bf16": "FloatExperts", "blockwise_fp8": "BlockwiseFp8Experts", "per_channel_fp8": "ChannelFp8Experts"
+    }[PLAIN[name]]  # fmt: skip
+    # The plugin's next step; upstream's raises NotImplementedError in load_hf_model.
+    model_class.save_quantized_state_dict(str(checkpoints[name]), config)
+    # What is saved beside the compiled model is read back as it was, whatever the checkpoint says then.
+    config.save(str(tmp_path))
+    again = model_class.get_config_cls().load(str(tmp_path))
+    assert json.loads(again.to_json_string()) == json.loads(config.to_json_string())
+
+
+def test_deepseek_v3_as_model_type(registered: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """transformers' own class reads such a file and has no `moe_layer_freq` unless the file does."""
+    raw = json.loads((checkpoints["bf16"] / "config.json").read_text())
+    raw.update(model_type="deepseek_v3")
+    del raw["moe_layer_freq"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = served_config(tmp_path, registered["deepseekv3"]["causal-lm"])
+    assert config.hf.moe_layer_freq == 1
+    assert config.hf.rope_scaling == KimiK2Config.from_pretrained(checkpoints["bf16"]).rope_scaling
+
+
+def test_experts_and_presets_by_choice(registered: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+    model_class = registered["deepseekv3"]["causal-lm"]
+    directory = checkpoints["fp8"]
+    by_name = served_config(directory, model_class, experts="per_channel_fp8").neuron_config
+    assert by_name.quantization_type == "expert_wise_per_channel_symmetric"
+    assert not served_config(directory, model_class, experts="bf16").neuron_config.quantized
+    with pytest.raises(ConfigError, match="experts"):
+        served_config(directory, model_class, experts="int3")
+    with pytest.raises(ConfigError, match="tensor-parallel-size"):
+        served_config(directory, model_class, preset="trn2-tp64-ep1", tp_degree=32)
+
+
+def test_a_preset_fills_what_the_server_does_not_say(registered: dict[str, Any]) -> None:
+    model_class = registered["deepseekv3"]["causal-lm"]
+    neuron = model_class.get_neuron_config_cls()(
+        preset="trn2-tp64-ep1", tp_degree=64, batch_size=2, seq_len=1024, max_context_length=1024, quantized=False
+    )
+    assert (neuron.experts, neuron.logical_nc_config, neuron.seq_len) == ("per_channel_fp8", 2, 1024)
+    assert neuron.save_sharded_checkpoint
+    assert neuron.context_encoding_buckets is None or max(neuron.context_encoding_buckets) <= 1024
+    assert neuron.compiler_args

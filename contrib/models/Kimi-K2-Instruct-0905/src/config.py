@@ -102,7 +102,8 @@ class KimiK2InferenceConfig(InferenceConfig):
     @property
     def hf(self) -> KimiK2Config:
         """The validated Hugging Face configuration."""
-        fields = {name: getattr(self, name) for name in HF_FIELDS}
+        # transformers' deepseek_v3 class keeps no field that it has no use for, such as moe_layer_freq.
+        fields = {name: getattr(self, name) for name in HF_FIELDS if hasattr(self, name)}
         fields["intermediate_size"] = getattr(self, "dense_intermediate_size", fields["intermediate_size"])
         return KimiK2Config.model_validate(fields)
 

@@ -49,9 +49,17 @@ class HuggingFaceKimiK2Config(PretrainedConfig):
 
 
 class HuggingFaceKimiK25Config(HuggingFaceKimiK2Config):
-    """The same for the language model of K2.5 and K2.6."""
+    """The same for the language model of K2.5 and K2.6, which is then a `kimi_k2` to all who ask."""
 
     model_type = "kimi_k25"
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.model_type = HuggingFaceKimiK2Config.model_type
+
+    def to_dict(self) -> dict[str, Any]:
+        """PretrainedConfig's, which takes `model_type` from the class."""
+        return {**super().to_dict(), "model_type": HuggingFaceKimiK2Config.model_type}
 
 
 CONFIGS = (HuggingFaceKimiK2Config, HuggingFaceKimiK25Config)
@@ -67,8 +75,8 @@ def register() -> None:
     except ImportError:
         return
     for config in CONFIGS:
-        # Its table holds names of classes of its own module. It is asked before AutoConfig; with
-        # --trust-remote-code, which the tokenizer needs, the repository's own class would be taken otherwise, and K2.5's
-        # has no `num_key_value_heads` at its top level, where the plugin looks.
+        # Its table holds names of classes of its own module and is asked before AutoConfig. Otherwise
+        # --trust-remote-code, which the tokenizer needs, takes the repository's own class, and K2.5's has no
+        # `num_key_value_heads` at its top level, where the plugin looks.
         setattr(vllm_classes, config.__name__, config)
         vllm_config._CONFIG_REGISTRY[config.model_type] = config.__name__
