@@ -3,4 +3,4 @@
 from kimi_k2.cli import main
 
 if __name__ == "__main__":
-    main("bench")
+    main("bench", "sweep")

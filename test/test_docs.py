@@ -78,12 +78,15 @@ def test_commands_exist(path: Path) -> None:
             words = words[4:] if words[3] == "--no-python" else ["python", *words[3:]]
         program = Path(words[0]).name
         if program == "kimi-k2":
-            command = group.commands[words[1]]
-            options = words[2:]
-            if hasattr(command, "commands"):
-                if len(words) < 3 or words[2].startswith("-"):
-                    continue
-                command, options = command.commands[words[2]], words[3:]
+            command, options = group, words[1:]
+            while hasattr(command, "commands") and options and options[0] in command.commands:
+                command, options = command.commands[options[0]], options[1:]
+            if command.name == "bench":
+                command = command.commands["sweep"]  # the default
+            assert command is not group, words
+            if hasattr(command, "commands"):  # a group that is spoken of, not called
+                assert not options, words
+                continue
             check_options(options, command)
         elif program == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words

@@ -145,7 +145,7 @@ class NeuronBackend:
     Args:
         checkpoint: Hugging Face checkpoint directory (config.json is enough where weights are pre-sharded).
         preset: deployment.
-        compiled: directory that scripts/compile.py wrote.
+        compiled: directory that `kimi-k2 compile` wrote.
 
     Raises:
         BackendUnavailableError: the Neuron SDK is not installed.

@@ -10,6 +10,7 @@ import typer
 
 from kimi_k2 import __version__
 from kimi_k2.cli.bench import bench
+from kimi_k2.cli.compile import compile_model
 from kimi_k2.cli.convert import convert
 from kimi_k2.cli.demo import demo
 from kimi_k2.cli.errors import errors_handled
@@ -18,6 +19,8 @@ from kimi_k2.cli.inspect import inspect
 from kimi_k2.cli.make_checkpoint import make_checkpoint
 from kimi_k2.cli.parity import parity
 from kimi_k2.cli.plan import plan
+from kimi_k2.cli.profile import profile
+from kimi_k2.cli.tune import tune
 from kimi_k2.cli.verify import verify
 
 app = typer.Typer(
@@ -36,7 +39,10 @@ app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(convert)
 app.command(rich_help_panel=CHECKPOINTS)(verify)
 app.command(rich_help_panel=DEPLOY)(plan)
-app.command(rich_help_panel=MEASURE)(bench)
+app.command("compile", rich_help_panel=DEPLOY)(compile_model)
+app.command(rich_help_panel=DEPLOY)(tune)
+app.add_typer(bench, rich_help_panel=MEASURE)
+app.command(rich_help_panel=MEASURE)(profile)
 app.add_typer(parity, rich_help_panel=MEASURE)
 
 
@@ -64,4 +70,4 @@ def main(*command: str, arguments: Sequence[str] | None = None) -> None:
         arguments: of the command line; None for those of this process.
     """
     with errors_handled():
-        app([*command, *(sys.argv[1:] if arguments is None else arguments)])
+        app([*command, *(sys.argv[1:] if arguments is None else arguments)], prog_name="kimi-k2")

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_PRESET, Preset, Seed
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed
 
 
 def demo(
     out: Annotated[
         Path | None, typer.Option(help="Keep the checkpoint here instead of in a temporary directory.")
     ] = None,
-    preset: Preset = DEFAULT_PRESET,
+    model: Model = DEFAULT_MODEL,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
     seed: Seed = 0,
 ) -> None:
@@ -26,4 +26,4 @@ def demo(
     """
     from kimi_k2.parity.demo import run_demo
 
-    raise typer.Exit(run_demo(out, preset, new_tokens, seed))
+    raise typer.Exit(run_demo(out, model, new_tokens, seed))

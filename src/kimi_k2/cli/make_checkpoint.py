@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_PRESET, Preset, Seed
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed
 
 
 def make_checkpoint(
     out: Annotated[Path, typer.Argument(help="Directory to write.", file_okay=False)],
-    preset: Preset = DEFAULT_PRESET,
+    model: Model = DEFAULT_MODEL,
     fmt: Annotated[
         Literal["fp8", "int4", "bf16"] | None,
         typer.Option("--format", help="How weights are stored; the preset's own if not given."),
@@ -35,7 +35,7 @@ def make_checkpoint(
     from kimi_k2.synthetic.config import tiny_config, with_format
 
     changes = dict(_parse_override(text) for text in overrides or [])
-    config = KimiK2Config.from_preset(preset, **changes) if full else tiny_config(preset, **changes)
+    config = KimiK2Config.from_preset(model, **changes) if full else tiny_config(model, **changes)
     if fmt is not None:
         config = with_format(config, fmt)
     total = sum(spec.nbytes for spec in expected_tensors(config))

@@ -25,10 +25,11 @@ def _known_preset(name: str) -> str:
     return name
 
 
-DEFAULT_PRESET = "kimi-k2-instruct-0905"
-Preset = Annotated[
+DEFAULT_MODEL = "kimi-k2-instruct-0905"
+Model = Annotated[
     str,
     typer.Option(
+        "--model",
         callback=_known_preset,
         autocompletion=preset_names,
         help="Published configuration: names, YaRN, quantization.",

@@ -23,9 +23,7 @@ def plan(
     published: Annotated[
         bool, typer.Option("--published", help="Also check the planner against published memory figures.")
     ] = False,
-    hlo: Annotated[
-        Path | None, typer.Option(help="Compare with graphs that scripts/compile.py --hlo-only wrote here.")
-    ] = None,
+    hlo: Annotated[Path | None, typer.Option(help="Compare with graphs that `compile --hlo-only` wrote here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

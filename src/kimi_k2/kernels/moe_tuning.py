@@ -137,7 +137,7 @@ def _table(name: str) -> dict[int, ExpertChoice]:
         return load_choices(path)
     near = nearest_file(name)
     instead = "defaults are used" if near is None else f"those of {near.name} are used"
-    warnings.warn(f"no tuned choices {name}: {instead}; scripts/tune.py writes one", stacklevel=3)
+    warnings.warn(f"no tuned choices {name}: {instead}; kimi-k2 tune writes one", stacklevel=3)
     return {} if near is None else load_choices(near)
 
 

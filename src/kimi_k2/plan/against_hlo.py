@@ -1,4 +1,4 @@
-"""The planner beside HLO that was lowered for the same preset: what `scripts/compile.py --hlo-only` counted."""
+"""The planner beside HLO that was lowered for the same preset: what `kimi-k2 compile --hlo-only` counted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
         manifest = json.loads(path.read_text(encoding="utf-8"))
         made_for, artifacts = manifest["made_from"]["preset"], manifest["artifacts"].values()
     except FileNotFoundError:
-        raise ConfigError("no such file; write it with scripts/compile.py --hlo-only", file=path) from None
+        raise ConfigError("no such file; write it with kimi-k2 compile --hlo-only", file=path) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"not a manifest: {error}", file=path) from None
     if made_for != target.name:

@@ -1,4 +1,4 @@
-"""One line of the kernel benchmark, shared by the operations' modules and `scripts/benchmark_kernels.py`."""
+"""One line of the kernel benchmark, shared by the operations' modules and `kimi-k2 bench kernels`."""
 
 from __future__ import annotations
 

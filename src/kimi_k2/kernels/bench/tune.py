@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.bench import moe, w4a16
 from kimi_k2.kernels.bench.harness import read_bandwidth
 from kimi_k2.kernels.moe_tuning import DIRECTORY, ExpertChoice, file_name, save_choices
@@ -64,34 +64,37 @@ CASES = {
 }
 
 
-def main(
-    shape: list[str] = typer.Option(list(CASES), help="shapes to tune"),
-    tokens: list[int] = typer.Option(TOKENS, help="token counts"),
-    out: Path = typer.Option(DIRECTORY, help="directory of the tuning files"),
+def tune(
+    shapes: Sequence[str] | None, tokens: Sequence[int] | None, out: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Times every candidate; prints the winner's time, bandwidth and share of the read bandwidth measured here."""
-    if unknown := sorted(set(shape) - set(CASES)):
-        raise typer.BadParameter(f"{unknown} not among {list(CASES)}")
+    """Time every candidate and write the tuning files; say the winner's time, bandwidth and share of the bandwidth.
+
+    Args:
+        shapes: names of CASES; None for all.
+        tokens: token counts; None for TOKENS.
+        out: directory of the tuning files; None for the package's.
+        say: takes each line.
+
+    Raises:
+        KernelError: there is no CUDA device, or no such shape.
+    """
+    if unknown := sorted(set(shapes or ()) - set(CASES)):
+        raise KernelError(f"shape: {', '.join(unknown)} not among {', '.join(CASES)}")
+    if not torch.cuda.is_available():
+        raise KernelError("no CUDA device")
     ceiling = read_bandwidth()
-    print(f"read bandwidth {ceiling:.0f} GB/s")
-    for name in shape:
+    say(f"read bandwidth {ceiling:.0f} GB/s")
+    for name in shapes or CASES:
         case = CASES[name]
         weights = case.weights()
         chosen = {}
-        for count in tokens:
+        for count in tokens or TOKENS:
             timer = case.timer(weights, count)
             timed = [(*timer(choice), choice) for choice in case.candidates(count)]
             microseconds, moved, chosen[count] = min(timed, key=lambda one: one[0])
             rate = moved / microseconds / 1e3
-            print(
-                f"{name} T={count}: {microseconds:.1f} us {rate:.0f} GB/s {rate / ceiling:.1%} {chosen[count]}",
-                flush=True,
-            )
-        device = torch.cuda.get_device_name()
-        save_choices(out / file_name(case.experts, case.inter, moe.HIDDEN, case.dtype, case.block, device), chosen)
+            say(f"{name} T={count}: {microseconds:.1f} us {rate:.0f} GB/s {rate / ceiling:.1%} {chosen[count]}")
+        file = file_name(case.experts, case.inter, moe.HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
+        save_choices((out or DIRECTORY) / file, chosen)
         del weights
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,7 +1,5 @@
 """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run.
 
-    python scripts/benchmark_convert.py CHECKPOINT WORKDIR [--tp 64] [--ep 1]
-
 Rates are bytes of input a second. Each measurement is its own process; its peak memory is VmHWM. The straightforward
 method loads a whole shard, dequantizes and requantizes expert after expert, stacks them and saves every rank's cut; it
 is run on the second shard only (one MoE layer).
@@ -9,19 +7,19 @@ is run on the second shard only (one MoE layer).
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from safetensors.torch import load_file, save_file
 
+from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.layout import ExpertOutput, Layout
@@ -142,33 +140,26 @@ def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, f
 JOBS = ("copy", "blockwise", "per_channel", "straightforward", "per_channel_report", "blockwise_report")
 
 
-def main(
-    checkpoint: Path,
-    workdir: Path,
-    tp: int = 64,
-    ep: int = 1,
-    jobs: Annotated[str, typer.Option(help="Comma-separated part of the jobs.")] = ",".join(JOBS),
-    single: Annotated[str, typer.Option(hidden=True)] = "",
+def compare(
+    checkpoint: Path, workdir: Path, tp: int, ep: int, jobs: Sequence[str] | None, say: Callable[[str], None]
 ) -> None:
-    """Measure, print a line a job and the ratios; the work directory is emptied after each."""
-    if single:
-        print(json.dumps(run_job(single, checkpoint, workdir, tp, ep)))
-        return
+    """Measure, say a line a job and the ratios; the work directory is emptied after each.
+
+    Raises:
+        SweepError: there is no such job.
+    """
+    if unknown := sorted(set(jobs or ()) - set(JOBS)):
+        raise SweepError(f"jobs: {', '.join(unknown)} not among {', '.join(JOBS)}")
     results = {}
-    for job in jobs.split(","):
+    for job in jobs or JOBS:
         work = workdir / job
         work.mkdir(parents=True)
-        command = [sys.executable, __file__, str(checkpoint), str(work), "--tp", str(tp), "--ep", str(ep)]
-        out = subprocess.run([*command, "--single", job], check=True, capture_output=True, text=True).stdout
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            results[job] = pool.submit(run_job, job, checkpoint, work, tp, ep).result()
         shutil.rmtree(work)
-        results[job] = json.loads(out.splitlines()[-1])
-        print(f"{job:20}", *(f"{name} {value:.3f}" for name, value in results[job].items()), flush=True)
+        say(f"{job:20} " + " ".join(f"{name} {value:.3f}" for name, value in results[job].items()))
     rate = {job: result["rate"] for job, result in results.items()}
     if {"copy", "blockwise"} <= rate.keys():
-        print(f"blockwise / copy {rate['blockwise'] / rate['copy']:.2f}")
+        say(f"blockwise / copy {rate['blockwise'] / rate['copy']:.2f}")
     if {"per_channel", "straightforward"} <= rate.keys():
-        print(f"per_channel / straightforward {rate['per_channel'] / rate['straightforward']:.2f}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        say(f"per_channel / straightforward {rate['per_channel'] / rate['straightforward']:.2f}")

@@ -1,4 +1,4 @@
-"""`kimi-k2 bench`."""
+"""`kimi-k2 bench sweep`, the default of `kimi-k2 bench`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kimi_k2.bench.sweep import Settings
 
 
-def bench(
+def sweep(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or `tiny` for a synthetic one.")] = "tiny",
     backend: Annotated[Literal["cpu", "cuda", "neuron"], typer.Option(help="Where to run.")] = "cpu",
     out: Annotated[
@@ -32,7 +32,7 @@ def bench(
     keep_quantized: KeepQuantized = False,
     ranks: Ranks = None,
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp32-ep2",
-    compiled: Annotated[Path | None, typer.Option(help="What scripts/compile.py wrote (neuron).")] = None,
+    compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
     published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
     check_stopwatch: Annotated[
         bool, typer.Option("--check-stopwatch", help="Compare TPOT with an independent watch and stop (cpu, cuda).")

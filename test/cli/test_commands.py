@@ -91,7 +91,7 @@ def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path])
 def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     out = tmp_path / "c"
     made = runner.invoke(
-        app, ["make-checkpoint", str(out), "--preset", "kimi-k2.5", "--set", "num_hidden_layers=2", "--shards", "4"]
+        app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2", "--shards", "4"]
     )
     assert made.exit_code == 0, made.output
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -130,13 +130,14 @@ def test_errors_are_one_line(checkpoints: dict[str, Path], tmp_path: Path, argum
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--set", "nope=3"], ["--set", "vocab_size=big"], ["--preset", "gpt-5"]])
+@pytest.mark.parametrize("arguments", [["--set", "nope=3"], ["--set", "vocab_size=big"], ["--model", "gpt-5"]])
 def test_usage_errors(tmp_path: Path, arguments: list[str]) -> None:
     assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "x"), *arguments]).exit_code == 2
 
 
-def test_scripts_are_the_same_commands(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "scripts" / "make_checkpoint.py"
-    for expected in (0, 1):  # the second time the directory is taken
-        result = subprocess.run([sys.executable, str(script), str(tmp_path / "s")], capture_output=True, text=True)
+def test_scripts_are_the_same_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "convert_checkpoint.py"
+    command = [sys.executable, str(script), str(checkpoints["fp8"]), str(tmp_path / "s")]
+    for tp, expected in (("2", 0), ("3", 1)):  # the directory is taken by another layout
+        result = subprocess.run([*command, "--tp", tp], capture_output=True, text=True)
         assert result.returncode == expected, result.stderr

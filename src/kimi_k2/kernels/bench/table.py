@@ -1,23 +1,24 @@
-"""Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed here."""
+"""The kernel benchmark: every operation's rows, beside the ceilings measured in the same run."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import typer
 
 import kimi_k2.kernels.bench as bench
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.bench.harness import matmul_rate, read_bandwidth
 from kimi_k2.kernels.bench.row import Row
 
 
 def operations() -> list[str]:
-    """Modules of kimi_k2.kernels.bench that offer `rows()`."""
+    """Modules beside this one that offer `rows()`."""
     names = [m.name for m in pkgutil.iter_modules(bench.__path__)]
     return [n for n in names if hasattr(importlib.import_module(f"{bench.__name__}.{n}"), "rows")]
 
@@ -34,28 +35,30 @@ def describe(row: Row, bandwidth: float, matrix_rate: float) -> str:
     )
 
 
-def main(
-    only: list[str] = typer.Option([], help="modules of kimi_k2.kernels.bench to run; all by default"),
-    peers: bool = typer.Option(True, help="also time PyTorch and the peers that can be imported"),
-    out: Path | None = typer.Option(None, help="JSON file to write"),
-) -> None:
-    """Prints microseconds, GB/s, TFLOP/s, the larger share of the two measured ceilings, and the target if any."""
+def run(only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None]) -> None:
+    """Say a line a row: microseconds, GB/s, TFLOP/s, the larger share of the two ceilings, and the target if any.
+
+    Args:
+        only: operations to run; all if empty.
+        peers: also time PyTorch and the peers that can be imported.
+        out: JSON file to write; None for none.
+        say: takes each line.
+
+    Raises:
+        KernelError: there is no CUDA device, or no such operation.
+    """
     if not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device")
+        raise KernelError("no CUDA device")
     available = operations()
     if unknown := sorted(set(only) - set(available)):
-        raise typer.BadParameter(f"{unknown} not among {available}")
+        raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(available)}")
     bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
-    print(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, bfloat16 product {matrix_rate:.0f} TFLOP/s")
+    say(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, BF16 GEMM {matrix_rate:.0f} TFLOP/s")
     found = []
     for name in only or available:
         for row in importlib.import_module(f"{bench.__name__}.{name}").rows(with_peers=peers):
-            print(describe(row, bandwidth, matrix_rate), flush=True)
+            say(describe(row, bandwidth, matrix_rate))
             found.append(asdict(row))
     if out is not None:
         ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
         out.write_text(json.dumps(ceilings | {"rows": found}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,6 +1,0 @@
-"""`kimi-k2 plan` as a script."""
-
-from kimi_k2.cli import main
-
-if __name__ == "__main__":
-    main("plan")

@@ -1,0 +1,31 @@
+"""`kimi-k2 bench`: the sweep over lengths and batch sizes, and the benchmarks of single parts."""
+
+from __future__ import annotations
+
+import typer
+from typer.core import TyperGroup
+
+from kimi_k2.cli.bench.parts import context, convert, kernels, reader
+from kimi_k2.cli.bench.sweep import sweep
+
+
+class _SweepByDefault(TyperGroup):
+    """`kimi-k2 bench CHECKPOINT ...` is `kimi-k2 bench sweep CHECKPOINT ...`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        completing = ctx.resilient_parsing and not args
+        if not completing and (not args or args[0] not in {*self.commands, "--help"}):
+            args = ["sweep", *args]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(
+    name="bench",
+    cls=_SweepByDefault,
+    help="Time prefill and decode (`sweep`, the default), or single parts of the package.",
+)
+bench.command()(sweep)
+bench.command()(reader)
+bench.command()(context)
+bench.command()(convert)
+bench.command()(kernels)

@@ -1,0 +1,60 @@
+"""`kimi-k2 bench reader`, `context`, `convert` and `kernels`: one part of the package beside its peers or ceilings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kimi_k2.cli.options import Checkpoint
+
+
+def reader(
+    checkpoint: Checkpoint,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each combination; the median counts.")] = 5,
+) -> None:
+    """Reading speed and memory beside a plain safetensors loop, in one run."""
+    from kimi_k2.bench.reader import measure, report
+
+    report(measure(checkpoint, repeats))
+
+
+def context(
+    checkpoint: Checkpoint,
+    plot: Annotated[Path, typer.Option(help="PNG to write.", dir_okay=False)] = Path("decode-context.png"),
+    repeats: Annotated[int, typer.Option(min=1, help="Steps at each length; the median counts.")] = 30,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Decode step cost against context, 64 to 4096 tokens, absorbed MLA: a table and a plot."""
+    import torch
+
+    from kimi_k2.bench.context import measure, report
+    from kimi_k2.cli.loading import load_model
+
+    torch.set_num_threads(threads)
+    report(measure(load_model(checkpoint, attention_form="absorbed"), repeats=repeats), plot)
+
+
+def convert(
+    checkpoint: Checkpoint,
+    work: Annotated[Path, typer.Argument(help="Directory to write to; emptied after each job.", file_okay=False)],
+    tp: Annotated[int, typer.Option(min=1, help="As of `convert`.")] = 64,
+    ep: Annotated[int, typer.Option(min=1, help="As of `convert`.")] = 1,
+    jobs: Annotated[str | None, typer.Option(help="Comma-separated part of the jobs.")] = None,
+) -> None:
+    """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run."""
+    from kimi_k2.bench.convert import compare
+
+    compare(checkpoint, work, tp, ep, jobs.split(",") if jobs else None, typer.echo)
+
+
+def kernels(
+    only: Annotated[list[str] | None, typer.Option(help="Operations to run; all if not given.")] = None,
+    peers: Annotated[bool, typer.Option(help="Also time PyTorch and the peers that can be imported.")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.", dir_okay=False)] = None,
+) -> None:
+    """Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed."""
+    from kimi_k2.kernels.bench.table import run
+
+    run(only or [], peers, out, typer.echo)

@@ -1,0 +1,42 @@
+"""`kimi-k2 compile`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compile_model(
+    preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or a published model's name for --hlo-only.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
+    ] = Path("compiled"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False,
+    hlo_only: Annotated[
+        bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
+    ] = False,
+) -> None:
+    """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text)."""
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.neuron import compile as job
+    from kimi_k2.neuron.preset import NeuronPreset
+
+    chosen = NeuronPreset.load(preset)
+    plan = job.check_fit(KimiK2Config.load(model), chosen)
+    typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
+    typer.echo("\n".join(job.plan_lines(plan)))
+    if dry_run:
+        return
+    if hlo_only:
+        from kimi_k2.neuron import standins
+
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        standins.install()
+        job.lower_all(chosen, model, out, typer.echo)
+    else:
+        job.check_sdk()
+        job.compile_all(chosen, model, out, typer.echo)

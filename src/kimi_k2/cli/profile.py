@@ -1,0 +1,60 @@
+"""`kimi-k2 profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def profile(
+    preset: Annotated[
+        str, typer.Option("--preset", "--target", help="A GPU deployment: a file of configs/, or its name.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "--config", help="Published name, or a directory with config.json.")
+    ] = "kimi-k2-instruct-0905",
+    weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Fewer layers than the model has; the total is then extrapolated.")
+    ] = None,
+    stand_in: Annotated[
+        bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences, instead of the preset's.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Cached tokens, instead of the preset's.")] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
+    kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
+    launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
+) -> None:
+    """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
+    import yaml
+
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.kernels.bench.profile import Job
+    from kimi_k2.kernels.bench.profile import profile as measure
+    from kimi_k2.neuron.preset import CONFIGS
+    from kimi_k2.ops import registry
+    from kimi_k2.sharding.layout import Layout
+
+    if kernels:
+        registry.pin(kernels)
+    path = Path(preset) if preset.endswith(".yaml") else CONFIGS / f"{preset}.yaml"
+    target = yaml.safe_load(path.read_text(encoding="utf-8"))
+    layout = Layout(target["moe_tp"], target["moe_ep"], target="cuda", experts="stored")
+    job = Job(
+        batch=batch or target["batch_size"],
+        context=context or target["context"],
+        prompt=prompt,
+        layers=layers,
+        weights=weights,
+        stand_in=stand_in,
+        launches=launches,
+    )
+    lines = measure(KimiK2Config.load(model), layout, job)
+    if lines:
+        typer.echo("\n".join(lines))
+        if verbose:
+            typer.echo(registry.explain())

@@ -1,0 +1,21 @@
+"""`kimi-k2 tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes to tune (TP8, EP8 ...); all if not given.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Token counts; 1 to 16384 if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the tuning files; the package's if not given.", file_okay=False)
+    ] = None,
+) -> None:
+    """Find the fastest launch of the routed experts for each token count on this GPU and write its tuning files."""
+    from kimi_k2.kernels.bench.tune import tune as tune_experts
+
+    tune_experts(shape, tokens, out, typer.echo)
