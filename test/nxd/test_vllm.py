@@ -1,4 +1,4 @@
-"""vLLM 0.11 with vllm-neuron 0.2 over NeuronKimiK2ForCausalLM in CPU mode: right tokens for requests at random times."""
+"""vLLM 0.11 with vllm-neuron 0.2 over NeuronKimiK2ForCausalLM in CPU mode: right tokens, whenever requests come."""
 
 from __future__ import annotations
 

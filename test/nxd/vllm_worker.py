@@ -2,8 +2,8 @@
 
     NXD_CPU_MODE=1 python vllm_worker.py job.json
 
-Nothing of vLLM or vllm-neuron is replaced: its platform, scheduler, worker, runner and loader run as installed, and find
-the model through the entry points of `kimi_k2.neuron.vllm`.
+Nothing of vLLM or vllm-neuron is replaced: its platform, scheduler, worker, runner and loader run as installed, and
+find the model through the entry points of `kimi_k2.neuron.vllm`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from neuronx_distributed.modules.moe.model import MoE
@@ -220,7 +221,9 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
 
         NxDI's own loader reads everything first and then rounds router and bias to the model's dtype.
         """
-        return self.get_state_dict(self.model_path, self.config)
+        # From a compiled model's directory, which holds no checkpoint, the configuration says where that was.
+        source = getattr(self.config, "_name_or_path", "")
+        return self.get_state_dict(source if source and Path(source).is_dir() else self.model_path, self.config)
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
