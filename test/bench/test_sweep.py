@@ -23,7 +23,7 @@ from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.bench.results import SCHEMA_FILE, load_results, percentile
 from kimi_k2.bench.sweep import Settings, draw_prompts, run_sweep, time_run
 from kimi_k2.neuron import contrib
-from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.plan.deployment import Deployment
 
 SETTINGS = Settings("tiny", "cpu", output_lengths=(2, 5), prompt_lengths=(3, 4), batch_sizes=(1, 2), runs=3)
 
@@ -157,7 +157,7 @@ def test_missing_machines_are_named(checkpoints: dict[str, Path], tmp_path: Path
         with pytest.raises(BackendUnavailableError, match="no CUDA device"):
             TorchBackend.load(checkpoints["fp8"], "cuda", torch.float32)
     with pytest.raises(BackendUnavailableError, match="neuronx-cc" if not contrib.missing() else "Neuron SDK"):
-        NeuronBackend(checkpoints["fp8"], NeuronPreset.load("trn2-tp32-ep2"), tmp_path)
+        NeuronBackend(checkpoints["fp8"], Deployment.load("trn2-tp32-ep2"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ environment.prepare(cpu=False)
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
-from kimi_k2.neuron.preset import NeuronPreset  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
+from kimi_k2.plan.deployment import Deployment  # noqa: E402
 from kimi_k2.plan.hlo import count  # noqa: E402
-from kimi_k2.plan.target import neuron_target  # noqa: E402
+from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
 
 
 def main() -> None:
     name, layers, stage, *path = sys.argv[1:]
-    preset = NeuronPreset.load(name)
+    preset = Deployment.load(name)
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=int(layers))
     if path == ["all-experts"]:
         experts = contrib.load("experts").KimiK2ExpertMLPs
@@ -38,7 +38,7 @@ def main() -> None:
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)
     kinds = {f"{one.kind} {one.ranks}": times for one, times in counts.collectives.items()}
-    target = neuron_target(preset).with_lengths(None, None, graph.bucket if stage.startswith("context") else None)
+    target = make_target(preset, config).with_lengths(None, None, graph.bucket if stage.startswith("context") else None)
     sharding = make_plan(config, target.layout)
     decode = stage.startswith("token")
     planned = (

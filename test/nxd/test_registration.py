@@ -14,7 +14,7 @@ import pytest
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 
-PLAIN = {"fp8": "blockwise_fp8", "bf16": "bf16", "thinking": "per_channel_fp8", "k2.5": "per_channel_fp8"}
+PLAIN = {"fp8": "blockwise", "bf16": "bf16", "thinking": "per_channel", "k2.5": "per_channel"}
 
 
 def vllm_key(architecture: str) -> tuple[str, str]:
@@ -70,7 +70,7 @@ def test_configuration_and_experts_come_from_the_checkpoint(
     assert neuron.experts == PLAIN[name]
     held = environment.contrib("quantized").expert_format(neuron)
     assert type(held).__name__ == {
-        "bf16": "FloatExperts", "blockwise_fp8": "BlockwiseFp8Experts", "per_channel_fp8": "ChannelFp8Experts"
+        "bf16": "FloatExperts", "blockwise": "BlockwiseFp8Experts", "per_channel": "ChannelFp8Experts"
     }[PLAIN[name]]  # fmt: skip
     # The plugin's next step; upstream's raises NotImplementedError in load_hf_model.
     model_class.save_quantized_state_dict(str(checkpoints[name]), config)
@@ -94,7 +94,7 @@ def test_deepseek_v3_as_model_type(registered: dict[str, Any], checkpoints: dict
 def test_experts_and_presets_by_choice(registered: dict[str, Any], checkpoints: dict[str, Path]) -> None:
     model_class = registered["deepseekv3"]["causal-lm"]
     directory = checkpoints["fp8"]
-    by_name = served_config(directory, model_class, experts="per_channel_fp8").neuron_config
+    by_name = served_config(directory, model_class, experts="per_channel").neuron_config
     assert by_name.quantization_type == "expert_wise_per_channel_symmetric"
     assert not served_config(directory, model_class, experts="bf16").neuron_config.quantized
     with pytest.raises(ConfigError, match="experts"):
@@ -108,7 +108,7 @@ def test_a_preset_fills_what_the_server_does_not_say(registered: dict[str, Any])
     neuron = model_class.get_neuron_config_cls()(
         preset="trn2-tp64-ep1", tp_degree=64, batch_size=2, seq_len=1024, max_context_length=1024, quantized=False
     )
-    assert (neuron.experts, neuron.logical_nc_config, neuron.seq_len) == ("per_channel_fp8", 2, 1024)
+    assert (neuron.experts, neuron.logical_nc_config, neuron.seq_len) == ("per_channel", 2, 1024)
     assert neuron.save_sharded_checkpoint
     assert neuron.context_encoding_buckets is None or max(neuron.context_encoding_buckets) <= 1024
     assert neuron.compiler_args

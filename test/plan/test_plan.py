@@ -195,12 +195,22 @@ def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path
     ("preset", "lengths", "says"),
     [
         ("trn3", {}, "no target 'trn3'"),
-        ("h200-tp3", {}, "does not divide among 3 ranks"),
+        ("three.yaml", {}, "does not divide among 3 ranks"),
         ("trn2-tp32-ep2", {"context": 0}, "context"),
         ("trn2-tp32-ep2", {"context": 128, "prompt": 256}, "at most the context"),
     ],
 )
-def test_wrong_requests_are_named(config: KimiK2Config, preset: str, lengths: dict[str, int], says: str) -> None:
+def test_wrong_requests_are_named(
+    config: KimiK2Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    preset: str,
+    lengths: dict[str, int],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    degrees = "tp_degree: 3\nmoe_tp_degree: 3\nbatch_size: 1\nseq_len: 64\nmax_context_length: 64\n"
+    Path("three.yaml").write_text(f"instance: h200\nexperts: stored\n{degrees}")
     with pytest.raises(ConfigError, match=says):
         target = load_target(preset, config)
         target = target.with_lengths(lengths.get("context"), lengths.get("batch"), lengths.get("prompt"))

@@ -6,6 +6,7 @@ so that all backends are timed alike.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
+from kimi_k2.plan.deployment import STAGES, Deployment
 
 Prompts = Sequence[Sequence[int]]
 
@@ -153,17 +155,19 @@ class NeuronBackend:
 
     name = "neuron"
 
-    def __init__(self, checkpoint: Path, preset: NeuronPreset, compiled: Path) -> None:
+    def __init__(self, checkpoint: Path, preset: Deployment, compiled: Path) -> None:
         if absent := contrib.missing():
             raise BackendUnavailableError(f"the neuron backend needs the Neuron SDK; missing: {', '.join(absent)}")
         if shutil.which("neuronx-cc") is None:
             raise BackendUnavailableError("the neuron backend needs a Neuron machine; neuronx-cc is not on PATH")
         config = KimiK2Config.from_pretrained(checkpoint)
+        os.environ.update(environment(preset))
         self.app = build_application(preset, config, str(checkpoint))
         self.app.load(str(compiled))
         self.vocab_size = config.vocab_size
         self.preset = preset
-        self.details = {"preset": preset.name, "preset_digest": preset.digest, "compiler_args": preset.compiler_args}
+        arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
+        self.details = {"preset": preset.name, "preset_digest": compile_digest(preset), "compiler_args": arguments}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         """See Backend.
@@ -171,11 +175,11 @@ class NeuronBackend:
         Raises:
             SweepError: the batch or the length is not what the graphs were compiled for.
         """
-        options = self.preset.neuron_config
-        if len(prompts) != options["batch_size"]:
-            raise SweepError(f"{self.preset.name} was compiled for a batch of {options['batch_size']}")
-        if len(prompts[0]) + new_tokens > options["seq_len"]:
-            raise SweepError(f"{self.preset.name} was compiled for {options['seq_len']} tokens a sequence")
+        preset = self.preset
+        if len(prompts) != preset.batch_size:
+            raise SweepError(f"{preset.name} was compiled for a batch of {preset.batch_size}")
+        if len(prompts[0]) + new_tokens > preset.seq_len:
+            raise SweepError(f"{preset.name} was compiled for {preset.seq_len} tokens a sequence")
         for _ in neuron_steps(self.app, prompts, new_tokens):
             yield
 

@@ -23,9 +23,9 @@ def compile_model(
     """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text)."""
     from kimi_k2.config import KimiK2Config
     from kimi_k2.neuron import compile as job
-    from kimi_k2.neuron.preset import NeuronPreset
+    from kimi_k2.plan.deployment import Deployment
 
-    chosen = NeuronPreset.load(preset)
+    chosen = Deployment.load(preset)
     plan = job.check_fit(KimiK2Config.load(model), chosen)
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))

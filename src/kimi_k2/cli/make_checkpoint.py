@@ -15,7 +15,7 @@ def make_checkpoint(
     model: Model = DEFAULT_MODEL,
     fmt: Annotated[
         Literal["fp8", "int4", "bf16"] | None,
-        typer.Option("--format", help="How weights are stored; the preset's own if not given."),
+        typer.Option("--format", help="How weights are stored; the model's own if not given."),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Start from the published sizes instead of the tiny ones.")

@@ -13,15 +13,15 @@ Target = Literal["neuron", "cuda"]
 ExpertFormat = Literal["bf16", "blockwise", "per_channel", "stored"]
 
 
-def preset_names() -> list[str]:
+def published_models() -> list[str]:
     """Published configurations that the package carries."""
     names = (entry.name for entry in (files("kimi_k2") / "presets").iterdir())
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def _known_preset(name: str) -> str:
-    if name not in preset_names():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(preset_names())}")
+def _known_model(name: str) -> str:
+    if name not in published_models():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(published_models())}")
     return name
 
 
@@ -30,8 +30,8 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        callback=_known_preset,
-        autocompletion=preset_names,
+        callback=_known_model,
+        autocompletion=published_models,
         help="Published configuration: names, YaRN, quantization.",
     ),
 ]

@@ -11,9 +11,7 @@ import typer
 
 def plan(
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
-    preset: Annotated[
-        str, typer.Option(help="A file of configs/ (or a path to one), or h200-tpN for N GPUs.")
-    ] = "trn2-tp32-ep2",
+    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp32-ep2",
     context: Annotated[int | None, typer.Option(help="Cache slots a sequence; the preset's by default.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences; the preset's by default.")] = None,
     prompt: Annotated[int | None, typer.Option(help="Tokens of the modelled prefill.")] = None,

@@ -9,11 +9,9 @@ import typer
 
 
 def profile(
-    preset: Annotated[
-        str, typer.Option("--preset", "--target", help="A GPU deployment: a file of configs/, or its name.")
-    ],
+    preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
     model: Annotated[
-        str, typer.Option("--model", "--config", help="Published name, or a directory with config.json.")
+        str, typer.Option(help="Published name, or a directory with config.json.")
     ] = "kimi-k2-instruct-0905",
     weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
     layers: Annotated[
@@ -30,30 +28,27 @@ def profile(
     launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
-    import yaml
-
     from kimi_k2.config import KimiK2Config
     from kimi_k2.kernels.bench.profile import Job
     from kimi_k2.kernels.bench.profile import profile as measure
-    from kimi_k2.neuron.preset import CONFIGS
     from kimi_k2.ops import registry
-    from kimi_k2.sharding.layout import Layout
+    from kimi_k2.plan.deployment import Deployment
 
     if kernels:
         registry.pin(kernels)
-    path = Path(preset) if preset.endswith(".yaml") else CONFIGS / f"{preset}.yaml"
-    target = yaml.safe_load(path.read_text(encoding="utf-8"))
-    layout = Layout(target["moe_tp"], target["moe_ep"], target="cuda", experts="stored")
+    config, deployment = KimiK2Config.load(model), Deployment.load(preset)
+    if deployment.hardware.target != "cuda":
+        raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
     job = Job(
-        batch=batch or target["batch_size"],
-        context=context or target["context"],
+        batch=batch or deployment.batch_size,
+        context=context or deployment.seq_len,
         prompt=prompt,
         layers=layers,
         weights=weights,
         stand_in=stand_in,
         launches=launches,
     )
-    lines = measure(KimiK2Config.load(model), layout, job)
+    lines = measure(config, deployment.layout(config), job)
     if lines:
         typer.echo("\n".join(lines))
         if verbose:

@@ -15,18 +15,18 @@ from typing import Any
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.neuron import contrib
-from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
+from kimi_k2.plan.against_hlo import MANIFEST
+from kimi_k2.plan.deployment import STAGES, Deployment
 from kimi_k2.plan.hlo import GraphCounts, count
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
 from kimi_k2.plan.roofline import roofline
-from kimi_k2.plan.target import GIB, neuron_target
+from kimi_k2.plan.target import GIB, make_target
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS
 
-MANIFEST = "compile.json"  # manifest.json is the converted weights'
 CHECKED_RELEASES = {"neuronx-distributed": ("0.17", "0.18"), "neuronx-distributed-inference": ("0.8", "0.9")}
-STAGES = ("context_encoding_model", "token_generation_model")
 
 Say = Callable[[str], None]
 
@@ -42,13 +42,13 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     return [*rows, f"  {'resident':<24}{plan.resident / GIB:8.2f} GiB of {usable:.2f} usable: {plan.verdict}"]
 
 
-def check_fit(config: KimiK2Config, preset: NeuronPreset) -> MemoryPlan:
+def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     """The memory plan of a preset, if one core can hold it.
 
     Raises:
         CompileError: naming the largest part and what would help.
     """
-    target = neuron_target(preset)
+    target = make_target(preset, config)
     plan = memory_plan(config, target)
     if not plan.fits:
         name, size = plan.largest
@@ -78,7 +78,7 @@ def check_sdk() -> None:
             raise CompileError(f"{package} is {version}; the model was checked with {expected} (Neuron SDK 2.28, 2.29)")
 
 
-def build_application(preset: NeuronPreset, config: KimiK2Config, model: str, **overrides: Any) -> Any:
+def build_application(preset: Deployment, config: KimiK2Config, model: str, **overrides: Any) -> Any:
     """NeuronKimiK2ForCausalLM for a preset; no weights are read.
 
     Raises:
@@ -87,21 +87,22 @@ def build_application(preset: NeuronPreset, config: KimiK2Config, model: str, **
     import torch
 
     quantized, config_module = contrib.load("quantized"), contrib.load("config")
-    width = config.moe_intermediate_size // preset.moe_tp
+    width = config.moe_intermediate_size // preset.moe_tp_degree
     formats = {
         "bf16": quantized.FloatExperts,
-        "per_channel_fp8": quantized.ChannelFp8Experts,
-        "blockwise_fp8": lambda: quantized.BlockwiseFp8Experts.for_rank_width(width),
+        "per_channel": quantized.ChannelFp8Experts,
+        "blockwise": lambda: quantized.BlockwiseFp8Experts.for_rank_width(width),
     }
-    options = {**preset.neuron_config, **formats[preset.experts]().neuron_options(), **overrides}
-    options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
-    neuron = config_module.KimiK2NeuronConfig(compiler_args=preset.compiler_args, **options)
+    options = {**preset.neuron_arguments(), **formats[preset.experts]().neuron_options(), **overrides}
+    options["torch_dtype"] = getattr(torch, options["torch_dtype"])
+    arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
+    neuron = config_module.KimiK2NeuronConfig(compiler_args=arguments, **options)
     source = model if Path(model).exists() else config
     inference = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(source))
     return contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(model, inference)
 
 
-def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
+def lower_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
     """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept."""
     config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config)
@@ -121,13 +122,13 @@ def lower_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
         say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {counts.bytes_read() / 1e9:.2f} GB read")
 
 
-def without_nki(preset: NeuronPreset) -> dict[str, Any]:
+def without_nki(preset: Deployment) -> dict[str, Any]:
     """NKI kernels need the compiler to lower; their PyTorch forms read the same weights."""
-    blockwise = {**preset.neuron_config.get("blockwise_matmul_config", {}), "use_torch_block_wise": True}
-    return {"blockwise_matmul_config": blockwise, "disable_argmax_kernel": True}
+    blockwise = preset.neuron_config.blockwise_matmul_config.model_copy(update={"use_torch_block_wise": True})
+    return {"blockwise_matmul_config": blockwise.model_dump(), "disable_argmax_kernel": True}
 
 
-def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
+def compile_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
     """Compile to NEFFs with NxDI, then pre-shard the weights if they are not there yet; both resume.
 
     neuronx-cc's cache keeps graphs that were finished before.
@@ -137,7 +138,7 @@ def compile_all(preset: NeuronPreset, model: str, out: Path, say: Say) -> None:
     if manifest.complete:
         say(f"{out} is complete for this preset and model: nothing to do")
         return
-    os.environ.update(preset.environment)
+    os.environ.update(environment(preset))
     app = build_application(preset, config, model)
     start = time.monotonic()
     say("compiling (NxDI reports each graph) ...")
@@ -169,11 +170,11 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
 class Manifest:
     """compile.json beside the artifacts: what they were made from, and their sizes and digests."""
 
-    def __init__(self, out: Path, preset: NeuronPreset, config: KimiK2Config) -> None:
+    def __init__(self, out: Path, preset: Deployment, config: KimiK2Config) -> None:
         self.out, self.path = out, out / MANIFEST
         made_from = {
             "preset": preset.name,
-            "preset_digest": preset.digest,
+            "preset_digest": compile_digest(preset),
             "config_digest": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         }
         out.mkdir(parents=True, exist_ok=True)

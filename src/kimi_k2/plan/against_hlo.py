@@ -9,11 +9,13 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.compile import MANIFEST, STAGES
 from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.deployment import CONTEXT_ENCODING
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.plan import make_plan
+
+MANIFEST = "compile.json"  # beside manifest.json, which is the converted weights'
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
     for graph in artifacts:
         if "weight_bytes_read" not in graph:
             continue
-        bucket, prefill = graph["bucket"], graph["stage"] == STAGES[0]
+        bucket, prefill = graph["bucket"], graph["stage"] == CONTEXT_ENCODING
         planned = (
             prefill_counts(config, replace(target, prompt=bucket), sharding)
             if prefill

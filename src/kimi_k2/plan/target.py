@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.preset import CONFIGS, NeuronPreset
-from kimi_k2.plan.roofline import TRN2_LNC2, Machine
-from kimi_k2.sharding.layout import ExpertOutput, Layout
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.instance import GIB, Memory
+from kimi_k2.plan.roofline import Machine
+from kimi_k2.sharding.layout import Layout
 
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Memory:
-    """One rank's memory in bytes.
-
-    Attributes:
-        total: what the device has.
-        usable: what programs were seen to get of it.
-        source: of both figures.
-    """
-
-    total: int
-    usable: int
-    source: str
-
-
-# A bank is one of a chip's four HBM stacks. At LNC=2 one logical core has it to itself; at LNC=1 two share it.
-TRN2_BANK = Memory(
-    total=24 * GIB,
-    usable=int(23.363 * GIB),
-    source="AWS Neuron documentation: 96 GiB a chip, about 24 GiB a rank at LNC=2; 23.363 of it usable as reported in"
-    " the README of the published Kimi-K2.5 port",
-)
-H200_MEMORY = Memory(total=141 * 10**9, usable=141 * 10**9, source="NVIDIA H200 specification: 141 GB HBM3e")
-
-# Peak rates of NVIDIA's H200 SXM specification: 4.8 TB/s, 989 BF16 TFLOP/s dense, NVLink 900 GB/s both ways together.
-H200 = Machine(
-    name="one NVIDIA H200 SXM",
-    bytes_per_second=4.8e12,
-    flops_per_second=989e12,
-    link_bytes_per_second=450e9,
-    collective_latency=10e-6,
-    source="NVIDIA H200 specification (peak rates); collective latency assumed",
-)
+__all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
 
 
 @dataclass(frozen=True)
@@ -129,54 +94,31 @@ class Target:
         return replace(self, context=slots, batch=batch or self.batch, prompt=min(prompt or self.prompt, slots))
 
 
-def neuron_target(preset: NeuronPreset) -> Target:
-    """The target that a preset of configs/ describes.
+def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
+    """What the planner computes from, of a deployment.
 
     Raises:
         ConfigError: it is not for LNC=2, of which alone the memory and rates are known here.
     """
-    options = preset.neuron_config
-    if options.get("logical_nc_config", 2) != 2:
+    if deployment.neuron_config.logical_nc_config != 2:
         raise ConfigError("expected 2: two ranks share a bank at LNC=1", field="neuron_config.logical_nc_config")
-    formats: dict[str, ExpertOutput] = {
-        "bf16": "bf16", "blockwise_fp8": "blockwise", "per_channel_fp8": "per_channel",
-    }  # fmt: skip
-    blockwise = options.get("blockwise_matmul_config", {})
-    layout = Layout(
-        preset.moe_tp,
-        preset.moe_ep,
-        experts=formats[preset.experts],
-        spmd_rank=preset.moe_ep > 1 or blockwise.get("parallelize_token_to_block_mapping", False),
-    )
+    neuron = deployment.hardware.target == "neuron"
     return Target(
-        name=preset.name,
-        layout=layout,
-        machine=TRN2_LNC2,
-        memory=TRN2_BANK,
-        batch=options["batch_size"],
-        context=options["seq_len"],
-        prompt=min(options.get("max_context_length", options["seq_len"]), options["seq_len"]),
-        block_size=blockwise.get("block_size", 512),
+        name=deployment.name,
+        layout=deployment.layout(config),
+        machine=deployment.hardware.machine,
+        memory=deployment.hardware.memory,
+        batch=deployment.batch_size,
+        context=deployment.seq_len,
+        prompt=deployment.max_context_length,
+        block_size=deployment.neuron_config.blockwise_matmul_config.block_size if neuron else None,
     )
-
-
-_H200 = re.compile(r"h200-tp(\d+)")
 
 
 def load_target(name: str, config: KimiK2Config) -> Target:
-    """A target by name: a preset in configs/ (or a path to one), or h200-tpN for N GPUs of one host.
+    """The target of a preset in configs/, by name or path.
 
     Raises:
-        ConfigError: there is no such target.
+        ConfigError: there is no such preset, or it is wrong.
     """
-    if match := _H200.fullmatch(name):
-        experts: ExpertOutput = "stored" if config.quantization else "bf16"
-        layout = Layout(int(match[1]), 1, "cuda", experts)
-        return Target(name, layout, H200, H200_MEMORY, batch=1, context=4096, prompt=2048)
-    try:
-        return neuron_target(NeuronPreset.load(name))
-    except ConfigError as error:
-        if error.message.startswith("no such preset"):
-            known = ", ".join([*sorted(file.stem for file in CONFIGS.glob("trn2-*.yaml")), "h200-tp1 to h200-tp8"])
-            raise ConfigError(f"no target '{name}'; known: {known}", field="preset") from None
-        raise
+    return make_target(Deployment.load(name), config)

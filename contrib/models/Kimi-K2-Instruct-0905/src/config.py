@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,18 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
-        compiler_args: arguments of neuronx-cc; the model has a plain set if there are none.
+        compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
 
     Raises:
         ConfigError: an option would drop tokens or normalise the router's weights a second time.
     """
 
     def __init__(
-        self, *, router_bias_before_sigmoid: bool = False, compiler_args: Sequence[str] = (), **kwargs: Any
+        self,
+        *,
+        router_bias_before_sigmoid: bool = False,
+        compiler_args: Mapping[str, Sequence[str]] | None = None,
+        **kwargs: Any,
     ) -> None:
         if kwargs.get("capacity_factor") is not None:
             raise ConfigError("expected None: a capacity factor drops tokens at prefill", field="capacity_factor")
@@ -54,7 +58,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             kwargs.setdefault("quantized_checkpoints_path", "")
         super().__init__(**kwargs)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
-        self.compiler_args = list(compiler_args)
+        self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:

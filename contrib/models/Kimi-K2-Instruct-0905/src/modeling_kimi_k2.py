@@ -18,6 +18,7 @@ from neuronx_distributed_inference.models.layer_boundary_marker import (
     ModuleMarkerStartWrapper,
 )
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
+from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
 from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -183,6 +184,13 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     """Kimi-K2 for generation on Neuron; see the README beside this folder for how to use it."""
 
     _model_cls = NeuronKimiK2Model
+    compile_tag = TOKEN_GENERATION_MODEL_TAG  # the submodel that `get_compiler_args` is asked for
+
+    def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
+        """Add the prefill submodel, with compiler arguments of its own."""
+        self.compile_tag = CONTEXT_ENCODING_MODEL_TAG
+        super().enable_context_encoding(**model_init_kwargs)
+        self.compile_tag = TOKEN_GENERATION_MODEL_TAG
 
     @classmethod
     def get_config_cls(cls) -> type[KimiK2InferenceConfig]:
@@ -248,12 +256,11 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             preshard(self.model_path, compiled_model_path, neuron)
 
     def get_compiler_args(self) -> str:
-        """neuronx-cc arguments: the preset's, which says what each is for, or a plain set."""
+        """neuronx-cc's arguments for the submodel that is being added: the configuration's, or a plain set.
+
+        NxDI's ModelWrapper appends `--internal-hlo2tensorizer-options`, with what FP8 weights need.
+        """
         neuron = self.neuron_config
-        if neuron.compiler_args:
-            return " ".join(neuron.compiler_args)
-        options = ["--model-type=transformer", "-O1", "--auto-cast=none", f"--lnc={neuron.logical_nc_config}"]
-        if neuron.quantized:
-            # The compiler refuses e4m3fn otherwise (NCC_EVRF051); the weights avoid the codes that differ.
-            options.append("--internal-hlo2tensorizer-options='--experimental-unsafe-fp8e4m3fn-as-fp8e4m3'")
-        return " ".join(options)
+        prefill = self.compile_tag == CONTEXT_ENCODING_MODEL_TAG
+        plain = ["--model-type=transformer", "-O1" if prefill else "-O2", "--auto-cast=none"]
+        return " ".join(neuron.compiler_args.get(self.compile_tag, [*plain, f"--lnc={neuron.logical_nc_config}"]))

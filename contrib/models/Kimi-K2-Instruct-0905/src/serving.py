@@ -14,7 +14,8 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.neuron.compiler_args import compiler_args, environment
+from kimi_k2.plan.deployment import STAGES, Deployment
 from kimi_k2.quantization.config import Fp8BlockQuantization
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
@@ -31,7 +32,7 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
 
     Args:
         preset: a deployment (configs/*.yaml); its settings hold wherever `options` have none.
-        experts: form of the routed experts: bf16, blockwise_fp8 or per_channel_fp8. `checkpoint`, the default without a
+        experts: form of the routed experts: bf16, blockwise or per_channel. `checkpoint`, the default without a
             preset, keeps FP8 blocks as blocks, makes INT4 groups FP8 with a scale a channel, and leaves BF16.
             Not read where `options` say `quantized=True` themselves.
         options: NxDI's, see MoENeuronConfig.
@@ -43,37 +44,39 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
     def __init__(self, *, preset: str | None = None, experts: str | None = None, **options: Any) -> None:
         self.preset = preset
         if preset is not None:
-            deployment = NeuronPreset.load(preset)
+            deployment = Deployment.load(preset)
             options = _with_preset(deployment, options)
             experts = experts or deployment.experts
-            os.environ.update(deployment.environment)
+            os.environ.update(environment(deployment))
         self.experts = experts or FROM_CHECKPOINT
-        if self.experts not in (FROM_CHECKPOINT, "bf16", "blockwise_fp8", "per_channel_fp8"):
+        if self.experts not in (FROM_CHECKPOINT, "bf16", "blockwise", "per_channel"):
             raise ConfigError(
-                f"expected bf16, blockwise_fp8, per_channel_fp8 or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
+                f"expected bf16, blockwise, per_channel or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
             )
         super().__init__(**options)
 
 
-def _with_preset(preset: NeuronPreset, options: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = dict(preset.neuron_config)
-    ranks = options.get("tp_degree", preset.ranks)
-    if ranks != preset.ranks:
+def _with_preset(preset: Deployment, options: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = preset.neuron_arguments()
+    ranks = options.get("tp_degree", preset.tp_degree)
+    if ranks != preset.tp_degree:
         raise ConfigError(
-            f"{preset.name} is for {preset.ranks} ranks (vLLM's --tensor-parallel-size), got {ranks}", field="tp_degree"
+            f"{preset.name} is for {preset.tp_degree} ranks (vLLM's --tensor-parallel-size), got {ranks}",
+            field="tp_degree",
         )
     lengths = ("seq_len", "max_context_length")
     if any(options.get(name, defaults[name]) != defaults[name] for name in lengths if name in defaults):
         for name in BUCKETS:
             defaults.pop(name, None)
-    return {"compiler_args": preset.compiler_args, **defaults, **options}
+    arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
+    return {"compiler_args": arguments, **defaults, **options}
 
 
 def checkpoint_experts(config: KimiK2Config) -> str:
     """The form that keeps what a checkpoint stores: its FP8 blocks exactly, INT4 as FP8 a channel, else BF16."""
     if config.quantization is None:
         return "bf16"
-    return "blockwise_fp8" if isinstance(config.quantization, Fp8BlockQuantization) else "per_channel_fp8"
+    return "blockwise" if isinstance(config.quantization, Fp8BlockQuantization) else "per_channel"
 
 
 def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] | None) -> None:
@@ -88,8 +91,8 @@ def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] 
     ranks = neuron.moe_tp_degree if neuron.moe_ep_degree > 1 else neuron.tp_degree
     forms: dict[str, Callable[[], ExpertFormat]] = {
         "bf16": FloatExperts,
-        "per_channel_fp8": ChannelFp8Experts,
-        "blockwise_fp8": lambda: BlockwiseFp8Experts.for_rank_width(width // ranks),
+        "per_channel": ChannelFp8Experts,
+        "blockwise": lambda: BlockwiseFp8Experts.for_rank_width(width // ranks),
     }
     options = forms[neuron.experts]().neuron_options()
     for name, value in options.items():

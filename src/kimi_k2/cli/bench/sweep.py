@@ -58,7 +58,7 @@ def sweep(
     from kimi_k2.bench.ranks import RanksBackend
     from kimi_k2.bench.render import markdown, write_reports
     from kimi_k2.bench.sweep import Settings, run_sweep
-    from kimi_k2.neuron.preset import NeuronPreset
+    from kimi_k2.plan.deployment import Deployment
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
     from kimi_k2.synthetic.config import tiny_config
 
@@ -79,7 +79,7 @@ def sweep(
             write_synthetic_checkpoint(directory, tiny_config())
         used: Backend
         if backend == "neuron":
-            used = NeuronBackend(directory, NeuronPreset.load(preset), compiled or directory)
+            used = NeuronBackend(directory, Deployment.load(preset), compiled or directory)
         elif ranks is not None:
             used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute))
         else:

@@ -19,10 +19,11 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron import compile as job
 from kimi_k2.neuron import contrib
-from kimi_k2.neuron.preset import NeuronPreset
+from kimi_k2.neuron.compiler_args import environment
 from kimi_k2.parity.golden import load_golden
 from kimi_k2.parity.logits import DIVERGENCE_TOLERANCE, TOLERANCE_MAP
 from kimi_k2.parity.trace import PHASES
+from kimi_k2.plan.deployment import Deployment
 
 NXD_TESTS = Path(__file__).parents[5] / "test" / "nxd"
 PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp32-ep2")
@@ -60,8 +61,8 @@ def test_tiny_model_in_cpu_mode(checkpoints: dict[str, Path], tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def app() -> Any:
     """The loaded application; compile it first with scripts/compile.py."""
-    preset = NeuronPreset.load(PRESET)
-    os.environ.update(preset.environment)
+    preset = Deployment.load(PRESET)
+    os.environ.update(environment(preset))
     assert MODEL and COMPILED
     application = job.build_application(preset, KimiK2Config.load(MODEL), MODEL)
     application.load(COMPILED)
@@ -120,7 +121,7 @@ def test_logits_match_the_golden_ones() -> None:
     from neuronx_distributed_inference.utils.accuracy import check_accuracy_logits_v2
     from transformers import GenerationConfig
 
-    preset = NeuronPreset.load(PRESET)
+    preset = Deployment.load(PRESET)
     assert MODEL and COMPILED and GOLDEN
     application = job.build_application(preset, KimiK2Config.load(MODEL), MODEL, on_device_sampling_config=None)
     application.load(f"{COMPILED}-logits")

@@ -1,0 +1,181 @@
+"""Deployments: one YAML file of configs/ for each way to run the model, on Trainium and on GPUs, in one schema.
+
+Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `environment` and
+`compiler_args`.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.plan.instance import INSTANCES, Instance
+from kimi_k2.sharding.layout import ExpertOutput, Layout
+
+CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
+CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
+InstanceName = Literal["trn2.48xlarge", "h200"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OnDeviceSampling(_Part):
+    """NxDI's OnDeviceSamplingConfig; greedy by default."""
+
+    do_sample: bool = False
+    top_k: int = 1
+    top_p: float = 1.0
+    temperature: float = 1.0
+    dynamic: bool = False
+    global_topk: PositiveInt = 256
+
+
+class BlockwiseMatmul(_Part):
+    """NxD's BlockwiseMatmulConfig: the routed experts at prefill, dropless.
+
+    Attributes:
+        block_size: tokens a block.
+        use_torch_block_wise: PyTorch operations instead of the NKI kernel.
+        parallelize_token_to_block_mapping: the ranks share the work of assigning tokens to blocks.
+    """
+
+    block_size: PositiveInt = 512
+    use_torch_block_wise: bool = False
+    logical_nc_config: PositiveInt = 2
+    parallelize_token_to_block_mapping: bool = True
+
+
+class NeuronOptions(_Part):
+    """What only NxDI knows; each field is one of MoENeuronConfig and is handed to it.
+
+    Attributes:
+        logical_nc_config: physical cores that act as one.
+        save_sharded_checkpoint: load the files that `kimi-k2 convert` wrote; else every load shards 1 TB again.
+        context_encoding_buckets: prompt lengths, in tokens, that have a prefill graph.
+        token_generation_buckets: cache lengths, in tokens, that have a decode graph.
+        on_device_sampling_config: None returns 163,840 logits a token to the host.
+    """
+
+    logical_nc_config: PositiveInt = 2
+    save_sharded_checkpoint: bool = True
+    enable_bucketing: bool = True
+    context_encoding_buckets: tuple[PositiveInt, ...] | None = None
+    token_generation_buckets: tuple[PositiveInt, ...] | None = None
+    on_device_sampling_config: OnDeviceSampling | None = OnDeviceSampling()
+    blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
+
+
+class Deployment(_Part):
+    """How a model is run: where, over how many ranks, in which formats, for which lengths.
+
+    Attributes:
+        name: the file's name without `.yaml`.
+        instance: a key of INSTANCES.
+        experts: format of the routed experts, as `kimi-k2 convert --experts` names it.
+        tp_degree: ranks; attention, shared experts, embedding and head are split over all of them.
+        moe_tp_degree: ranks that share one expert.
+        moe_ep_degree: groups that the experts are divided among.
+        torch_dtype: of everything that is not a routed expert.
+        batch_size: sequences a decode step.
+        seq_len: cache slots a sequence.
+        max_context_length: longest prompt of one prefill.
+        neuron_config: NxDI's further options (Trainium only).
+        environment: variables of the process, added to those that every Trainium process needs.
+        compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compiler_args`.
+    """
+
+    name: str
+    instance: InstanceName
+    experts: ExpertOutput
+    tp_degree: PositiveInt
+    moe_tp_degree: PositiveInt
+    moe_ep_degree: PositiveInt = 1
+    torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    batch_size: PositiveInt
+    seq_len: PositiveInt
+    max_context_length: PositiveInt
+    neuron_config: NeuronOptions = NeuronOptions()
+    environment: dict[str, str] = {}
+    compiler_args: dict[Literal["context_encoding_model", "token_generation_model"], tuple[str, ...]] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Deployment:
+        most, target = self.hardware.ranks, self.hardware.target
+        if self.moe_tp_degree * self.moe_ep_degree != self.tp_degree:
+            raise ConfigError(f"expected moe_tp_degree x moe_ep_degree, got {self.tp_degree}", field="tp_degree")
+        if self.tp_degree > most:
+            raise ConfigError(f"expected at most {most} on {self.instance}, got {self.tp_degree}", field="tp_degree")
+        if self.max_context_length > self.seq_len:
+            raise ConfigError(f"expected at most seq_len ({self.seq_len})", field="max_context_length")
+        for field in ("neuron_config", "environment", "compiler_args"):
+            if target != "neuron" and field in self.model_fields_set:
+                raise ConfigError(f"expected none on {self.instance}", field=field)
+        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts)  # refuses a format of the other target
+        return self
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Deployment:
+        """By name (a file in configs/) or path.
+
+        Raises:
+            ConfigError: there is no such preset, or a field is missing, unknown or mistyped.
+        """
+        path = Path(name_or_path)
+        if path.suffix != ".yaml":
+            path = CONFIGS / f"{name_or_path}.yaml"
+        if not path.is_file():
+            raise ConfigError(f"no target '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(raw, dict):
+                raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
+            return cls.model_validate({"name": path.stem, **raw})
+        except yaml.YAMLError as error:
+            raise ConfigError(f"not valid YAML: {error}", file=path) from None
+        except ValidationError as error:
+            raise _named(error, path) from None
+
+    @property
+    def hardware(self) -> Instance:
+        """The machine."""
+        return INSTANCES[self.instance]
+
+    def layout(self, config: KimiK2Config) -> Layout:
+        """How the weights of a model lie on the ranks; `stored` of a checkpoint without quantization is BF16."""
+        blockwise = self.neuron_config.blockwise_matmul_config
+        neuron = self.hardware.target == "neuron"
+        return Layout(
+            self.moe_tp_degree,
+            self.moe_ep_degree,
+            self.hardware.target,
+            "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
+            spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
+        )
+
+    def neuron_arguments(self) -> dict[str, Any]:
+        """Arguments of MoENeuronConfig, as JSON types; without those that the experts' format adds."""
+        shared = ("tp_degree", "moe_tp_degree", "moe_ep_degree", "torch_dtype", "batch_size", "seq_len")
+        fields = {**self.model_dump(include={*shared, "max_context_length"}), **self.neuron_config.model_dump()}
+        return {name: value for name, value in json.loads(json.dumps(fields)).items() if value is not None}
+
+
+def preset_names() -> list[str]:
+    """Names of the deployments in configs/."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def _named(error: ValidationError, path: Path) -> ConfigError:
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, ConfigError):
+        return ConfigError(inner.message, field=inner.field, file=path)
+    return ConfigError(first["msg"], field=".".join(str(part) for part in first["loc"]), file=path)

@@ -1,0 +1,94 @@
+"""The presets of configs/ and the schema that they are read with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
+from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, TOKEN_GENERATION, Deployment, preset_names
+from kimi_k2.plan.memory import memory_plan
+from kimi_k2.plan.target import load_target
+
+GPU = """
+instance: h200
+experts: stored
+tp_degree: 8
+moe_tp_degree: 4
+moe_ep_degree: 2
+batch_size: 1
+seq_len: 1024
+max_context_length: 512
+"""
+
+
+def read(text: str, directory: Path) -> Deployment:
+    path = directory / "mine.yaml"
+    path.write_text(text)
+    return Deployment.load(path)
+
+
+def test_presets_of_both_kinds_are_found() -> None:
+    names = preset_names()
+    assert {"trn2-tp64-ep1", "trn2-tp32-ep2", "h200-tp8", "h200-ep8"} <= set(names)
+    targets = {Deployment.load(name).hardware.target for name in names}
+    assert targets == {"neuron", "cuda"}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_a_plan(name: str) -> None:
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    assert memory_plan(config, load_target(name, config)).resident > 0
+
+
+def test_a_preset_is_one_file(tmp_path: Path) -> None:
+    preset = read(GPU, tmp_path)
+    assert (preset.name, preset.tp_degree, preset.torch_dtype) == ("mine", 8, "bfloat16")
+    layout = preset.layout(KimiK2Config.from_preset("kimi-k2-instruct"))
+    assert (layout.moe_tp, layout.moe_ep, layout.target, layout.experts) == (4, 2, "cuda", "stored")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("instance: h200", "instance: b200", r"instance.*'trn2.48xlarge' or 'h200'"),
+        ("tp_degree: 8", "tp_degree: 16", "tp_degree.*expected moe_tp_degree x moe_ep_degree"),
+        ("moe_tp_degree: 4", "moe_tp_degree: four", "moe_tp_degree.*integer"),
+        ("tp_degree: 8\nmoe_tp_degree: 4", "tp_degree: 16\nmoe_tp_degree: 8", "tp_degree.*at most 8 on h200"),
+        ("experts: stored", "experts: blockwise", "experts.*expected bf16 or stored for cuda"),
+        ("max_context_length: 512", "max_context_length: 2048", r"max_context_length.*at most seq_len \(1024\)"),
+        ("seq_len: 1024", "seq_len: 1024\nenvironment: {A: b}", "environment.*expected none on h200"),
+        ("seq_len: 1024", "seq_length: 1024", "seq_len"),
+        ("seq_len: 1024", "seq_len: [", "not valid YAML"),
+        (GPU, "- 1", "expected a mapping"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in GPU
+    with pytest.raises(ConfigError, match=f"mine.yaml.*{says}"):
+        read(GPU.replace(old, new), tmp_path)
+
+
+def test_compiler_arguments_are_each_stages_own() -> None:
+    channel, blockwise = Deployment.load("trn2-tp64-ep1"), Deployment.load("trn2-tp32-ep2")
+    prefill, decode = (" ".join(compiler_args(channel, stage)) for stage in STAGES)
+    assert "-O1" in prefill and "tiling-factor=2" in prefill
+    assert "-O2" in decode and "tiling-factor=1" in decode
+    assert "-O3" in compiler_args(blockwise, TOKEN_GENERATION)  # as qwen3_moe under expert parallelism
+    for stage in STAGES:
+        assert "--internal-enable-dge-levels vector_dynamic_offsets" in compiler_args(channel, stage)
+
+
+def test_a_presets_own_arguments_and_environment_win_and_change_the_digest() -> None:
+    preset = Deployment.load("trn2-tp64-ep1")
+    changed = preset.model_copy(
+        update={"compiler_args": {CONTEXT_ENCODING: ("-O3",)}, "environment": {"UNSAFE_FP8FNCAST": "0"}}
+    )
+    assert compiler_args(changed, CONTEXT_ENCODING) == ["-O3"]
+    assert compiler_args(changed, TOKEN_GENERATION) == compiler_args(preset, TOKEN_GENERATION)
+    assert environment(changed)["UNSAFE_FP8FNCAST"] == "0"
+    assert environment(changed)["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert compile_digest(changed) != compile_digest(preset)
