@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -10,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 WORKER = Path(__file__).with_name("cpu_worker.py")
+EXECUTED_WORKER = Path(__file__).with_name("executed_worker.py")
 DECODE_STEPS = 16
 SEQ_LEN = 48
 LENGTHS = {1: [24], 4: [24, 7, 19, 13]}
@@ -87,6 +90,27 @@ def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout:
         logs = "\n".join((directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world))
         raise AssertionError(f"ranks exited with {codes}:\n{logs}")
     return torch.load(output)
+
+
+def execute(job: dict[str, Any], directory: Path, timeout: float = 400) -> dict[str, Any]:
+    """Run the job on XLA's CPU from its lowered graphs, all ranks in one process; see executed_worker.py.
+
+    Returns:
+        logits: one tensor a case, as `launch` gives them; graphs: stage, bucket, HLO and parameter types of each graph;
+        calls: stage and bucket of each step.
+    """
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("needs jax (XLA for the CPU) to execute the graphs")
+    directory.mkdir(parents=True, exist_ok=True)
+    output, path = directory / "output.pt", directory / "job.json"
+    path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
+    env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job['neuron_config']['tp_degree']}"
+    env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, str(EXECUTED_WORKER), str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(output, weights_only=False)
 
 
 @torch.inference_mode()

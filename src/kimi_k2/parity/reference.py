@@ -110,6 +110,8 @@ def load_transformers_model(directory: str | Path, dtype: torch.dtype = torch.fl
     for key, tensor in state.items():  # .to(dtype) may have rounded what was float32 on purpose
         if key.endswith("e_score_correction_bias"):
             model.get_submodule(key.rpartition(".")[0]).e_score_correction_bias = tensor.clone()
+    # Nor may it round the frequencies: from_pretrained makes them in float32 whatever the dtype.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
 
 

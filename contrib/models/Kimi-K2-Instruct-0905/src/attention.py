@@ -46,11 +46,14 @@ class KimiK2Attention(nn.Module):
             reduce_dtype=neuron.rpl_reduce_dtype,
         )  # fmt: skip
         self.rotary_multiplier = hf.rope_scaling.rotary_multiplier if hf.rope_scaling else 1.0
-        self.register_buffer("inv_freq", rope_inv_freq(hf, "cpu"), persistent=False)
+        # Python numbers, made a float32 tensor within the trace. NxDI's load_module casts every float parameter and
+        # buffer to the model's dtype; in BF16 the angle is off by 1.7 radians at position 1000.
+        self.inv_freq: list[float] = rope_inv_freq(hf, "cpu").tolist()
 
     def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, S, qk_rope_head_dim / 2] at the given positions."""
-        angles = position_ids.unsqueeze(-1).to(torch.float32) * self.inv_freq.to(torch.float32)
+        """cos and sin [B, S, qk_rope_head_dim / 2] at the given positions; the angles are float32."""
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=position_ids.device)
+        angles = position_ids.unsqueeze(-1).to(torch.float32) * inv_freq
         return (angles.cos() * self.rotary_multiplier).to(dtype), (angles.sin() * self.rotary_multiplier).to(dtype)
 
     def forward(

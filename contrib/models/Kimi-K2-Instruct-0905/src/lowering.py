@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 STAGES = ("context_encoding_model", "token_generation_model")
+Type = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,22 @@ class LoweredGraph:
         bucket: its bucket (sequence length).
         hlo: the module as HLO text.
         parameters: name of the weight behind each entry parameter (by its number); inputs are named `input.N`.
+        constants: the other entry parameters: values that the trace made, which the compiler gets as constants.
+        aliases: number of the output that a state (a cache) is updated with, by the state's name.
+        proto: the module as a serialized HloModuleProto.
+        inputs: dtype and shape of each input, by its name; those of no element are left out.
+        states: dtype and shape of each state.
     """
 
     stage: str
     bucket: int
     hlo: str
     parameters: dict[int, str]
+    constants: dict[int, torch.Tensor]
+    aliases: dict[str, int]
+    proto: bytes
+    inputs: dict[str, Type]
+    states: dict[str, Type]
 
 
 @contextlib.contextmanager
@@ -101,7 +112,9 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
         initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
         with torch.device("meta"):
             instance.load_module()
-        module, _ = instance.get(rank)
+        module, aliased = instance.get(rank)
+        outputs_of = {id(state): number for state, number in aliased.items()}
+        aliases = {name: outputs_of[id(p)] for name, p in module.named_parameters() if id(p) in outputs_of}
         placed = _place(module)
         inputs = []
         for number, example in enumerate(wrapper.input_generator()[rank]):
@@ -110,7 +123,7 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
             inputs.append(example)
         with torch.no_grad():
             outputs = module(*inputs)
-        return LoweredGraph(stage, sizes[rank], *_text(outputs, placed))
+        return _graph(stage, sizes[rank], outputs, placed, aliases)
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
@@ -138,12 +151,25 @@ def _place(module: nn.Module) -> dict[str, torch.Tensor]:
     return placed
 
 
-def _text(outputs: list[Any], placed: dict[str, torch.Tensor]) -> tuple[str, dict[int, str]]:
+def _graph(
+    stage: str,
+    bucket: int,
+    outputs: list[Any],
+    placed: dict[str, torch.Tensor],
+    aliases: dict[str, int],
+) -> LoweredGraph:
     import torch_xla
     from torch_xla.core import xla_builder
 
     context = torch_xla._XLAC.lowering.LoweringContext("kimi_k2")
     context.build([out for out in outputs if isinstance(out, torch.Tensor)])
-    computation = xla_builder.computation_from_module_proto("kimi_k2", context.hlo())
+    proto = context.hlo()
+    hlo = xla_builder.get_computation_hlo(xla_builder.computation_from_module_proto("kimi_k2", proto))
     numbers = {context.tensor_parameter_id(tensor): name for name, tensor in placed.items()}
-    return xla_builder.get_computation_hlo(computation), {n: name for n, name in numbers.items() if n >= 0}
+    named = {number: name for number, name in numbers.items() if number >= 0}
+    # Placeholders have no buffer to read; what the trace itself put on the device has one.
+    made = {n: t.cpu() for n, t in context.device_parameter_id_tensor_mapping().items() if n not in named}
+    types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in placed.items()}
+    inputs = {name: kind for name, kind in types.items() if name.startswith("input.")}
+    states = {name: types[name] for name in aliases}
+    return LoweredGraph(stage, bucket, hlo, named, made, aliases, proto, inputs, states)

@@ -1,0 +1,64 @@
+"""NeuronKimiK2ForCausalLM with its graphs lowered and executed on XLA's CPU; logits, dtypes and calls go to a file.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=2 python executed_worker.py job.json
+
+The job is cpu_worker.py's: checkpoint, neuron config, cases, output. All ranks run in this one process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.pop("NXD_CPU_MODE", None)
+
+import environment
+
+environment.prepare(cpu=False)
+
+import executed  # noqa: E402
+import torch  # noqa: E402
+from steps import run  # noqa: E402
+
+
+def build(job: dict[str, Any]) -> Any:
+    """The application, not loaded."""
+    config_module = environment.contrib("config")
+    modeling = environment.contrib("modeling_kimi_k2")
+    options = dict(job["neuron_config"])
+    options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
+    neuron = config_module.KimiK2NeuronConfig(on_cpu=False, **options)
+    config = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(job["checkpoint"]))
+    return modeling.NeuronKimiK2ForCausalLM(job["checkpoint"], config)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    app = build(job)
+    device = executed.load(app).nxd_model
+    results = []
+    for case in job["cases"]:
+        app.reset()
+        device.clear()
+        results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
+    graphs = [
+        {
+            "stage": graph.stage,
+            "bucket": graph.bucket,
+            "types": executed.parameter_types(graph),
+            "hlo": graph.hlo,
+        }
+        for graph in device.graphs
+    ]
+    torch.save({"logits": results, "graphs": graphs, "calls": device.calls}, job["output"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Prefill and forced decode steps through a loaded application, on gloo ranks and on executed graphs alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.inference_mode()
+def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: list[int] | None = None) -> torch.Tensor:
+    """Logits [steps, B, vocab] of the last prompt token and of each forced token.
+
+    With `arrival` the sequences are prefilled one by one in that order, each into its own cache line (continuous
+    batching); otherwise all at once.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+    slots = torch.arange(width)
+    mask = (slots < lengths[:, None]).to(torch.int32)
+    # NxDI's convention for right padding: position 1 marks a pad.
+    positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
+    if arrival is None:
+        logits = [app(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1]]
+    else:
+        rows: dict[int, torch.Tensor] = {}
+        for row in arrival:
+            line = slice(row, row + 1)
+            out = app(
+                input_ids=ids[line],
+                attention_mask=mask[line],
+                position_ids=positions[line],
+                seq_ids=torch.tensor([row]),
+            )
+            rows[row] = out.logits[0, -1]
+        logits = [torch.stack([rows[row] for row in sorted(rows)])]
+    for step in range(len(forced[0])):
+        at = lengths + step
+        total = int(at.max()) + 1
+        mask = (torch.arange(total) < at[:, None]).to(torch.int32)
+        tokens = torch.tensor([[row[step]] for row in forced])
+        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None])
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits)

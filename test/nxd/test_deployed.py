@@ -1,0 +1,80 @@
+"""The graphs that are compiled, in BF16, executed from their HLO: dtypes, and distance to the plain model in float32.
+
+The yardstick is transformers' own model in BF16 at the same positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import execute, expected_logits, neuron_config, plain_model
+
+from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
+from kimi_k2.reference import load_transformers_model
+
+LENGTH = 4096
+PROMPTS = (24, 1000, 3000, 4060)
+STEPS = 32
+
+
+@pytest.fixture(scope="module")
+def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in BF16, three layers, positions up to 262144."""
+    directory = tmp_path_factory.mktemp("long")
+    write_synthetic_checkpoint(directory, with_format(tiny_config(max_position_embeddings=262144), "bf16"), seed=7)
+    return directory
+
+
+def cases() -> list[dict[str, Any]]:
+    """One sequence a prompt length, with the tokens that decode is fed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, 512, (count,), generator=generator).tolist()
+
+    return [{"prompts": [draw(length)], "forced": [draw(STEPS)]} for length in PROMPTS]
+
+
+def distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative L2 distance at each position."""
+    return ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten()
+
+
+@pytest.fixture(scope="module")
+def bf16(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank, prefill and decode in BF16."""
+    options = neuron_config(1, 1, 1, seq_len=LENGTH, torch_dtype="bfloat16")
+    options["blockwise_matmul_config"]["block_size"] = 128
+    job = {"checkpoint": long_checkpoint, "neuron_config": options, "cases": cases()}
+    return execute(job, tmp_path_factory.mktemp("bf16"))
+
+
+def test_float32_where_float32_is_due(bf16: dict[str, Any]) -> None:
+    """No float parameter of a graph is BF16 but the weights; the rotation's frequencies are a float32 constant."""
+    for graph in bf16["graphs"]:
+        types = graph["types"]
+        biases = [kind for name, kind in types.items() if name.endswith("e_score_correction_bias")]
+        assert biases == ["f32", "f32"]
+        assert not [name for name in types if "inv_freq" in name]
+        made = [kind for name, kind in types.items() if name.startswith("constant.")]
+        assert "bf16" not in made, graph["stage"]
+        assert "f32[8]{0} parameter(" in graph["hlo"]  # qk_rope_head_dim is 16
+
+
+def test_positions_up_to_4095(bf16: dict[str, Any], long_checkpoint: Path) -> None:
+    plain = plain_model(long_checkpoint)
+    rounded = load_transformers_model(long_checkpoint, torch.bfloat16)
+    for case, logits in zip(cases(), bf16["logits"], strict=True):
+        expected = expected_logits(plain, case)
+        ours = distances(logits, expected)
+        theirs = distances(expected_logits(rounded, case), expected)
+        start = len(case["prompts"][0])
+        print(
+            f"\npositions {start - 1}..{start + STEPS - 1}: relative L2, median (largest): ours"
+            f" {float(ours.median()):.4f} ({float(ours.max()):.3f}), transformers in BF16"
+            f" {float(theirs.median()):.4f} ({float(theirs.max()):.3f})"
+        )
+        assert float(ours.median()) <= 2 * float(theirs.median())
