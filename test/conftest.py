@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.kernels.build import SOURCES
+from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -53,7 +53,7 @@ def all_reduce_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("all_reduce") / "all_reduce.so"
     stand_in = Path(__file__).parent / "kernels" / "all_reduce_on_cpu.h"
     flags = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++", "-include", stand_in)
-    command = [compiler, *flags, "-o", out, SOURCES / "all_reduce.cu"]
+    command = [compiler, *flags, "-o", out, f"-I{KERNELS}", source_of("comm/all_reduce")]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return str(out)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.engine import generator as module
 from kimi_k2.engine.decode_step import DecodeStep, capturable
@@ -14,7 +15,6 @@ from kimi_k2.engine.generate import decode_step, generate, prefill
 from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout

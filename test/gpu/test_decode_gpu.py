@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.kernels.bench.moe import random_experts, random_routing
-from kimi_k2.kernels.fused_linear import fused_add_linear
-from kimi_k2.kernels.moe_decode import moe_decode
-from kimi_k2.kernels.value_rows import value_rows
+from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.kernels.attention.value_rows import value_rows
+from kimi_k2.kernels.experts.fp8_decode import moe_decode
+from kimi_k2.kernels.linear.fused_linear import fused_add_linear
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

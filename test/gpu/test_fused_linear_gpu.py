@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.fused_linear import fused_linear
+from kimi_k2.kernels.linear.fused_linear import fused_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.fused_gate import PACKED_EXPERTS, fused_gate
+from kimi_k2.kernels.router.gate import PACKED_EXPERTS, fused_gate
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.attend_values import attend_values
-from kimi_k2.kernels.fused_linear import fused_linear
-from kimi_k2.kernels.mla_decode import mla_decode
-from kimi_k2.kernels.norm_route import add_norm_route
-from kimi_k2.kernels.query import query_and_entry
-from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm
-from kimi_k2.kernels.router_gemm import router_decode
-from kimi_k2.kernels.value_rows import value_rows
+from kimi_k2.kernels.attention.attend_values import attend_values
+from kimi_k2.kernels.attention.mla_decode import mla_decode
+from kimi_k2.kernels.attention.query import query_and_entry
+from kimi_k2.kernels.attention.value_rows import value_rows
+from kimi_k2.kernels.linear.fused_linear import fused_linear
+from kimi_k2.kernels.router.norm_route import add_norm_route
+from kimi_k2.kernels.router.router_gemm import router_decode
+from kimi_k2.kernels.rowwise.decode import absorb_and_store, add_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 hopper = pytest.mark.skipif(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.bench.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.build import find_nvcc
-from kimi_k2.kernels.mla_cuda import CudaLaunch, attend_parts, choose_launch, run
-from kimi_k2.kernels.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
+from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, choose_launch, run
+from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
+from kimi_k2.kernels.common.build import find_nvcc
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.bench.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.mla_decode import HEADS, PAGE, Launch, mla_decode, run, supports
-from kimi_k2.kernels.rope_cache import absorb_and_store
+from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, Launch, mla_decode, run, supports
+from kimi_k2.kernels.rowwise.decode import absorb_and_store
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

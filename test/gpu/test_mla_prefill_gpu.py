@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
 from kimi_k2.model.attention import mla_naive_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

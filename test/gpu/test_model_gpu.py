@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine import layer_step
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.bench.model import decide_routes, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.model.rope import apply_rotary_interleaved

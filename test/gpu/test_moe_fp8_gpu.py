@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kimi_k2.kernels.bench.moe import random_experts, random_routing
-from kimi_k2.kernels.moe_fp8 import moe_fp8
+from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.kernels.experts.fp8 import moe_fp8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kimi_k2.kernels.bench.moe import random_routing
-from kimi_k2.kernels.bench.w4a16 import random_packed
-from kimi_k2.kernels.moe_w4a16 import moe_w4a16
-from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
+from kimi_k2.bench.kernels.moe import random_routing
+from kimi_k2.bench.kernels.w4a16 import random_packed
+from kimi_k2.kernels.experts.w4a16 import moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.fused_gate import fused_gate
-from kimi_k2.kernels.router_gemm import router_decode, router_gemm
+from kimi_k2.kernels.router.gate import fused_gate
+from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.dispatch_entries import route
-from kimi_k2.kernels.rowwise import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
 from kimi_k2.model.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

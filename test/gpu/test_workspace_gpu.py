@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import workspace
-from kimi_k2.kernels.bench.moe import random_experts, random_routing
-from kimi_k2.kernels.moe_fp8 import moe_fp8
-from kimi_k2.kernels.moe_w4a16 import moe_w4a16
-from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
-from kimi_k2.kernels.router_gemm import router_decode
+from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.kernels.common import workspace
+from kimi_k2.kernels.experts.fp8 import moe_fp8
+from kimi_k2.kernels.experts.w4a16 import moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
+from kimi_k2.kernels.router.router_gemm import router_decode
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -160,6 +160,6 @@ def test_nothing_is_read_before_it_is_written(
         memory.owners[0].fill_(255)
         return memory
 
-    monkeypatch.setattr("kimi_k2.kernels.moe_fp8.scratch", poisoned)
-    monkeypatch.setattr("kimi_k2.kernels.moe_w4a16.scratch", poisoned)
+    monkeypatch.setattr("kimi_k2.kernels.experts.fp8.scratch", poisoned)
+    monkeypatch.setattr("kimi_k2.kernels.experts.w4a16.scratch", poisoned)
     assert torch.equal(call()[0], wanted)

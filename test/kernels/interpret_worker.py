@@ -14,7 +14,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import fused_linear_triton, mla_decode, mla_prefill, rope_cache_triton, rowwise_triton
+from kimi_k2.kernels.attention import mla_decode, mla_prefill
+from kimi_k2.kernels.linear import fused_linear_triton
+from kimi_k2.kernels.rowwise import decode_triton as rope_cache_triton
+from kimi_k2.kernels.rowwise import prefill_triton as rowwise_triton
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.kernels import query
-from kimi_k2.kernels.build import SOURCES
-from kimi_k2.kernels.fused_linear import DECODE_COLUMNS
-from kimi_k2.kernels.moe_decode import _POINTERS, _Arguments
+from kimi_k2.kernels.attention import query
+from kimi_k2.kernels.common.build import KERNELS, source_of
+from kimi_k2.kernels.experts.fp8_decode import _POINTERS, _Arguments
+from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++")
@@ -32,12 +32,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("on_cpu")
     whole = directory / "whole.cpp"
     names = (
-        "decode_linear.cu", "decode_norm.cu", "decode_values.cu", "decode_experts.cu", "decode_query.cu",
-        "decode_join.cu",
+        "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
+        "attention/attend_values",
     )  # fmt: skip
-    whole.write_text("".join(f'#include "{SOURCES / name}"\n' for name in names))
+    whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
     assert COMPILER is not None
-    command = [COMPILER, *FLAGS, "-include", str(STAND_IN), "-o", str(directory / "whole.so"), str(whole)]
+    flags = (*FLAGS, f"-I{KERNELS}", "-include", str(STAND_IN))
+    command = [COMPILER, *flags, "-o", str(directory / "whole.so"), str(whole)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return ctypes.CDLL(str(directory / "whole.so"))

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build, moe_decode, moe_w4a16, query
-from kimi_k2.kernels.attend_values import attend_values
-from kimi_k2.kernels.fused_linear import DECODE_COLUMNS, fused_add_linear
-from kimi_k2.kernels.norm_route import add_norm_route
-from kimi_k2.kernels.value_rows import value_rows
+from kimi_k2.kernels.attention import query
+from kimi_k2.kernels.attention.attend_values import attend_values
+from kimi_k2.kernels.attention.value_rows import value_rows
+from kimi_k2.kernels.common import build
+from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
+from kimi_k2.kernels.router.norm_route import add_norm_route
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOKENS, HIDDEN, INTER, EXPERTS = 3, 1024, 256, 4
@@ -131,15 +134,15 @@ def test_other_refusals() -> None:
 @pytest.mark.parametrize(
     ("source", "structure", "pointers", "integers"),
     [
-        ("decode_experts.cu", "ExpertArguments", moe_decode._POINTERS, moe_decode._INTEGERS),
-        ("w4a16_decode.cu", "DecodeArguments", moe_w4a16.DECODE_POINTERS, moe_w4a16.DECODE_INTEGERS),
+        ("experts/fp8_decode", "ExpertArguments", moe_decode._POINTERS, moe_decode._INTEGERS),
+        ("experts/w4a16_decode", "DecodeArguments", moe_w4a16.DECODE_POINTERS, moe_w4a16.DECODE_INTEGERS),
     ],
 )
 def test_ctypes_structures_follow_the_cuda_ones(
     source: str, structure: str, pointers: tuple[str, ...], integers: tuple[str, ...]
 ) -> None:
     """The two declarations are one interface: the same fields in the same order."""
-    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", (build.SOURCES / source).read_text(), re.S)
+    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", build.source_of(source).read_text(), re.S)
     assert body is not None
     text = re.sub(r"//[^\n]*", "", body.group(1))
     assert re.findall(r"\*\s*(\w+);", text) == list(pointers)
@@ -149,7 +152,7 @@ def test_ctypes_structures_follow_the_cuda_ones(
 
 
 def test_the_query_s_structure_follows_the_cuda_one() -> None:
-    body = re.search(r"struct QueryArguments \{(.*?)\n\};", (build.SOURCES / "decode_query.cu").read_text(), re.S)
+    body = re.search(r"struct QueryArguments \{(.*?)\n\};", build.source_of("attention/query").read_text(), re.S)
     assert body is not None
     statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body.group(1)).split(";") if s.strip()]
     names = [name for s in statements for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
@@ -158,9 +161,9 @@ def test_the_query_s_structure_follows_the_cuda_one() -> None:
 
 def test_the_widths_are_those_that_have_an_instance() -> None:
     def cases(source: str, switch: str) -> list[int]:
-        text = (build.SOURCES / source).read_text()
+        text = build.source_of(source).read_text()
         return [int(width) for width in re.findall(r"case (\d+):", text[text.index(switch) :])]
 
-    assert cases("decode_linear.cu", "switch (a.columns)") == 2 * list(DECODE_COLUMNS)  # FP8, BF16
-    assert cases("decode_experts.cu", "switch (a->hidden)") == list(moe_decode.HIDDEN)
-    assert cases("w4a16_decode.cu", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)
+    assert cases("linear/linear_decode", "switch (a.columns)") == 2 * list(DECODE_COLUMNS)  # FP8, BF16
+    assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
+    assert cases("experts/w4a16_decode", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.fused_linear import choose_launch, fused_linear, supports_fp8_linear
-from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm
+from kimi_k2.kernels.linear.fused_linear import choose_launch, fused_linear, supports_fp8_linear
+from kimi_k2.kernels.rowwise.decode import absorb_and_store, add_norm
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kimi_k2.bench.kernels.gate import plain_gate, random_logits
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build, fused_gate, router_gemm
-from kimi_k2.kernels.bench.gate import plain_gate, random_logits
+from kimi_k2.kernels.common import build
+from kimi_k2.kernels.router import gate as fused_gate
+from kimi_k2.kernels.router import router_gemm
 from kimi_k2.model.router import noaux_tc_gate
 
 
@@ -90,15 +92,15 @@ def test_one_launch_only_where_its_blocks_can_wait_for_each_other():
 
 def declared(header, structure):
     """Names of a C structure's members, in order, without what it embeds."""
-    text = (build.SOURCES / header).read_text()
+    text = (build.KERNELS / "router/csrc" / header).read_text()
     body = re.search(rf"struct {structure} \{{(.*?)\n\}};", text, re.S).group(1)
     statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body).split(";") if s.strip()]
     return [name for s in statements if not s.startswith("GateArgs") for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
 
 
 def test_ctypes_structures_follow_the_cuda_ones():
-    assert declared("gate_common.cuh", "GateArgs") == [*fused_gate.POINTERS, *fused_gate.INTEGERS, "scale"]
-    assert declared("gate_router.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS, "eps"]
+    assert declared("gate.cuh", "GateArgs") == [*fused_gate.POINTERS, *fused_gate.INTEGERS, "scale"]
+    assert declared("router_gemm.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS, "eps"]
 
 
 def test_benchmark_compares_the_same_operation():

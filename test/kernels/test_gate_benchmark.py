@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kimi_k2.bench.kernels import table
+from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.bench import table
-from kimi_k2.kernels.bench.row import Row
 
 
 def test_operations_are_found():

@@ -9,8 +9,8 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import moe_w4a16
-from kimi_k2.kernels.moe_w4a16_layout import prepare_w4a16
+from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kimi_k2.bench.kernels import mla as bench
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import mla_decode as mla
-from kimi_k2.kernels.bench import mla as bench
-from kimi_k2.kernels.mla_prefill import mla_prefill, supports_mla_naive_attention
-from kimi_k2.kernels.rope_cache import absorb_and_store
+from kimi_k2.kernels.attention import mla_decode as mla
+from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.kernels.rowwise.decode import absorb_and_store
 from kimi_k2.model.attention import mla_absorbed_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build, mla_cuda, mla_decode
+from kimi_k2.kernels.attention import mla_cuda, mla_decode
+from kimi_k2.kernels.common import build
 
 
 @pytest.mark.parametrize("heads", mla_decode.HEADS)
@@ -61,9 +62,9 @@ def test_cuda_where_there_is_a_compiler_and_it_takes_the_cache(monkeypatch, foun
 
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
 def test_compiles_without_spills_or_serialized_products(tmp_path):
-    command = [build.find_nvcc(), *build.FLAGS, "-Xptxas", "-v", "-o", str(tmp_path / "mla.so")]
+    command = [build.find_nvcc(), *build.FLAGS, "-Xptxas", "-v", f"-I{build.KERNELS}", "-o", str(tmp_path / "mla.so")]
     report = subprocess.run(
-        [*command, str(build.SOURCES / "mla_launch.cu")], capture_output=True, text=True, check=True
+        [*command, str(build.source_of("attention/mla_decode"))], capture_output=True, text=True, check=True
     ).stderr
     assert "attend" in report
     assert report.count("bytes spill stores") == report.count(" 0 bytes spill stores")

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build
-from kimi_k2.kernels.moe_fp8 import _INTEGERS, _POINTERS, check_arguments, moe_fp8, workspace_sizes
-from kimi_k2.kernels.moe_tuning import ExpertChoice
+from kimi_k2.kernels.common import build
+from kimi_k2.kernels.experts.fp8 import _INTEGERS, _POINTERS, check_arguments, moe_fp8, workspace_sizes
+from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 T, K, E, H, INTER = 4, 2, 3, 512, 256
 
@@ -79,7 +79,7 @@ def test_workspace_covers_the_worst_routing(fused):
 
 def test_ctypes_structure_follows_the_cuda_one():
     """The two declarations are one interface: the same fields in the same order."""
-    text = (build.SOURCES / "moe_fp8.cuh").read_text()
+    text = (build.KERNELS / "experts/csrc/fp8.cuh").read_text()
     body = re.search(r"struct Fp8Args \{(.*?)\n\};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*", "", body)
     pointers = re.findall(r"\*\s*(\w+);", body)
@@ -89,19 +89,27 @@ def test_ctypes_structure_follows_the_cuda_one():
 
 
 def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    (tmp_path / "moe_a.cu").write_text('#include "one.cuh"\n#include <cuda.h>\n')
-    (tmp_path / "one.cuh").write_text('#include "two.cuh"\n')
-    (tmp_path / "two.cuh").write_text("two")
-    (tmp_path / "other.cuh").write_text("other")
-    hashes = [build.source_hash("moe_a.cu")]
-    for name in ("moe_a.cu", "one.cuh", "two.cuh"):
+    """Files beside the one that includes them, and files of another folder."""
+    monkeypatch.setattr(build, "KERNELS", tmp_path)
+    texts = {
+        "a/csrc/moe_a.cu": '#include "one.cuh"\n#include <cuda.h>\n',
+        "a/csrc/one.cuh": '#include "b/csrc/two.cuh"\n',
+        "b/csrc/two.cuh": "two",
+        "b/csrc/one.cuh": "not this one",
+        "a/csrc/other.cuh": "other",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    hashes = [build.source_hash("a/moe_a")]
+    for name in ("a/csrc/moe_a.cu", "a/csrc/one.cuh", "b/csrc/two.cuh"):
         path = tmp_path / name
         path.write_text(path.read_text() + "// changed\n")
-        hashes.append(build.source_hash("moe_a.cu"))
+        hashes.append(build.source_hash("a/moe_a"))
     assert len(set(hashes)) == 4
-    (tmp_path / "other.cuh").write_text("changed")
-    assert build.source_hash("moe_a.cu") == hashes[-1]
+    for name in ("a/csrc/other.cuh", "b/csrc/one.cuh"):
+        (tmp_path / name).write_text("changed")
+    assert build.source_hash("a/moe_a") == hashes[-1]
 
 
 def test_missing_compiler_is_said(tmp_path, monkeypatch):
@@ -109,4 +117,4 @@ def test_missing_compiler_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     build.load_library.cache_clear()
     with pytest.raises(KernelError, match="nvcc"):
-        build.load_library("moe_fp8_launch.cu")
+        build.load_library("experts/fp8")

@@ -9,9 +9,17 @@ import warnings
 import pytest
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import moe_tuning
-from kimi_k2.kernels.moe_tuning import DIRECTORY, NAME, ExpertChoice, choose, default_choice, file_name, load_choices
-from kimi_k2.kernels.moe_w4a16 import check_choice
+from kimi_k2.kernels.experts import tuning as moe_tuning
+from kimi_k2.kernels.experts.tuning import (
+    DIRECTORY,
+    NAME,
+    ExpertChoice,
+    choose,
+    default_choice,
+    file_name,
+    load_choices,
+)
+from kimi_k2.kernels.experts.w4a16 import check_choice
 
 SHAPES = [(384, 256, 8), (48, 2048, 1), (384, 128, 8), (8, 512, 2)]
 
@@ -95,7 +103,7 @@ def test_fused_refuses_more_pairs_than_a_block_aligns():
 
 
 def test_the_tuner_tries_only_launches_that_the_kernels_take():
-    from kimi_k2.kernels.bench import tune
+    from kimi_k2.bench.kernels import tune
 
     for case in tune.CASES.values():
         assert file_name(case.experts, case.inter, 7168, case.dtype, case.block, "NVIDIA H200").endswith(".json")

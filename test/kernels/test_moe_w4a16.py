@@ -10,9 +10,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import build
-from kimi_k2.kernels.moe_tuning import ExpertChoice
-from kimi_k2.kernels.moe_w4a16 import (
+from kimi_k2.kernels.common import build
+from kimi_k2.kernels.experts.tuning import ExpertChoice
+from kimi_k2.kernels.experts.w4a16 import (
     RECORD,
     _Arguments,
     check_arguments,
@@ -22,7 +22,7 @@ from kimi_k2.kernels.moe_w4a16 import (
     supports,
     workspace_sizes,
 )
-from kimi_k2.kernels.moe_w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 T, K, E, H, INTER = 4, 2, 2, 512, 256
@@ -216,12 +216,13 @@ def test_workspace_covers_the_worst_routing(fused):
 
 
 def test_record_is_as_long_as_cuda_has_it():
-    assert int(re.search(r"kRecord = (\d+);", (build.SOURCES / "w4a16.cuh").read_text()).group(1)) == RECORD
+    text = (build.KERNELS / "experts/csrc/w4a16.cuh").read_text()
+    assert int(re.search(r"kRecord = (\d+);", text).group(1)) == RECORD
 
 
 def test_ctypes_structure_follows_the_cuda_one():
     """Both add the same integers, in the same order, after the FP8 kernel's arguments."""
-    text = (build.SOURCES / "w4a16.cuh").read_text()
+    text = (build.KERNELS / "experts/csrc/w4a16.cuh").read_text()
     body = re.search(r"struct Args : moe::Fp8Args \{(.*?)\n\};", text, re.S).group(1)
     assert re.findall(r"^\s*int (\w+);", body, re.M) == [name for name, _ in _Arguments._fields_]
     assert _Arguments.w2_bf16.offset % 8 == 0  # no padding that the two languages could place differently

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.push_all_reduce import call_counts, fill_arguments, mailbox_bytes, push_all_reduce
+from kimi_k2.kernels.comm.push_all_reduce import call_counts, fill_arguments, mailbox_bytes, push_all_reduce
 
 CAPACITY = 2048
 SIZES = (2048, 516, 2048, 4, 1500)  # values of one call after another: sets of mailboxes take turns, blocks idle

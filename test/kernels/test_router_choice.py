@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import fused_gate, router_gemm
+from kimi_k2.kernels.router import gate as fused_gate
+from kimi_k2.kernels.router import router_gemm
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels import rowwise
-from kimi_k2.kernels.rowwise import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.kernels.rowwise import prefill as rowwise
+from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
 from kimi_k2.ops import registry
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

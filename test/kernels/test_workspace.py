@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import moe_fp8, moe_w4a16, workspace
-from kimi_k2.kernels.expert_launch import token_ranges
-from kimi_k2.kernels.moe_tuning import ExpertChoice
+from kimi_k2.kernels.common import workspace
+from kimi_k2.kernels.experts import fp8 as moe_fp8
+from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts.launch import token_ranges
+from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 7168, 8

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.push_all_reduce import fill_arguments, mailbox_bytes
+from kimi_k2.kernels.comm.push_all_reduce import fill_arguments, mailbox_bytes
 from kimi_k2.parallel import all_reduce
 from kimi_k2.parallel.all_reduce import AllReduce
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.kernels.bench.model import decide_routes
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.parallel.load import load_rank

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.kernels.bench.model import launches, make_step, synthetic_rank
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.sharding.layout import Layout

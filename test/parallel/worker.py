@@ -12,9 +12,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.kernels.bench.model import decide_routes
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank

@@ -28,9 +28,9 @@ def profile(
     launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
+    from kimi_k2.bench.kernels.profile import Job
+    from kimi_k2.bench.kernels.profile import profile as measure
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.kernels.bench.profile import Job
-    from kimi_k2.kernels.bench.profile import profile as measure
     from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
 

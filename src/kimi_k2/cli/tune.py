@@ -16,6 +16,6 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest launch of the routed experts for each token count on this GPU and write its tuning files."""
-    from kimi_k2.kernels.bench.tune import tune as tune_experts
+    from kimi_k2.bench.kernels.tune import tune as tune_experts
 
     tune_experts(shape, tokens, out, typer.echo)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kimi_k2.engine.layer_step import LayerStep, Place, Reduce, normed_sum
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.fused_linear import fused_add_linear, supports_bf16_linear
+from kimi_k2.kernels.linear.fused_linear import fused_add_linear, supports_bf16_linear
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE

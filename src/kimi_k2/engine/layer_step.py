@@ -14,12 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k2.kernels import attend_values, moe_decode, norm_route, value_rows
-from kimi_k2.kernels import query as query_kernel
-from kimi_k2.kernels.fused_linear import fused_add_linear, fused_linear, supports_bf16_linear, supports_fp8_linear
-from kimi_k2.kernels.mla_decode import mla_decode
-from kimi_k2.kernels.mla_decode import supports as supports_mla
-from kimi_k2.kernels.rope_cache import absorb_and_store, add_norm, supports, supports_sum
+from kimi_k2.kernels.attention import attend_values, value_rows
+from kimi_k2.kernels.attention import query as query_kernel
+from kimi_k2.kernels.attention.mla_decode import mla_decode
+from kimi_k2.kernels.attention.mla_decode import supports as supports_mla
+from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.linear.fused_linear import (
+    fused_add_linear,
+    fused_linear,
+    supports_bf16_linear,
+    supports_fp8_linear,
+)
+from kimi_k2.kernels.router import norm_route
+from kimi_k2.kernels.rowwise.decode import absorb_and_store, add_norm, supports, supports_sum
 from kimi_k2.model.attention import MultiHeadLatentAttention, mla_absorbed_attention
 from kimi_k2.model.cache import to_cache
 from kimi_k2.model.decoder import DecoderLayer

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels import mla_decode
-from kimi_k2.kernels.fused_gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
-from kimi_k2.kernels.hardware import is_hopper
-from kimi_k2.kernels.moe_fp8 import BLOCK, SLAB, moe_fp8
-from kimi_k2.kernels.moe_fp8 import MAX_EXPERTS as MAX_HELD
-from kimi_k2.kernels.router_gemm import MAX_TOKENS, router_decode, router_gemm
+from kimi_k2.kernels.attention import mla_decode
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.experts.fp8 import BLOCK, SLAB, moe_fp8
+from kimi_k2.kernels.experts.fp8 import MAX_EXPERTS as MAX_HELD
+from kimi_k2.kernels.router.gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
+from kimi_k2.kernels.router.router_gemm import MAX_TOKENS, router_decode, router_gemm
 
 
 def supports_route(

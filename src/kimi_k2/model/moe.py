@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.moe_w4a16_layout import checkpoint_order
+from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order
 from kimi_k2.model.linear import Linear, dequantize_stored
 from kimi_k2.model.router import Router
 from kimi_k2.ops.registry import dispatched

@@ -51,19 +51,19 @@ class Implementation:
 
 # The order within an operation is the order of preference; the plain function follows by itself.
 TABLE: dict[str, tuple[Implementation, ...]] = {
-    "apply_rotary_interleaved": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
-    "dequantize_fp8_block": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
-    "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.fused_linear"),),
+    "apply_rotary_interleaved": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
+    "dequantize_fp8_block": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
+    "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.linear.fused_linear"),),
     "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
-    "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.mla_prefill"),),
-    "rms_norm": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
+    "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.attention.mla_prefill"),),
+    "rms_norm": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
     "route": (Implementation("router", "kimi_k2.kernels.dispatch_entries"),),
     "routed_experts": (
-        Implementation("moe_decode", "kimi_k2.kernels.moe_decode"),
+        Implementation("moe_decode", "kimi_k2.kernels.experts.fp8_decode"),
         Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),
-        Implementation("moe_w4a16", "kimi_k2.kernels.moe_w4a16"),
+        Implementation("moe_w4a16", "kimi_k2.kernels.experts.w4a16"),
     ),
-    "store_entries": (Implementation("triton", "kimi_k2.kernels.rowwise"),),
+    "store_entries": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
 }
 _pins: dict[str, str] = {}
 _chosen: dict[str, dict[str, int]] = {}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.push_all_reduce import build, call_counts, mailbox_bytes, push_all_reduce, supports
+from kimi_k2.kernels.comm.push_all_reduce import build, call_counts, mailbox_bytes, push_all_reduce, supports
 
-# Bytes that a rank may push: up to here faster than NCCL on four H200s (`kernels.bench.all_reduce`); other numbers of
+# Bytes that a rank may push: up to here faster than NCCL on four H200s (`bench.kernels.all_reduce`); other numbers of
 # ranks are taken to be like them.
 PUSH_BYTES = 3 * 2**19
 # PyTorch lacks symmetric memory, the GPUs cannot reach each other's or have none left, there is no CUDA compiler.

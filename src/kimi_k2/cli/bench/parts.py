@@ -55,6 +55,6 @@ def kernels(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.", dir_okay=False)] = None,
 ) -> None:
     """Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed."""
-    from kimi_k2.kernels.bench.table import run
+    from kimi_k2.bench.kernels.table import run
 
     run(only or [], peers, out, typer.echo)

@@ -1,0 +1,77 @@
+"""Time of the fused gate: ours, torch.compile of the plain operation, and SGLang's or vLLM's kernel where installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.router.gate import fused_gate
+
+TOKENS = (1, 8, 64, 512, 4096, 32768, 65536)
+EXPERTS = (384, 256)
+TARGETS = {
+    (384, 1): 2.4, (384, 64): 2.5, (384, 4096): 8.0, (384, 65536): 60.0,
+    (256, 1): 2.1, (256, 64): 2.2, (256, 4096): 6.0, (256, 65536): 45.0,
+}  # fmt: skip
+TOP_K = 8
+SCALE = 2.827
+
+
+def random_logits(tokens: int, experts: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Logits of mean -2 and deviation 1, and a bias of deviation 0.03: the spread at which the bias matters."""
+    return torch.randn(tokens, experts, device=device) - 2, torch.randn(experts, device=device) * 0.03
+
+
+def plain_gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch.compile is given: `noaux_tc_gate` with torch.topk, whose order of ties is open."""
+    scores = logits.sigmoid()
+    indices = (scores + bias).topk(TOP_K, dim=-1, sorted=True).indices
+    weights = scores.gather(1, indices)
+    return indices.int(), weights / (weights.sum(-1, keepdim=True) + 1e-20) * SCALE
+
+
+def peers(experts: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Any]]]:
+    """(name, call) of each peer that can be imported here."""
+    yield "torch.compile", torch.compile(plain_gate, dynamic=False)
+    if importlib.util.find_spec("sgl_kernel"):
+        sgl = importlib.import_module("sgl_kernel")
+        if experts == 384 and hasattr(sgl, "kimi_k2_moe_fused_gate"):
+            yield "sgl_kernel", lambda z, b: sgl.kimi_k2_moe_fused_gate(z, b, TOP_K, True, SCALE, True)
+        elif hasattr(sgl, "moe_fused_gate"):
+            yield "sgl_kernel", lambda z, b: sgl.moe_fused_gate(z, b, 1, 1, TOP_K, 0, SCALE, True)
+    if importlib.util.find_spec("vllm"):
+        vllm = importlib.import_module("vllm._custom_ops")
+        if hasattr(vllm, "grouped_topk"):
+            yield "vllm", lambda z, b: vllm.grouped_topk(z, 1, 1, TOP_K, True, SCALE, b, 1)
+
+
+def time_gate(call: Callable[[Tensor, Tensor], Any], tokens: int, experts: int) -> float:
+    """Median microseconds of graph replays over sets that together are larger than the L2, up to 200 of them."""
+    sets = [random_logits(tokens, experts) for _ in range(max(3, min(200, 2**28 // (tokens * experts * 4))))]
+    return graph_median([partial(call, *one) for one in sets])
+
+
+def ours(logits: Tensor, bias: Tensor, **pinned: Any) -> tuple[Tensor, Tensor]:
+    """`fused_gate` as Kimi-K2 calls it, int32 indices."""
+    return fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32, **pinned)
+
+
+def rows(with_peers: bool = True) -> Iterator[Row]:
+    """Each shape, ours first."""
+    for experts in EXPERTS:
+        calls: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [("ours", ours)]
+        if with_peers:
+            calls += peers(experts)
+        for tokens in TOKENS:
+            case, moved = f"{experts} experts, T={tokens}", tokens * (experts * 4 + TOP_K * 8) + experts * 4
+            for name, call in calls:
+                target = TARGETS.get((experts, tokens)) if name == "ours" else None
+                yield Row("gate", case, name, time_gate(call, tokens, experts), moved, target=target)

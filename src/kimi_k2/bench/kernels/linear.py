@@ -1,0 +1,45 @@
+"""Time of the decode-size products of a TP8 rank, beside cuBLAS on a BF16 weight of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.linear.fused_linear import fused_linear
+
+SHAPES = {
+    "q_a|kv_a": (2112, 7168),
+    "q_b": (1536, 1536),
+    "o_proj": (7168, 1024),
+    "shared gate|up": (512, 7168),
+    "shared down": (7168, 256),
+}
+SPLITS = (1, 2, 4, 7, 8, 14, 28)
+
+
+def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
+    """Each shape at 1 and 8 tokens; `sweep` adds every launch that divides the input."""
+    for name, (count, columns) in SHAPES.items():
+        sets = max(8, min(64, 2**28 // (count * columns)))
+        weights = [(torch.randn(count, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
+        scale = torch.rand(-(-count // 128), columns // 128, device="cuda") * 1e-3
+        norm = torch.ones(columns, device="cuda").bfloat16()
+        for tokens in (1, 8):
+            x = torch.randn(tokens, columns, device="cuda").bfloat16()
+            launches = {"ours": (0, 16)}
+            if sweep:
+                launches |= {
+                    f"splits {s}, rows {r}": (s, r) for s in SPLITS for r in (16, 32, 64) if columns // 128 % s == 0
+                }
+            for label, (splits, strip) in launches.items():
+                calls = [partial(fused_linear, x, w, scale, norm, 1e-6, splits, strip) for w in weights]
+                moved, flops = count * columns, 2 * tokens * count * columns
+                yield Row("norm + FP8 product", f"{name}, T={tokens}", label, graph_median(calls), moved, flops)
+            if with_peers:
+                wide = [w.bfloat16() for w in weights]
+                seconds = graph_median([partial(torch.mm, x, w.t()) for w in wide])
+                yield Row("norm + FP8 product", f"{name}, T={tokens}", "cuBLAS BF16", seconds, 2 * moved, flops)

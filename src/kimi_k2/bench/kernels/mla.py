@@ -1,0 +1,116 @@
+"""Time of MLA decode attention over a paged BF16 cache: ours, and FlashAttention 3 where installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
+from kimi_k2.kernels.common.hardware import has_triton
+
+HEADS = (64, 8)
+BATCHES = (1, 16, 64)
+CONTEXTS = (1024, 8192, 65536)
+# Microseconds aimed at for (heads, batch) at a context of 8192.
+TARGETS = {(64, 1): 15.0, (64, 16): 50.0, (64, 64): 155.0, (8, 1): 12.0, (8, 16): 42.0, (8, 64): 140.0}
+SOFTMAX_SCALE = 192**-0.5
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`mla_decode`'s tensors; the pages are shuffled."""
+
+    q: Tensor
+    cache: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+
+
+def random_inputs(
+    batch: int, heads: int, context: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Inputs:
+    """Every sequence of `context` rows, values of deviation 1; `dtype` of the cache."""
+    pages = -(-context // PAGE)
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    return Inputs(
+        torch.randn(batch, heads, ROW, device=device, dtype=torch.bfloat16),
+        torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
+        torch.full((batch,), context, dtype=torch.int32, device=device),
+        table,
+    )
+
+
+def ours(one: Inputs) -> Tensor:
+    """`mla_decode` as the model calls it."""
+    return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
+
+
+def in_triton(one: Inputs) -> Tensor:
+    """`mla_decode` in Triton, also where it would be CUDA C++."""
+    launch = choose_launch(one.q.shape[0], one.q.shape[1], one.block_table.shape[1] * PAGE)
+    return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
+
+
+def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
+    """(name, call) of each other kernel that can be imported here."""
+    if has_triton():
+        yield "triton", in_triton
+    if importlib.util.find_spec("flash_attn_interface"):
+        attention = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+
+        def call(one: Inputs) -> Tensor:
+            latent, rope = one.cache.unsqueeze(2).split([LATENT, ROW - LATENT], dim=-1)
+            q = one.q.unsqueeze(1)
+            return attention(
+                q[..., LATENT:], rope, latent, qv=q[..., :LATENT], cache_seqlens=one.seq_lens,
+                page_table=one.block_table, softmax_scale=SOFTMAX_SCALE, causal=True,
+            )  # fmt: skip
+
+        yield "flash_attn_3", call
+
+
+def time_mla(
+    call: Callable[[Inputs], Tensor],
+    batch: int,
+    heads: int,
+    context: int,
+    inputs: Callable[[int, int, int], Inputs] = random_inputs,
+) -> float:
+    """Median microseconds of graph replays over caches that together are several times the L2.
+
+    At least 16 calls a graph, as a model has one a layer: a graph's own start, about 4 us, is no part of a call.
+    """
+    count = max(2, min(40, 2**28 // (batch * context * ROW * 2)))
+    calls = [partial(call, inputs(batch, heads, context)) for _ in range(count)]
+    return graph_median(calls * -(-16 // count))
+
+
+def rows(with_peers: bool = True) -> Iterator[Row]:
+    """Each shape, ours first."""
+    calls: list[tuple[str, Callable[[Inputs], Tensor]]] = [("ours", ours)]
+    if with_peers:
+        calls += peers()
+    for heads in HEADS:
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                cached = batch * context
+                moved, flops = (
+                    cached * ROW * 2 + batch * heads * (ROW + LATENT) * 2,
+                    2 * cached * heads * (ROW + LATENT),
+                )
+                for name, call in calls:
+                    target = TARGETS.get((heads, batch)) if name == "ours" and context == 8192 else None
+                    case = f"{heads} heads, B={batch}, T={context}"
+                    yield Row("mla_decode", case, name, time_mla(call, batch, heads, context), moved, flops, target)
+        codes = partial(random_inputs, dtype=torch.float8_e4m3fn)
+        time = time_mla(ours, 64, heads, 8192, codes)
+        case = f"{heads} heads, B=64, T=8192, e4m3 cache"
+        yield Row("mla_decode", case, "ours", time, 64 * 8192 * ROW, 2 * 64 * 8192 * heads * (ROW + LATENT))

@@ -1,0 +1,190 @@
+"""Time of a decode step at real sizes: one rank's part, random weights made on the GPU, CUDA-graph replays.
+
+With `communicate=False` one GPU stands for a rank of many: every byte of the rank's weights is read, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kimi_k2.bench.kernels.harness import event_times, graph_median
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.layer_step import Place
+from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.model.router import Router
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import gather_last, parallelize
+from kimi_k2.sharding.layout import Layout
+
+_PATTERN_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median microseconds of a whole step and of its parts, the parts averaged over the layers that have them."""
+
+    step: float
+    layers: int
+    moe_layer: float
+    attention: float
+    feed_forward: float
+    dense_layer: float
+    head: float
+    all_reduce: float
+
+    def lines(self) -> Iterator[str]:
+        """The breakdown as text."""
+        yield f"measured: TPOT {self.step / 1e3:.3f} ms over {self.layers} layers"
+        yield f"measured: MoE layer {self.moe_layer:.1f} us"
+        yield f"measured: of it attention {self.attention:.1f} us, experts {self.feed_forward:.1f} us"
+        yield f"measured: dense layer {self.dense_layer:.1f} us, head {self.head:.1f} us"
+        yield f"measured: all-reduce of one token {self.all_reduce:.1f} us (0: none)"
+
+
+def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
+    """Values of a trained model's size in every parameter and buffer; FP8 without NaN codes, norms around one."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(_PATTERN_BYTES, device=device, generator=generator)
+    patterns = {
+        torch.float8_e4m3fn: (noise * 60).clamp(-448, 448).to(torch.float8_e4m3fn),
+        torch.bfloat16: (noise * 0.02).bfloat16(),
+        torch.float32: noise[: 2**22].abs() * (0.02 / 60),
+        torch.int32: torch.randint(-(2**31), 2**31, (2**24,), device=device, generator=generator, dtype=torch.int32),
+    }
+    int4_scale = (noise[: 2**22].abs() * (0.02 / 4.6)).bfloat16()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.copy_(noise[: tensor.numel()] * 0.05)
+        else:
+            flat = tensor.view(-1)
+            pattern = int4_scale if name.endswith("_proj_scale") else patterns[tensor.dtype]
+            for start in range(0, flat.numel(), pattern.numel()):
+                part = flat[start : start + pattern.numel()]
+                part.copy_(pattern[: part.numel()])
+
+
+def decide_routes(model: KimiK2ForCausalLM, seed: int = 7) -> KimiK2ForCausalLM:
+    """Router biases further apart than scores can be: no rounding chooses other experts, so that errors compare."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Router):
+            bias = module.e_score_correction_bias
+            bias.copy_(2.0 * torch.randperm(len(bias), generator=generator))
+    return model
+
+
+def synthetic_rank(
+    config: KimiK2Config, layout: Layout, rank: int, *, communicate: bool, device: str = "cuda"
+) -> KimiK2ForCausalLM:
+    """One rank's part with random weights."""
+    with torch.device("meta"):
+        model = KimiK2ForCausalLM(config, dtype=torch.bfloat16, keep_quantized=layout.experts == "stored")
+    parallelize(model, layout, rank, device=device, communicate=communicate)
+    # What the plan does not cut is on the meta device no more.
+    left = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert not left, left
+    fill_random(model, rank)
+    for module in model.modules():
+        if isinstance(module, Experts) and "gate_up_proj_packed" in module._buffers:
+            hidden, inter = module.shapes["down_proj"]
+            # Random words are as good in one order as in another.
+            module.kernel_order = moe_w4a16.supports(hidden, inter, module.num_experts, torch.device(device))
+    return model.eval()
+
+
+def launches(action: Callable[[], object], repeats: int = 5) -> list[str]:
+    """What the GPU (or, without one, the CPU) runs in an action: microseconds, how often, name; the longest first."""
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    action()
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(repeats):
+            action()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds:
+            found.append((microseconds / repeats, event.count / repeats, event.key))
+    return [f"{time:9.1f} us {count:6.1f} x {name[:100]}" for time, count, name in sorted(found, reverse=True)]
+
+
+@torch.inference_mode()
+def make_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> Callable[[], Tensor]:
+    """The step's replay after `context` - 1 random cached tokens a sequence."""
+    step, tokens, positions = _step(model, batch, context, AllReduce(None, communicate), communicate)
+    return partial(step, tokens, positions)
+
+
+def _step(
+    model: KimiK2ForCausalLM, batch: int, context: int, reduce: AllReduce, communicate: bool
+) -> tuple[DecodeStep, Tensor, Tensor]:
+    cache = model.new_cache(batch, context)
+    cache.data.normal_()
+    gather = partial(gather_last, group=None) if communicate else (lambda x: x)
+    device = cache.data.device
+    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=device.type == "cuda")
+    return step, torch.arange(batch, device=device), torch.full((batch,), context - 1, device=device)
+
+
+@torch.inference_mode()
+def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> StepTimes:
+    """Median of graph replays at `context` cached tokens; parts are timed with a layer's weights after another's."""
+    reduce = AllReduce(None, communicate)
+    step, tokens, positions = _step(model, batch, context, reduce, communicate)
+    cache, device = step.cache, tokens.device
+    logits = step(tokens, positions)
+    assert bool(logits.isfinite().all()), "the step's logits are not finite"
+    whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
+    x, delta = (torch.randn(batch, model.config.hidden_size, device=device).bfloat16() for _ in range(2))
+    place = Place(positions, (positions + 1).int(), *model.model.rotary(positions, x.dtype))
+    moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
+    dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
+
+    def layers(chosen: list[tuple[int, object]]) -> float:
+        return graph_median([partial(step.layers[i], x, delta, place, cache.data[i]) for i, _ in chosen])
+
+    return StepTimes(
+        whole,
+        len(step.layers),
+        layers(list(moe)),
+        graph_median([partial(layer.attend, x, delta, place, cache.data[i]) for i, layer in moe]),
+        graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
+        layers(list(dense)),
+        graph_median([partial(step.head, x, delta)]),
+        graph_median([partial(reduce, x.clone())] * 20) if communicate and dist.get_world_size() > 1 else 0.0,
+    )
+
+
+@torch.inference_mode()
+def time_prefill(model: KimiK2ForCausalLM, batch: int, length: int) -> tuple[float, float]:
+    """Median microseconds of a prefill of random prompts to the last token's logits, and of one MoE layer in it."""
+    cache = model.new_cache(batch, length)
+    device = cache.data.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
+    positions = torch.arange(length, device=device).expand(batch, -1)
+    last = torch.full((batch,), length - 1, device=device)
+    whole = statistics.median(event_times(lambda: model(ids, positions, cache, logits_at=last), 5))
+    x = torch.randn(batch, length, model.config.hidden_size, device=device).bfloat16()
+    rotation = model.model.rotary(positions, x.dtype)
+    moe = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)]
+
+    def all_layers() -> None:
+        for layer in moe:
+            layer(x, positions, rotation, cache, length)
+
+    return whole, statistics.median(event_times(all_layers, 5)) / len(moe)

@@ -1,0 +1,76 @@
+"""TPOT and TTFT of a rank on a GPU: from pre-sharded files, or with synthetic weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank, time_prefill, time_step
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
+from kimi_k2.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to time.
+
+    Attributes:
+        batch: sequences.
+        context: cached tokens that a decode step attends over.
+        prompt: tokens of the prefill; 0 for none.
+        layers: fewer than the model has; the totals are then extrapolated. None for all.
+        weights: output of `convert --target cuda`; None for synthetic weights.
+        stand_in: one GPU as rank 0 of the layout; nothing is sent.
+        launches: also list what one step launches, by time.
+    """
+
+    batch: int
+    context: int
+    prompt: int
+    layers: int | None = None
+    weights: Path | None = None
+    stand_in: bool = False
+    launches: bool = False
+
+
+def profile(config: KimiK2Config, layout: Layout, job: Job) -> list[str]:
+    """The lines of rank 0's report; none on other ranks.
+
+    Raises:
+        ConfigError: the processes that torchrun started are not the layout's ranks.
+    """
+    rank, _ = join_ranks("cuda")
+    lines = list(_measure(config, layout, job, rank))
+    leave_ranks()
+    return lines if rank == 0 else []
+
+
+def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Iterator[str]:
+    whole = config.num_hidden_layers
+    config = config.model_copy(update={"num_hidden_layers": job.layers or whole})
+    missing = whole - config.num_hidden_layers
+    communicate = not job.stand_in and layout.ranks > 1
+    if communicate and world_size() != layout.ranks:
+        raise ConfigError(
+            f"the preset has {layout.ranks} ranks, but {world_size()} processes run: start them with"
+            f" `torchrun --nproc-per-node {layout.ranks} --no-python`, or give --stand-in"
+        )
+    if job.weights is not None:
+        model = load_rank(job.weights, config, layout, rank, device="cuda")
+    else:
+        model = synthetic_rank(config, layout, rank, communicate=communicate)
+    times = time_step(model, job.batch, job.context, communicate=communicate)
+    yield from times.lines()
+    if missing:
+        yield f"extrapolated: TPOT {(times.step + missing * times.moe_layer) / 1e3:.3f} ms over {whole} layers"
+    if job.prompt:
+        ttft, layer = time_prefill(model, job.batch, job.prompt)
+        yield f"measured: TTFT {ttft / 1e3:.2f} ms of {job.prompt} tokens, MoE layer {layer / 1e3:.3f} ms"
+        if missing:
+            yield f"extrapolated: TTFT {(ttft + missing * layer) / 1e3:.1f} ms over {whole} layers"
+    if job.launches:
+        yield from launches(make_step(model, job.batch, job.context, communicate=communicate))

@@ -1,0 +1,64 @@
+"""The kernel benchmark: every operation's rows, beside the ceilings measured in the same run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import kimi_k2.bench.kernels as bench
+from kimi_k2.bench.kernels.harness import matmul_rate, read_bandwidth
+from kimi_k2.bench.kernels.row import Row
+from kimi_k2.errors import KernelError
+
+
+def operations() -> list[str]:
+    """Modules beside this one that offer `rows()`."""
+    names = [m.name for m in pkgutil.iter_modules(bench.__path__)]
+    return [n for n in names if hasattr(importlib.import_module(f"{bench.__name__}.{n}"), "rows")]
+
+
+def describe(row: Row, bandwidth: float, matrix_rate: float) -> str:
+    """One line of the table."""
+    verdict = ""
+    if row.target is not None:
+        verdict = f"  target {row.target:g}: {'met' if row.microseconds <= row.target else 'not met'}"
+    rate = f"{row.teraflops:7.1f}" if row.flops else " " * 7
+    return (
+        f"{row.operation:<24} {row.case:<28} {row.implementation:<20} {row.microseconds:9.2f} us"
+        f" {row.gigabytes_per_second:7.0f} GB/s {rate} TFLOP/s {row.share(bandwidth, matrix_rate):6.1%}{verdict}"
+    )
+
+
+def run(only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None]) -> None:
+    """Say a line a row: microseconds, GB/s, TFLOP/s, the larger share of the two ceilings, and the target if any.
+
+    Args:
+        only: operations to run; all if empty.
+        peers: also time PyTorch and the peers that can be imported.
+        out: JSON file to write; None for none.
+        say: takes each line.
+
+    Raises:
+        KernelError: there is no CUDA device, or no such operation.
+    """
+    if not torch.cuda.is_available():
+        raise KernelError("no CUDA device")
+    available = operations()
+    if unknown := sorted(set(only) - set(available)):
+        raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(available)}")
+    bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
+    say(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, BF16 GEMM {matrix_rate:.0f} TFLOP/s")
+    found = []
+    for name in only or available:
+        for row in importlib.import_module(f"{bench.__name__}.{name}").rows(with_peers=peers):
+            say(describe(row, bandwidth, matrix_rate))
+            found.append(asdict(row))
+    if out is not None:
+        ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
+        out.write_text(json.dumps(ceilings | {"rows": found}, indent=1) + "\n")

@@ -1,0 +1,83 @@
+"""Time of the INT4 expert operation: median of CUDA-graph replays over routings that do not fit the L2 together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import astuple
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.moe import HIDDEN, random_routing
+from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.experts.tuning import ExpertChoice
+from kimi_k2.kernels.experts.w4a16 import moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16
+
+EXPERTS, INTER, TOP_K = 384, 512, 8
+TARGETS = {1: 18.0, 8: 95.0, 64: 400.0, 512: 560.0, 16384: 6500.0}
+
+
+def random_packed(experts: int, rows: int, columns: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Random words, every stored nibble in 1..15, and scales that make weights of deviation about 0.02."""
+    nibbles = torch.randint(1, 16, (experts, rows, columns // 2, 2), dtype=torch.uint8, device=device)
+    packed = (nibbles[..., 0] | (nibbles[..., 1] << 4)).view(torch.int32)
+    scale = (torch.rand(experts, rows, columns // 32, device=device) + 0.5) * (0.02 / 4.3)
+    return packed, scale.bfloat16()
+
+
+def random_experts(
+    experts: int = EXPERTS, inter: int = INTER, hidden: int = HIDDEN, w2_bf16: bool = False, device: str = "cuda"
+) -> PreparedW4A16:
+    """Random weights taken as already prepared: any words are."""
+    first = random_packed(experts, 2 * inter, hidden, device)
+    if not w2_bf16:
+        return PreparedW4A16(*first, *random_packed(experts, hidden, inter, device))
+    dense = torch.empty(experts, hidden, inter, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+    return PreparedW4A16(*first, dense, None)
+
+
+def time_experts(
+    weights: PreparedW4A16, tokens: int, top_k: int = TOP_K, choice: ExpertChoice | None = None
+) -> tuple[float, float]:
+    """(median microseconds of a call, bytes of the distinct experts' weights); each call has its own routing."""
+    experts = weights.gate_up_proj_packed.shape[0]
+    calls = 24 if tokens <= 8 else 6 if tokens <= 512 else 2
+    pinned = None if choice is None else [int(v) for v in astuple(choice)]
+    sets = []
+    for _ in range(calls):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        sets.append((x, *random_routing(tokens, top_k, experts)))
+    microseconds = graph_median(
+        [partial(moe_w4a16, x, *weights, *routing, choice=pinned) for x, *routing in sets], 15 if tokens > 512 else 25
+    )
+    distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
+    each = sum(part[0].numel() * part.element_size() for part in weights if part is not None)
+    return microseconds, distinct * each
+
+
+def candidates(tokens: int, top_k: int = TOP_K, inter: int = INTER) -> list[ExpertChoice]:
+    """The choices worth timing for a token count."""
+    found = []
+    if tokens * top_k <= 512:
+        splits1 = (8, 4) if tokens * top_k <= 8 else (4, 2, 1) if tokens * top_k <= 64 else (2, 1)
+        splits2 = [s for s in (1, 2, 4) if s <= inter // 128] if tokens * top_k <= 64 else [1]
+        found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in (1, 2, 4)]
+    if tokens >= 32:
+        rows = (32,) if tokens <= 512 else (64, 128)
+        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in (1, 2, 4, 7)]
+    return found
+
+
+def rows(with_peers: bool = True) -> Iterator[Row]:
+    """Every token count with a target, with the tuned choices; no peer of this operation is known here."""
+    weights = random_experts()
+    for tokens, target in TARGETS.items():
+        microseconds, weight_bytes = time_experts(weights, tokens)
+        moved = weight_bytes + 4 * tokens * HIDDEN
+        flops = 6.0 * tokens * TOP_K * INTER * HIDDEN
+        case = f"{EXPERTS} experts, N={INTER}, T={tokens}"
+        yield Row("moe_w4a16", case, "ours", microseconds, moved, flops, target)

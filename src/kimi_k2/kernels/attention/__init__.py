@@ -1,0 +1,1 @@
+"""MLA attention: decode, prefill, and the launches around it at decode."""

@@ -1,0 +1,71 @@
+"""MLA attention and W_UV behind it at decode, for a few tokens, in two launches: `torch.ops.kimi_k2.attend_values`.
+
+`mla_decode` and `value_rows` in one operation: the launch that joins the parts of the context goes on with W_UV.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import mla_cuda, mla_decode, value_rows
+from kimi_k2.kernels.attention.mla_decode import LATENT
+from kimi_k2.kernels.common.build import load_library
+from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts.launch import expect
+
+WIDTH = 128
+
+
+def supports(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor) -> bool:
+    """What both take, and the kernel of a BF16 cache in one piece; values of 128."""
+    return (
+        value_rows.supports(query[..., :LATENT], w_uv)
+        and w_uv.shape[1] == WIDTH
+        and mla_decode.supports(query, cache, seq_lens)
+        and cache.dtype == torch.bfloat16
+        and mla_decode.uses_cuda(query.shape[1], cache.dtype)
+    )
+
+
+def _check(query: Tensor, w_uv: Tensor) -> Tensor:
+    """The empty result, if the arguments are what the second launch takes."""
+    expect("w_uv", w_uv, query.device, (query.shape[1], WIDTH, LATENT), torch.bfloat16)
+    return query.new_empty(query.shape[0], query.shape[1] * WIDTH)
+
+
+@kernel_operation("attend_values")
+def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
+    """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale), w_uv)`.
+
+    Args:
+        query, cache, seq_lens, softmax_scale: as `mla_decode` takes them; a bfloat16 cache [B, T, 576].
+        w_uv: bfloat16 [H, 128, 512].
+
+    Returns:
+        bfloat16 [B, H * 128]; the latents in between are rounded to bfloat16.
+
+    Raises:
+        KernelError: a shape or dtype that the kernels do not take, or a failed launch.
+    """
+    out = _check(query, w_uv)
+    (batch, heads), capacity = query.shape[:2], cache.shape[1]
+    requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
+    how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
+    if how.splits == 1 or not mla_cuda.divides_heads(batch, heads, capacity) or not batch or not capacity:
+        return value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
+    mla_decode._check_arguments(query, cache, seq_lens, None)
+    parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(query.device).cuda_stream)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (parts, sums, w_uv, out)]
+    status = load_library("attention/attend_values").kimi_join_values(*pointers, batch, heads, how.splits, stream)
+    if status:
+        raise KernelError(f"attend_values could not be launched: CUDA error {status} (1000 and above: our launchers')")
+    return out
+
+
+attend_values.fake(_check)

@@ -1,0 +1,175 @@
+// MLA decode attention of 16 to 64 heads (8: mla_few_heads.cuh): a block takes all heads of one request over one part of its
+// context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory accelerator; of
+// an e4m3 cache, four warps convert. The first warpgroup computes the scores, their online softmax in base 2 and the left
+// 256 columns of the values; the second takes the weights from shared memory, in the first one's register order, and
+// computes the right 256 columns. Keys and values are the same bytes: K-major for the scores, MN-major for the values.
+#include "mla_few_heads.cuh"
+#include "mla_merge.cuh"
+#include "mla_store.cuh"
+
+namespace mla {
+
+// Three warpgroups, the third to copy: registers are handed from it to the other two.
+constexpr int kThreads = kConsumers + 128;
+template <bool CODES>
+constexpr int kConsumerRegisters = CODES ? 192 : 240;
+template <bool CODES>
+constexpr int kCopierRegisters = CODES ? 120 : 24;
+// Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
+constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
+
+// acc = acc * shrink + weights V over 256 columns.
+__device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
+                                           int half, float shrink0, float shrink1) {
+  if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[n][i] *= i % 4 < 2 ? shrink0 : shrink1;
+  }
+  const uint32_t base = smem_u32(stage) + half * kHalfBytes;
+  moe::fence_regs(acc[0]);
+  moe::fence_regs(acc[1]);
+  moe::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      values_step(acc[n], weights[k],
+                  descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
+  moe::wgmma_commit();
+  moe::wgmma_wait<0>();
+  moe::fence_regs(acc[0]);
+  moe::fence_regs(acc[1]);
+}
+
+__device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, int request, int split) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
+  float acc[2][64] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  mbar_wait(&m.query_full, 0);
+  for (int i = 0; i < part.count; ++i) {
+    const int stage = i % kStages, phase = i / kStages & 1;
+    float score[32];
+    const uint32_t query = smem_u32(m.query), keys = smem_u32(m.stage[stage]);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if (box % 4 == 0) {
+        mbar_wait(&m.full[stage][box / 4], phase);
+        moe::wgmma_fence();
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        scores_step(score, descriptor(query + box * Memory::kQueryBox + k * 32, 16, kEight),
+                    descriptor(keys + box * kBoxBytes + k * 32, 16, kEight), box + k > 0);
+    }
+    moe::wgmma_commit();
+    moe::wgmma_wait<0>();
+    moe::fence_regs(score);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][2]);
+
+    const int rows = part.length - (part.first + i) * kRows;
+    float shrink[2], best[2] = {top[0], top[1]}, sum[2] = {};
+#pragma unroll
+    for (int j = 0; j < 32; ++j) score[j] *= a.scale;
+    if (rows < kRows) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= rows) score[j] = -INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < 32; ++j) best[j % 4 / 2] = fmaxf(best[j % 4 / 2], score[j]);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) best[lower] = fmaxf(best[lower], __shfl_xor_sync(~0u, best[lower], mask));
+      shrink[lower] = exp2_approximate(top[lower] - best[lower]);
+      top[lower] = best[lower];
+    }
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      score[j] = exp2_approximate(score[j] - top[j % 4 / 2]);
+      sum[j % 4 / 2] += score[j];
+    }
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) total[lower] = total[lower] * shrink[lower] + sum[lower];
+    uint32_t weights[4][4];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = moe::pack_bf16(score[2 * j], score[2 * j + 1]);
+    if (i > 0) moe::named_sync(kFree, kConsumers);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      reinterpret_cast<uint4*>(m.weights)[k * 128 + thread] =
+          make_uint4(weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
+    if (lane % 4 == 0) {
+      m.shrink[row] = shrink[0];
+      m.shrink[row + 8] = shrink[1];
+    }
+    named_arrive(kReady, kConsumers);
+    if (rows < kRows) clear_rows(m.stage[stage], 0, rows, kAlone);
+    add_values(acc, weights, m.stage[stage], 0, shrink[0], shrink[1]);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
+  }
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) total[lower] += __shfl_xor_sync(~0u, total[lower], mask);
+    if (lane % 4 == 0) {
+      m.top[row + lower * 8] = top[lower];
+      m.total[row + lower * 8] = total[lower];
+    }
+  }
+  named_arrive(kTotals, kConsumers);
+  store(a, acc, request, split, 0, top, total);
+}
+
+__device__ void right(Memory& m, const Arguments& a, const Part& part, int request, int split) {
+  const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
+  float acc[2][64] = {};
+  for (int i = 0; i < part.count; ++i) {
+    const int stage = i % kStages, phase = i / kStages & 1;
+    const int rows = part.length - (part.first + i) * kRows;
+    mbar_wait(&m.full[stage][1], phase);
+    if (rows < kRows) clear_rows(m.stage[stage], 1, rows, kAlone + 1);
+    uint32_t weights[4][4];
+    moe::named_sync(kReady, kConsumers);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint4 four = reinterpret_cast<const uint4*>(m.weights)[k * 128 + thread];
+      weights[k][0] = four.x, weights[k][1] = four.y, weights[k][2] = four.z, weights[k][3] = four.w;
+    }
+    const float shrink0 = m.shrink[row], shrink1 = m.shrink[row + 8];
+    if (i + 1 < part.count) named_arrive(kFree, kConsumers);
+    add_values(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+    if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
+  }
+  moe::named_sync(kTotals, kConsumers);
+  const float top[2] = {m.top[row], m.top[row + 8]}, total[2] = {m.total[row], m.total[row + 8]};
+  store(a, acc, request, split, 1, top, total);
+}
+
+template <bool CODES>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Memory& m = *reinterpret_cast<Memory*>(raw);
+  const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const bool copies = role == 2 && (CODES || threadIdx.x < kConsumers + 32);
+  int page = 0;
+  const Part part = begin<CODES>(m, a, &query, &cache, split, request, copies, &page);
+  if (part.count <= 0) return store_empty(a, request, split);
+  if (role == 2) {
+    moe::reg_dealloc<kCopierRegisters<CODES>>();
+    if (CODES)
+      convert_rows<1>(m, a, part, request, page);
+    else if (copies)
+      copy_rows(m, a, &cache, part, request, page);
+  } else {
+    moe::reg_alloc<kConsumerRegisters<CODES>>();
+    if (role == 0)
+      score_and_left(m, a, part, request, split);
+    else
+      right(m, a, part, request, split);
+  }
+}
+
+}  // namespace mla

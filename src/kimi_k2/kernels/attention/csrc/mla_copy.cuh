@@ -1,0 +1,128 @@
+// Which cache rows a block takes, and how they come to its shared memory.
+#pragma once
+#include "mla.cuh"
+
+namespace mla {
+
+// From the L2: what a launch before this one writes while this one already runs must not come from an older copy.
+__device__ __forceinline__ int load_l2(const int* p) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Blocks of 64 rows of one part: first one, how many, and the sequence's length.
+struct Part {
+  int first = 0, count = 0, length = 0;
+  Part() = default;
+  __device__ Part(const Arguments& a, int found_length, int split) : length(min(found_length, a.capacity)) {
+    const uint32_t blocks = length > 0 ? (uint32_t(length) + kRows - 1) / kRows : 0;
+    const uint32_t whole = blocks / a.splits, rest = blocks % a.splits;
+    first = int(whole * split + rest * split / a.splits);
+    count = int(whole * (split + 1) + rest * (split + 1) / a.splits) - first;
+  }
+};
+
+// The page of the part's block `i`; 0 where there is none.
+__device__ __forceinline__ int page_of(const Arguments& a, const Part& part, int request, int i) {
+  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.share) * a.table_stride + part.first + i) : 0;
+}
+
+// First row of the part's block `i`, whose page is given.
+__device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, int request, int page, int i) {
+  return a.table ? int64_t(page) * kRows : int64_t(request / a.share) * a.capacity + int64_t(part.first + i) * kRows;
+}
+
+// The L2 is asked for 64 rows, unless they are not all there.
+template <bool CODES>
+__device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
+  constexpr int kBytes = CODES ? kRow : kRow * 2;
+  if (row >= 0 && row + kRows <= a.rows) prefetch_bulk_l2(a.cache + row * kBytes, kRows * kBytes);
+}
+
+template <class M>
+__device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request) {
+  moe::mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
+  for (int box = 0; box < kBoxes; ++box)
+    moe::tma_load_2d(smem_u32(m.query + box * M::kQueryBox), query, &m.query_full, box * 64, request * a.heads,
+                     moe::kEvictNormal);
+}
+
+// How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part and,
+// to the warps that copy, its first 32 page numbers. CODES: four of them, else one.
+template <bool CODES, class M>
+__device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
+                                      int split, int request, bool copies, int* page) {
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    moe::prefetch_tensormap(query);
+    moe::prefetch_tensormap(cache);
+    moe::mbar_init(&m.query_full, 1);
+    for (int stage = 0; stage < kStages; ++stage)
+      for (int group = 0; group < kGroups; ++group) {
+        moe::mbar_init(&m.full[stage][group], CODES ? 4 : 1);
+        moe::mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
+      }
+    moe::fence_mbar_init();
+  }
+  Part guess;
+  if (copies) {
+    // The first rows, by the length and the page as they lie there now. The launch ahead may still change them, and the
+    // rows: nothing is taken from here.
+    guess = Part(a, load_l2(a.lengths + request / a.share), split);
+    if (threadIdx.x == kConsumers && guess.count > 0)
+      ask<CODES>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
+  }
+  __syncthreads();
+  moe::pdl_wait();
+  moe::pdl_launch();
+  const int length = load_l2(a.lengths + request / a.share);
+  if (copies) {
+    *page = page_of(a, guess, request, lane);
+    if (threadIdx.x == kConsumers) copy_query(m, a, query, request);
+  }
+  const Part part(a, length, split);
+  if (copies && (part.first != guess.first || part.count != guess.count)) *page = page_of(a, part, request, lane);
+  // No block may end before what is copied to it has arrived.
+  if (copies && part.count <= 0) mbar_wait(&m.query_full, 0);
+  return part;
+}
+
+// One warp: 64 rows a step, in nine boxes of 64 columns.
+template <class M>
+__device__ void copy_rows(M& m, const Arguments& a, const CUtensorMap* cache, const Part& part, int request, int page) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < part.count; ++i) {
+    // Thirty-two page numbers a load, so that no copy waits for its own.
+    if (i % 32 == 0 && i > 0) page = page_of(a, part, request, i + lane);
+    const int row = int(row_of(a, part, request, __shfl_sync(~0u, page, i % 32), i));
+    const int stage = i % kStages;
+    if (lane == 0) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
+        const int boxes = group < 2 ? 4 : 1;
+        uint8_t* place = m.stage[stage] + group * kHalfBytes;
+        moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
+        for (int box = 0; box < boxes; ++box)
+          moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
+                           moe::kEvictFirst);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Zeros in one half's 256 columns, by the 128 threads that name the barrier, for the rows from `rows` on: their weights are
+// zero, but zero times NaN is NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
+__device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows, int barrier) {
+  for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
+    const int row = rows + i / 32, box = i % 32 / 8;
+    const int place = box * kBoxBytes + row / 8 * kEight + row % 8 * 128 + i % 8 * 16;
+    *reinterpret_cast<uint4*>(stage + half * kHalfBytes + place) = make_uint4(0, 0, 0, 0);
+  }
+  moe::fence_proxy_async();
+  moe::named_sync(barrier, 128);
+}
+
+}  // namespace mla

@@ -1,0 +1,171 @@
+"""MLA decode attention in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
+
+csrc/mla_attend.cuh and, for heads by eights, mla_few_heads.cuh say how a block works. The split of the context and the
+merge of its parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts merged in a fixed order.
+The tensor maps are kernel parameters, encoded on every call: a captured CUDA graph keeps them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+
+MAX_SPLITS = 128
+FEW_HEADS = 8
+# Cache rows that may come from the L2 a second time for one launch less: 19 MB, which take about 4 us.
+READ_AGAIN = 2**14
+_POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
+_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "share")
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """How the CUDA kernel is launched.
+
+    Attributes:
+        splits: parts of the context, at most 128.
+    """
+
+    splits: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.splits <= MAX_SPLITS:
+            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
+
+
+class _Arguments(ctypes.Structure):
+    """`mla::Arguments` of csrc/mla.cuh, field for field."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        ("rows", ctypes.c_int64),
+        *[(name, ctypes.c_int) for name in _INTEGERS],
+        ("scale", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
+    ]
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernel can be compiled here."""
+    return find_nvcc() is not None
+
+
+def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
+    """Whether the kernel takes this many heads over such a cache."""
+    return heads in HEADS and cache_dtype in CACHE_DTYPES
+
+
+def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> CudaLaunch:
+    """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context."""
+    return CudaLaunch(max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE))))
+
+
+def divides_heads(batch: int, heads: int, capacity: int) -> bool:
+    """Whether heads by eights, each of which reads the cache again, are faster than all at once."""
+    return heads % FEW_HEADS == 0 and (heads // FEW_HEADS - 1) * batch * capacity <= READ_AGAIN
+
+
+def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """What the parts of the context and their sums are left in.
+
+    8 heads: float32 [B, 8, splits, 512], normalised, and [B, 8, splits], base-2 logarithms. More heads: as
+    csrc/mla_store.cuh says, float16 with a power of two beside each logarithm, for each half of the columns.
+    """
+    batch, heads = q.shape[:2]
+    if heads == FEW_HEADS:
+        parts = q.new_empty(batch, heads, splits, LATENT, dtype=torch.float32)
+        return parts, q.new_empty(batch, heads, splits, dtype=torch.float32)
+    parts = q.new_empty(batch, splits, heads, LATENT, dtype=torch.float16)
+    return parts, q.new_empty(batch, splits, 2, heads, 2, dtype=torch.float32)
+
+
+def _launch(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    cache_scale: float,
+    splits: int,
+    out: Tensor | None,
+    parts: tuple[Tensor, Tensor] | None,
+) -> None:
+    codes = cache.dtype != q.dtype
+    value_scale = cache_scale if codes else 1.0
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    arguments = _Arguments(
+        lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
+        heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E * value_scale,
+        value_scale=value_scale, share=q.shape[0] // seq_lens.shape[0],
+    )  # fmt: skip
+    if out is not None:
+        arguments.out = out.data_ptr()
+    if block_table is not None:
+        arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
+    if parts is not None:
+        arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
+    status = load_library("attention/mla_decode").kimi_mla_decode(
+        ctypes.c_void_p(q.data_ptr()), ctypes.byref(arguments), codes, out is not None,
+        ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
+    )  # fmt: skip
+    if status:
+        raise KernelError(f"mla_decode could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+
+
+def run(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    launch: CudaLaunch,
+    cache_scale: float = 1.0,
+) -> Tensor:
+    """`mla_decode` with the launch pinned, arguments unchecked.
+
+    Raises:
+        KernelError: there is no CUDA compiler, or the launch failed.
+    """
+    batch, heads = q.shape[:2]
+    out = q.new_empty(batch, heads, LATENT)
+    if batch == 0:
+        return out
+    if cache.numel() == 0 or (block_table is not None and block_table.shape[1] == 0):
+        return out.zero_()
+    parts = _parts(q, launch.splits) if launch.splits > 1 else None
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts)
+    return out
+
+
+def attend_parts(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, launch: CudaLaunch
+) -> tuple[Tensor, Tensor]:
+    """The parts of the context, for another launch to join, over a BF16 cache in one piece.
+
+    Args:
+        q: bfloat16 [B, H, 576], H a multiple of 8: every 8 heads read the cache for themselves.
+        launch: of B * H / 8 requests of 8 heads; two parts or more.
+
+    Returns:
+        float32 [B * H / 8, 8, splits, 512], each part normalised; float32 [B * H / 8, 8, splits], the base-2 logarithms
+        of the parts' sums of exponentials: -inf where a part has no rows, whose values are then not written.
+
+    Raises:
+        KernelError: other sizes, or the launch failed.
+    """
+    if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or launch.splits < 2 or cache.numel() == 0:
+        found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {launch}"
+        raise KernelError(f"parts of {found}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
+    q = q.view(-1, FEW_HEADS, ROW)
+    parts = _parts(q, launch.splits)
+    _launch(q, cache, seq_lens, softmax_scale, None, 1.0, launch.splits, None, parts)
+    return parts

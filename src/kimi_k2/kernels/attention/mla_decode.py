@@ -1,0 +1,222 @@
+"""MLA decode attention over the compressed cache: `torch.ops.kimi_k2.mla_decode`.
+
+Stands for `kimi_k2.model.attention.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
+(512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
+so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
+order: the same inputs give the same bits. CUDA C++ (`mla_cuda`) runs where nvcc is found, Triton elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.hardware import has_triton, hopper, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+
+LATENT = 512
+ROPE = 64
+ROW = LATENT + ROPE
+PAGE = 64
+HEADS = (8, 16, 32, 64)
+CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How `attend` and `join` are launched.
+
+    Attributes:
+        block_h: heads of a thread block, at least 16 (absent ones are masked).
+        block_n: cache rows of a step, a divisor of the page.
+        splits: parts of the context.
+        warps: warps of a block of `attend`.
+        stages: depth of the pipeline of loads, at least 2: Triton 3.6 reads out of bounds with 1 and `tma`.
+        narrow: cache rows, not heads, along the 64 rows of a matrix instruction.
+        tma: whole blocks through the tensor memory accelerator, else through cp.async.
+    """
+
+    block_h: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+    narrow: bool = False
+    tma: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stages < 2 or PAGE % self.block_n or not 1 <= self.splits <= 128:
+            raise KernelError(f"{self}: expected stages >= 2, block_n a divisor of {PAGE}, splits 1 to 128")
+
+
+def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> Launch:
+    """Launch for the shapes (swept on an H200): one wave of blocks, none with less than one step of context."""
+    if heads > 16:
+        blocks, launch = multiprocessors, (64, 64, 8, 2, False)
+    elif batch < 32:
+        blocks, launch = multiprocessors, (16, 64, 4, 2, True)
+    else:
+        # Steps of 32 rows leave shared memory for two blocks a multiprocessor: one loads while the other computes.
+        blocks, launch = 2 * multiprocessors, (16, 32, 4, 5, False)
+    block_h, block_n, warps, stages, narrow = launch
+    splits = max(1, min(blocks // max(1, batch), 128, -(-capacity // block_n)))
+    return Launch(block_h, block_n, splits, warps, stages, narrow)
+
+
+def for_codes(launch: Launch) -> Launch:
+    """The launch for an e4m3 cache, whose codes become bfloat16 in registers: not where TMA would put them."""
+    return replace(launch, tma=False)
+
+
+def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
+    """Whether `mla_decode` takes these arguments: a Hopper GPU, Triton or nvcc, dtypes, sizes within the limits."""
+    if not is_hopper(q.device):
+        return False
+    try:
+        _check_arguments(q, cache, seq_lens, block_table)
+    except KernelError:
+        return False
+    return has_triton() or uses_cuda(q.shape[1], cache.dtype)
+
+
+def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
+    """KernelError naming the argument that the kernel does not take, and what was expected."""
+    for name, tensor, dtypes in (("q", q, CACHE_DTYPES[:1]), ("cache", cache, CACHE_DTYPES)):
+        if tensor.dim() != 3 or tensor.dtype not in dtypes or tensor.shape[-1] != ROW:
+            found, wanted = f"{tensor.dtype} {tuple(tensor.shape)}", " or ".join(map(str, dtypes))
+            raise KernelError(f"{name} is {found}, expected {wanted} of 3 dimensions, the last {ROW}")
+    if q.shape[1] not in HEADS:
+        raise KernelError(f"{q.shape[1]} heads: expected one of {HEADS}")
+    batch = q.shape[0]
+    if tuple(seq_lens.shape) != (batch,) or seq_lens.dtype != torch.int32:
+        found = f"{seq_lens.dtype} {tuple(seq_lens.shape)}"
+        raise KernelError(f"seq_lens is {found}, expected torch.int32 {(batch,)}")
+    if block_table is None:
+        # A block of rows read whole must not run into the next sequence.
+        if cache.shape[0] != batch:
+            raise KernelError(f"cache has {cache.shape[0]} sequences, expected {batch}")
+    else:
+        if cache.shape[1] != PAGE:
+            raise KernelError(f"cache has pages of {cache.shape[1]} rows, expected {PAGE}")
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
+            found = f"{block_table.dtype} {tuple(block_table.shape)}"
+            raise KernelError(f"block_table is {found}, expected torch.int32 ({batch}, pages)")
+    if cache.shape[0] * cache.shape[1] >= 2**31:
+        raise KernelError(f"cache has {cache.shape[0] * cache.shape[1]} rows, expected fewer than 2**31")
+    for name, given in (("q", q), ("cache", cache), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if given is not None and (not given.is_contiguous() or given.device != q.device):
+            raise KernelError(f"{name} must be contiguous and on {q.device}")
+
+
+@functools.cache
+def _triton() -> Any:
+    """Triton's module of kernels; KernelError without Triton."""
+    if not has_triton():
+        raise KernelError("mla_decode needs Triton")
+    return importlib.import_module("kimi_k2.kernels.attention.mla_triton")
+
+
+@functools.cache
+def _cuda() -> Any:
+    """The CUDA C++ kernel's module, which imports this one's constants."""
+    return importlib.import_module("kimi_k2.kernels.attention.mla_cuda")
+
+
+def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
+    """Whether `mla_decode` runs CUDA C++ here: a compiler is there and the kernel takes the shape; else Triton."""
+    return bool(_cuda().available() and _cuda().supports_shape(heads, cache_dtype))
+
+
+@kernel_operation("mla_decode")
+def mla_decode(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None = None,
+    cache_scale: float = 1.0,
+) -> Tensor:
+    """Attention of one query a sequence over its cached rows.
+
+    Args:
+        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64.
+        cache: bfloat16 or e4m3, pages [P, 64, 576] with `block_table`, else [B, T, 576].
+        seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros.
+        softmax_scale: multiplies the scores.
+        block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
+        cache_scale: of an e4m3 cache, whose values are codes times it.
+
+    Returns:
+        bfloat16 [B, H, 512], sums of latents.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
+    """
+    _check_arguments(q, cache, seq_lens, block_table)
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
+    if uses_cuda(q.shape[1], cache.dtype):
+        chosen = _cuda().choose_launch(*shape)
+        return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+    launch = choose_launch(*shape)
+    if cache.dtype != q.dtype:
+        launch = for_codes(launch)
+    return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
+
+
+mla_decode.fake(_check_arguments, lambda q: q.new_empty(*q.shape[:2], LATENT))
+
+
+def run(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    launch: Launch,
+    part_dtype: torch.dtype = torch.float32,
+    overlap: bool = True,
+    cache_scale: float = 1.0,
+) -> Tensor:
+    """`mla_decode` in Triton with the launch pinned, arguments unchecked: for the sweep and the tests.
+
+    Without `overlap` the launches do not use programmatic dependence, which Triton's interpreter lacks.
+    """
+    kernels = _triton()
+    batch, heads = q.shape[:2]
+    splits = launch.splits
+    out = q.new_empty(batch, heads, LATENT)
+    if batch == 0:
+        return out
+    paged, quantized = block_table is not None, cache.dtype == torch.float8_e4m3fn
+    scale = softmax_scale * LOG2_E * (cache_scale if quantized else 1.0)
+    capacity = block_table.shape[1] * PAGE if block_table is not None else cache.shape[1]
+    parts = q.new_empty(batch, heads, splits, LATENT, dtype=part_dtype) if splits > 1 else out
+    sums = q.new_empty(batch, heads, splits, dtype=torch.float32) if splits > 1 else out
+    latents = ropes = cache
+    if launch.tma:
+        descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+        rows = cache.view(-1, ROW)
+        latents = descriptor.from_tensor(rows, [launch.block_n, LATENT])
+        ropes = descriptor.from_tensor(rows, [launch.block_n, ROPE])
+    kernels.attend[(splits, -(-heads // launch.block_h), batch)](
+        q, cache, latents, ropes, block_table if paged else seq_lens, seq_lens, out, parts, sums,
+        heads, block_table.shape[1] if block_table is not None else 0, capacity, scale, cache_scale, splits,
+        BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, SINGLE=splits == 1, PAGED=paged, TMA=launch.tma,
+        STAGES=launch.stages, NARROW=launch.narrow, QUANTIZED=quantized, OVERLAP=overlap, num_warps=launch.warps,
+        launch_pdl=overlap,
+    )  # fmt: skip
+    if splits > 1:
+        padded = 1 << (splits - 1).bit_length()
+        width = min(LATENT, 4096 // padded)
+        kernels.join[(batch * heads, LATENT // width)](
+            parts, sums, out, splits, PADDED=padded, WIDTH=width, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+        )
+    return out

@@ -1,0 +1,123 @@
+"""MLA prefill attention: `torch.ops.kimi_k2.mla_prefill`, stands for `model.attention.mla_naive_attention`.
+
+Keys (128 of a head, 64 turned ones shared by all heads) and values (128) are expanded from the cached latents by one
+matrix product; then attention runs over blocks of slots with an online softmax, never writing the scores. Queries at
+position p see slots 0..p, so a chunk of a prompt attends to what earlier chunks left in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+
+NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
+LOG2_E = 1.4426950408889634
+# Queries and slots of a step, warps, stages.
+LAUNCH = (128, 64, 8, 3)
+
+
+def supports_mla_naive_attention(
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
+) -> bool:
+    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
+    return (
+        is_hopper(q_nope.device)
+        and has_triton()
+        and q_nope.dtype == q_rope.dtype == cache.dtype == kv_b.dtype == torch.bfloat16
+        and (q_nope.shape[-1], q_rope.shape[-1]) == (NOPE, ROPE)
+        and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)
+        and cache.shape[-1] == RANK + ROPE
+        and cache.stride(-1) == 1
+    )
+
+
+def mla_naive_attention(
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
+) -> Tensor:
+    """`mla_prefill` with the plain function's arguments."""
+    expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
+    return mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
+
+
+def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> None:
+    if q_nope.dim() != 4 or cache.dim() != 3:
+        raise KernelError(f"q_nope {list(q_nope.shape)}, cache {list(cache.shape)}: expected 4 and 3 dimensions")
+    (batch, queries, heads), slots = q_nope.shape[:3], cache.shape[1]
+    for name, tensor, shape in (
+        ("q_nope", q_nope, (batch, queries, heads, NOPE)),
+        ("q_rope", q_rope, (batch, queries, heads, ROPE)),
+        ("expanded", expanded, (batch, heads, slots, NOPE + VALUE)),
+        ("cache", cache, (batch, slots, RANK + ROPE)),
+        ("positions", positions, (batch, queries)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+        if name != "positions" and (tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
+            raise KernelError(f"{name} is {tensor.dtype}, expected torch.bfloat16, contiguous along the last dimension")
+    if positions.dtype != torch.int64 or not expanded.is_contiguous():
+        raise KernelError("positions must be torch.int64 and expanded contiguous")
+    # Within a head, the kernel reckons offsets of slots in 32 bits.
+    limit = 2**31 // max(NOPE + VALUE, cache.stride(1))
+    if slots >= limit:
+        raise KernelError(f"{slots} slots, expected fewer than {limit}")
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("kimi_k2.kernels.attention.mla_prefill_triton")
+
+
+@kernel_operation("mla_prefill")
+def mla_prefill(
+    q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+) -> Tensor:
+    """Causal attention of new tokens over cached slots, keys and values expanded.
+
+    Args:
+        q_nope: bfloat16 [B, S, H, 128].
+        q_rope: bfloat16 [B, S, H, 64], turned.
+        expanded: bfloat16 [B, H, T, 256], the part of the keys without position | values.
+        cache: bfloat16 [B, T, 576], of which the last 64 are the turned keys.
+        positions: int64 [B, S], slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        bfloat16 [B, S, H, 128].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check(q_nope, q_rope, expanded, cache, positions)
+    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH)
+
+
+mla_prefill.fake(_check, lambda q_nope: q_nope.new_empty((*q_nope.shape[:3], VALUE)))
+
+
+def run(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    expanded: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    launch: tuple[int, int, int, int],
+) -> Tensor:
+    """`mla_prefill` with the launch pinned, arguments unchecked: for the sweep and the tests."""
+    (batch, queries, heads), (block_m, block_n, warps, stages) = q_nope.shape[:3], launch
+    out = q_nope.new_empty(batch, queries, heads, VALUE)
+    if out.numel():
+        _kernels().attend[(-(-queries // block_m), heads, batch)](
+            q_nope, q_rope, expanded, cache, positions.contiguous(), out, queries, cache.shape[1],
+            softmax_scale * LOG2_E, *q_nope.stride()[:3], *q_rope.stride()[:3], *cache.stride()[:2], heads,
+            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,64 @@
+"""W_UV after MLA attention at decode, for a few tokens: `torch.ops.kimi_k2.value_rows`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+
+RANK = 512
+MAX_TOKENS = 8
+
+
+def supports(latent: Tensor, w_uv: Tensor) -> bool:
+    """A few BF16 tokens on a Hopper GPU, latents of 512."""
+    return (
+        latent.dtype == w_uv.dtype == torch.bfloat16
+        and latent.shape[0] <= MAX_TOKENS
+        and latent.shape[-1] == RANK
+        and is_hopper(latent.device)
+        and find_nvcc() is not None
+    )
+
+
+def _check(latent: Tensor, w_uv: Tensor) -> tuple[int, int, int]:
+    if w_uv.dim() != 3 or tuple(latent.shape[1:]) != (w_uv.shape[0], RANK) or w_uv.shape[2] != RANK:
+        raise KernelError(f"{list(latent.shape)}, {list(w_uv.shape)}: expected [B, H, {RANK}] and [H, V, {RANK}]")
+    if not (latent.dtype == w_uv.dtype == torch.bfloat16 and latent.is_contiguous() and w_uv.is_contiguous()):
+        raise KernelError("latent and w_uv: expected contiguous torch.bfloat16")
+    return latent.shape[0], w_uv.shape[0], w_uv.shape[1]
+
+
+@kernel_operation("value_rows")
+def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """out[b, h, v] = w_uv[h, v, :] . latent[b, h, :].
+
+    Args:
+        latent: bfloat16 [B, H, 512], attention's sums of latents.
+        w_uv: bfloat16 [H, V, 512].
+
+    Returns:
+        bfloat16 [B, H * V], summed in float32.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+    """
+    batch, heads, width = _check(latent, w_uv)
+    out = torch.empty(batch, heads * width, dtype=torch.bfloat16, device=latent.device)
+    if not batch:
+        return out
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (latent, w_uv, out)]
+    stream = ctypes.c_void_p(torch.cuda.current_stream(latent.device).cuda_stream)
+    library = load_library("attention/value_rows")
+    if status := library.kimi_value_rows(*pointers, batch, heads, width, stream):
+        raise KernelError(f"value_rows could not be launched: CUDA error {status}")
+    return out
+
+
+value_rows.fake(_check, lambda latent, w_uv: latent.new_empty(len(latent), w_uv.shape[0] * w_uv.shape[1]))

@@ -1,0 +1,112 @@
+"""Sum over the GPUs of a host for decode sizes: `torch.ops.kimi_k2.push_all_reduce`, for `parallel.all_reduce`.
+
+One launch that overlaps with its neighbours; csrc/all_reduce.cu says how the exchange works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts.launch import call, expect
+
+MAX_RANKS = 8
+PACKET = 4  # values that travel in 16 bytes
+_BLOCK = 128  # packets of a block
+
+
+def build() -> None:
+    """Have the kernel ready: every rank must before any of them waits for the others.
+
+    Raises:
+        KernelError: there is no CUDA compiler, or it fails.
+    """
+    load_library("comm/all_reduce")
+
+
+class Arguments(ctypes.Structure):
+    """`decode::ReduceArguments` of csrc/all_reduce.cu, field for field."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "out", "calls")],
+        ("mail", ctypes.c_void_p * MAX_RANKS),
+        *[(name, ctypes.c_int) for name in ("packets", "capacity", "rank", "ranks")],
+    ]
+
+
+def supports(x: Tensor, ranks: int) -> bool:
+    """BF16 in groups of 4 on a Hopper GPU, 2 to 8 ranks."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.numel() % PACKET == 0
+        and 2 <= ranks <= MAX_RANKS
+        and is_hopper(x.device)
+        and find_nvcc() is not None
+    )
+
+
+def mailbox_bytes(values: int, ranks: int) -> int:
+    """Size of one rank's mailboxes for sums of up to `values` values."""
+    return 2 * ranks * -(-values // PACKET) * 16
+
+
+def call_counts(values: int, device: torch.device) -> Tensor:
+    """int32 zeros, one for each block of a sum of `values` values: the calls so far."""
+    return torch.zeros(-(-values // (PACKET * _BLOCK)), dtype=torch.int32, device=device)
+
+
+def fill_arguments(x: Tensor, out: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Arguments:
+    """The launch's arguments; `push_all_reduce` says what they are."""
+    ranks = len(mail)
+    around = (ctypes.c_void_p * MAX_RANKS)(*[mail[(rank + step) % ranks] for step in range(ranks)])
+    return Arguments(
+        x=x.data_ptr(), out=out.data_ptr(), calls=calls.data_ptr(), mail=around, packets=x.numel() // PACKET,
+        capacity=capacity // PACKET, rank=rank, ranks=ranks,
+    )  # fmt: skip
+
+
+def _check(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Tensor:
+    """The empty result, if the arguments are what the kernel takes."""
+    expect("x", x, x.device, tuple(x.shape), torch.bfloat16)
+    if x.numel() % PACKET or capacity % PACKET or x.numel() > capacity:
+        raise KernelError(f"x has {x.numel()} values: expected a multiple of {PACKET} up to {capacity}")
+    expect("calls", calls, x.device, (-(-capacity // (PACKET * _BLOCK)),), torch.int32)
+    if not 2 <= len(mail) <= MAX_RANKS or not 0 <= rank < len(mail):
+        raise KernelError(f"rank {rank} of {len(mail)}: expected one of 2 to {MAX_RANKS}")
+    return torch.empty_like(x)
+
+
+@kernel_operation("push_all_reduce", mutates_args=("calls",))
+def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Tensor:
+    """Sum of x over the ranks, which must make the same calls with the same mailboxes in the same order.
+
+    Args:
+        x: bfloat16, any shape, a multiple of 4 values, this rank's part.
+        calls: int32 from `call_counts(capacity, ...)`, counted up.
+        mail: address of every rank's mailboxes, each `mailbox_bytes(capacity, ranks)` long and zero before any rank's
+            first call.
+        capacity: values that a mailbox has room for, a multiple of 4.
+        rank: this rank's place in `mail`.
+
+    Returns:
+        bfloat16 like x, the same bits on every rank: summed in float32 in the order of ranks.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+    """
+    out = _check(x, calls, mail, capacity, rank)
+    if x.numel():
+        x = x.clone() if x.data_ptr() % 8 else x  # the kernel takes packets of 8 bytes
+        arguments = fill_arguments(x, out, calls, mail, capacity, rank)
+        call(load_library("comm/all_reduce").kimi_all_reduce, arguments, "push_all_reduce", x.device)
+    return out
+
+
+push_all_reduce.fake(_check)

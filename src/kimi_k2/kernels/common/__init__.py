@@ -1,0 +1,1 @@
+"""What every kernel stands on: the build, launches, scratch memory, operations, PTX wrappers."""

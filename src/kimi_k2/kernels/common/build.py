@@ -1,0 +1,99 @@
+"""Compile CUDA C++ kernels once, on first use, into a cached shared library with a C interface.
+
+The library is named after a hash of its sources and of the compiler's flags, so a changed source is never served by an
+old build. No PyTorch header is included: the build takes seconds and does not depend on PyTorch's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kimi_k2.errors import KernelError
+
+KERNELS = Path(__file__).parents[1]
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC")
+
+
+def cache_directory() -> Path:
+    """`$KIMI_K2_CACHE`, else `$XDG_CACHE_HOME/kimi_k2`, else `~/.cache/kimi_k2`."""
+    if chosen := os.environ.get("KIMI_K2_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi_k2"
+
+
+@functools.cache
+def find_nvcc() -> str | None:
+    """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda; None if there is none."""
+    if found := shutil.which("nvcc"):
+        return found
+    candidate = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    return str(candidate) if candidate.exists() else None
+
+
+def source_of(library: str) -> Path:
+    """The file of a library: "experts/fp8" is kernels/experts/csrc/fp8.cu."""
+    folder, _, name = library.partition("/")
+    return KERNELS / folder / "csrc" / f"{name}.cu"
+
+
+def included(name: str, by: Path) -> Path:
+    """The file that `by` includes under this name: one beside it, or else a path in kernels/."""
+    beside = by.parent / name
+    return beside if beside.exists() else KERNELS / name
+
+
+def sources_of(library: str) -> set[Path]:
+    """The library's file and every one of ours that it includes, directly or not."""
+    found: set[Path] = set()
+    waiting = [source_of(library)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [included(name, path) for name in INCLUDE.findall(path.read_text(encoding="utf-8"))]
+    return found
+
+
+def source_hash(library: str) -> str:
+    """Hex digest over the flags and every file that the library is made of."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted(sources_of(library)):
+        digest.update(path.relative_to(KERNELS).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def load_library(library: str) -> ctypes.CDLL:
+    """The shared library, compiled if the cache lacks it.
+
+    Args:
+        library: folder and name, "experts/fp8" for kernels/experts/csrc/fp8.cu; a change to that file or to what it
+            includes makes a new library.
+
+    Raises:
+        KernelError: there is no CUDA compiler, or it fails; its last lines are in the message.
+    """
+    target = cache_directory() / f"{library.replace('/', '-')}-{source_hash(library)}.so"
+    if not target.exists():
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise KernelError(f"compiling {library} needs nvcc on PATH or under CUDA_HOME")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Compiled aside and renamed: another process never loads half a file.
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            command = [nvcc, *FLAGS, f"-I{KERNELS}", "-o", str(built), str(source_of(library))]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise KernelError(f"nvcc could not compile {library}: {result.stderr[-2000:]}")
+            built.replace(target)
+    return ctypes.CDLL(str(target))

@@ -1,0 +1,70 @@
+// Prepared mode: sums of the pairs' outputs, a slab of 256 values of a token at a time.
+#pragma once
+#include "fp8_item.cuh"
+#include "add_parts.cuh"
+
+namespace moe {
+
+// out[t] = sum of the token's weighted parts, in order, by a warp. `discard`: the parts should not reach memory.
+__device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool discard) {
+  const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
+  // A lane's eight values are half of a 32-byte unit of one warpgroup's 128.
+  const size_t pairs = (size_t)a.tokens * a.top_k;
+  const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.contrib) +
+                              (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128 + (lane & 1) * 8;
+  float acc[8] = {};
+  for (int c0 = 0; c0 < parts; c0 += 8) {
+    // Lane i looks up part c0 + i.
+    int row = -1;
+    float weight = 0.f;
+    if (lane < 8 && c0 + lane < parts) {
+      const int pair = t * a.top_k + (c0 + lane) / a.splits2;
+      row = __ldg(a.pair_slot + pair);
+      weight = __ldg(a.topk_weights + pair);
+    }
+    uint4 raw[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = __shfl_sync(0xffffffffu, row, i);
+      const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
+      raw[i] = r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(
+                            from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
+                      : make_uint4(0, 0, 0, 0);
+    }
+    add_parts(acc, raw, row, weight);
+    __syncwarp();  // the parts are read; the next launch writes them before it reads them
+    const int c = c0 + (lane >> 2), r = __shfl_sync(0xffffffffu, row, lane >> 2);
+    if (discard && r >= 0) {
+      const size_t place = ((size_t)(slab * a.splits2 + c % a.splits2) * 2 + ((lane >> 1) & 1)) * pairs + r;
+      discard_l2(static_cast<__nv_bfloat16*>(a.contrib) + place * 128 + (lane & 1) * 64);
+    }
+  }
+  // A lane has rows r and r + 8, and those 128 further, of two adjacent r: acc[4 * (r & 1) + 2 * (+128) + (+8)].
+  // Neighbouring lanes exchange, so that each stores four rows side by side.
+  const bool odd = lane & 1;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 2) * 16 +
+                       odd * 8 + (lane & 2) * 2;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const uint32_t low = pack_bf16(acc[2 * m], acc[4 + 2 * m]), high = pack_bf16(acc[2 * m + 1], acc[5 + 2 * m]);
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+    *reinterpret_cast<uint2*>(out + m * 128) = odd ? make_uint2(other, high) : make_uint2(low, other);
+  }
+}
+
+// One warpgroup's half of a tile's slabs, those of an item that ends before `end`, is stored.
+__device__ __forceinline__ void announce_slabs(const Fp8Args& a, int end) { add_release(a.count2 + end - 1, 1); }
+
+// Slabwise, four warps of every block: each sums the same tokens' slabs as soon as they are complete.
+__device__ __forceinline__ void sum_slabs(const Fp8Args& a, int warp, int tiles) {
+  const int want = 2 * tiles * a.splits2;
+  for (SlabRange r = next_slabs(a, {0, 0}); r.count > 0; r = next_slabs(a, r)) {
+    if (warp == 0)
+      while (ld_acquire(reinterpret_cast<const int*>(a.count2 + r.begin + r.count - 1)) != want) __nanosleep(500);
+    named_sync(4, 128);
+    for (int t = blockIdx.x * 4 + warp; t < a.tokens; t += gridDim.x * 4)
+      for (int i = 0; i < r.count; ++i) sum_slab(a, t, r.begin + i, true);
+  }
+}
+
+}  // namespace moe

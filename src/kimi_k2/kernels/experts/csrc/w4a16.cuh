@@ -1,0 +1,142 @@
+// Arguments, shared memory, weight layout and work items of the INT4 expert kernel (w4a16_kernel.cuh).
+//
+// Weights are stored in the order in which threads want them (kimi_k2.kernels.moe_w4a16_layout): a chunk is 256 rows by
+// 128 columns, 16 KB; in it, for each 64-row tile and each half of the columns, thread t of a warpgroup finds 4 words
+// at 16 t, one for each 16-column step, and the nibbles i and i + 4 of a word are register i of the left operand. The
+// chunk's scales are 2 KB: for each tile, warp and row g of 8, the pairs (row g, row g + 8) of its 4 groups. Row g of a
+// first-stage tile is a gate row and g + 8 the same up row. Second-stage weights in bf16 have chunks of 32 columns.
+#pragma once
+#include "fp8_item.cuh"
+#include "w4a16_wgmma.cuh"
+
+namespace w4a16 {
+
+using moe::Item;
+using moe::kRing;
+
+constexpr int kChunkBytes = 16384;
+constexpr int kScaleBytes = 2048;
+constexpr int kFillThreads = 96;  // of tokens; of few in bf16, one warp
+
+// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
+// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's tiles say last whether their expert has several
+// and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
+struct Args : moe::Fp8Args {
+  int w2_bf16;    // second-stage weights are bf16
+  int in_flight;  // chunks of weights that a block may have requested and not yet received
+};
+
+template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>
+struct Config {
+  static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
+  static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_;
+  static constexpr int TILES = 4 / WARPGROUPS;            // 64-row tiles of a warpgroup
+  static constexpr int CONSUMERS = 128 * WARPGROUPS;
+  static constexpr bool FEW = NMAX <= 32;                 // tokens: one lane each can request them
+  static constexpr bool E4M3 = FEW && !W2_BF16;           // see w4a16_e4m3.cuh
+  static constexpr bool ROWS = FEW && W2_BF16;            // tokens as rows of bf16, requested by one warp
+  static constexpr int PITCH = ROWS ? 272 : 256;          // bytes of a token's 128 columns in shared memory
+  static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
+};
+
+constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 codes, offsets and a factor: w4a16_records.cuh
+
+template <class C>
+struct Smem {
+  // Tokens. Few in bf16: a row each. Many: two halves of 64 columns, rows of 128 bytes, swizzled; so are e4m3's upper
+  // and lower codes.
+  alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
+  alignas(128) unsigned char w[C::STAGES][kChunkBytes];
+  alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
+  static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
+  alignas(128) unsigned char offset[C::E4M3 ? C::STAGES : 1][CODED * 16];
+  float factor[C::E4M3 ? C::STAGES : 1][CODED];
+  int held[C::E4M3 ? C::STAGES : 1];  // tokens that a stage held last, negative if paired
+  float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
+  alignas(16) unsigned char records[CODED][256];  // codes of an item's intermediate on their way out
+  unsigned amax[CODED];                           // of its float32 values, as bits
+  int sums[CODED][4];                             // of its codes, a group of 32 columns each; zero between items
+  uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
+  uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
+  int ring[kRing];
+  int epi_tile[kRing], epi_slab[kRing];
+  int last, epoch;
+  moe::Routing<C::FUSED> route;
+};
+
+// `group` and `slabs` count row blocks, kb0 to kb1 column chunks.
+template <bool W2_BF16>
+__device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) {
+  const int groups = a.inter / 128, slabs = a.hidden / 256;
+  const int first = tiles * groups * a.splits1;
+  Item r;
+  r.stage = item >= first;
+  if (r.stage) item -= first;
+  const int splits = r.stage ? a.splits2 : a.splits1;
+  const int chunks = r.stage ? a.inter / (W2_BF16 ? 32 : 128) : a.hidden / 128;
+  r.slabs = r.stage ? a.item_slabs : 1;
+  r.split = item % splits;
+  item /= splits;
+  const int per_tile = r.stage ? slabs / a.item_slabs : groups;
+  r.group = item % per_tile * r.slabs;
+  r.tile = item / per_tile;
+  r.kb0 = r.split * chunks / splits;
+  r.kb1 = (r.split + 1) * chunks / splits;
+  return r;
+}
+
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          moe::smem_u32(dst)),
+      "l"(src), "r"(bytes), "r"(moe::smem_u32(bar)), "l"(policy)
+      : "memory");
+}
+// Orders ordinary accesses of global memory with those of the copy engine.
+__device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// Weights of a group of 32 columns as bf16, of rows g and g + 8 of 16 (a word is 8 weights of both). A nibble alone in
+// bits 0 to 3 or 4 to 7 of a bf16 is n or 16 n times the smallest bf16, 2^-133, so one fused operation makes
+// (n - 8) * scale, rounded once. Weights come out 2^kDown times too small, as 2^133 times a scale would not fit bf16;
+// 2^101 times one does, up to scales of 2^26.
+struct Unpack {
+  static constexpr int kDown = 32;
+  static constexpr float kUp = 4294967296.f;  // what sums of products are multiplied by in the end
+  __nv_bfloat162 scale[2], offset[2];
+  Unpack() = default;
+  static __device__ __forceinline__ __nv_bfloat162 power(int low, int high) {
+    const uint32_t bits = (low + 127) << 7 | (high + 127) << 23;
+    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+  }
+  // `scales` holds the scale of row g in its low half and of g + 8 in its high.
+  __device__ __forceinline__ explicit Unpack(__nv_bfloat162 scales) {
+    const __nv_bfloat162 times = __hmul2(scales, power(133 - kDown, 129 - kDown));
+    const __nv_bfloat162 less = __hmul2(scales, __hneg2(power(3 - kDown, 3 - kDown)));
+    scale[0] = __low2bfloat162(times), scale[1] = __high2bfloat162(times);
+    offset[0] = __low2bfloat162(less), offset[1] = __high2bfloat162(less);
+  }
+  __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t codes = (word >> (i / 2 * 8)) & (i % 2 ? 0x00F000F0u : 0x000F000Fu);
+      const __nv_bfloat162 d = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&codes), scale[i % 2], offset[i % 2]);
+      a[i] = *reinterpret_cast<const uint32_t*>(&d);
+    }
+  }
+};
+
+// silu(gate) * up in bf16 from sums of gate rows g, then up rows g, of tokens 8j + 2q and 8j + 2q + 1, times `factor`:
+// token 8j + g, rows 2q and 2q + 1.
+__device__ __forceinline__ uint32_t activate(const float* d, float factor = 1.f) {
+  const float gate[2] = {d[0] * factor, d[1] * factor}, up[2] = {d[2] * factor, d[3] * factor};
+  return transpose_8x8(moe::pack_bf16(__fdividef(gate[0], 1.f + __expf(-gate[0])) * up[0],
+                                      __fdividef(gate[1], 1.f + __expf(-gate[1])) * up[1]));
+}
+
+}  // namespace w4a16

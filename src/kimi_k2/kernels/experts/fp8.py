@@ -1,0 +1,227 @@
+"""Blockwise FP8 routed experts on Hopper: `torch.ops.kimi_k2.moe_fp8`.
+
+Weights are e4m3 with one float32 scale a 128x128 block; activations are quantized to e4m3 by groups of 128 values of a
+token (scale = amax / 448), before each of the two matrix products; sums are float32. csrc/fp8_kernel.cuh says how the
+launch works. Capture-safe: see common/workspace.py for scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import load_library
+from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
+from kimi_k2.kernels.experts.launch import Shape, call, expect, expect_routing, fill, token_ranges
+from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
+
+BLOCK = 128
+SLAB = 256
+MAX_EXPERTS = 512
+_POINTERS = [
+    "x",
+    "topk_ids",
+    "topk_weights",
+    "expert_map",
+    "w13",
+    "s13",
+    "w2",
+    "s2",
+    "out",
+    "xq",
+    "xs",
+    "inter_q",
+    "inter_s",
+    "partial",
+    "contrib",
+    "ctrl",
+    "flags",
+    "count1",
+    "count2",
+    "tiles",
+    "num_tiles",
+    "sorted_pair",
+    "pair_slot",
+]
+_INTEGERS = [
+    "tokens",
+    "top_k",
+    "experts",
+    "num_global",
+    "hidden",
+    "inter",
+    "splits1",
+    "splits2",
+    "item_slabs",
+    "nmax",
+    "ids64",
+    "grid",
+    "fused",
+    "programmatic",
+]
+
+
+class _Arguments(ctypes.Structure):
+    """`moe::Fp8Args` of csrc/fp8.cuh, field for field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+
+
+_Structure = TypeVar("_Structure", bound=_Arguments)
+
+
+def check_arguments(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
+    if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
+        raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
+    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
+    experts, _, inter = down_proj.shape
+    if hidden % SLAB or inter % BLOCK or not 0 < experts <= MAX_EXPERTS:
+        raise KernelError(
+            f"hidden {hidden} must be a multiple of {SLAB}, intermediate {inter} of {BLOCK}, experts {experts} at most"
+            f" {MAX_EXPERTS}"
+        )
+    if hidden > 64 * BLOCK or inter > 64 * BLOCK:
+        raise KernelError(f"hidden {hidden} and intermediate {inter} must be at most {64 * BLOCK}")
+    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj", gate_up_proj, x.device, (experts, 2 * inter, hidden), torch.float8_e4m3fn)
+    expect("down_proj", down_proj, x.device, (experts, hidden, inter), torch.float8_e4m3fn)
+    scales13, scales2 = (experts, 2 * inter // BLOCK, hidden // BLOCK), (experts, hidden // BLOCK, inter // BLOCK)
+    expect("gate_up_proj_scale_inv", gate_up_proj_scale_inv, x.device, scales13, torch.float32)
+    expect("down_proj_scale_inv", down_proj_scale_inv, x.device, scales2, torch.float32)
+    expect_routing(x, topk_indices, topk_weights, expert_map)
+    return tokens, top_k, experts, hidden, inter
+
+
+def workspace_sizes(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Element count and dtype of every scratch buffer that one call needs."""
+    pairs, groups = tokens * top_k, inter // BLOCK
+    tiles = pairs if choice.fused else min(pairs, experts) + pairs // choice.max_tokens + 1
+    split = tiles * groups * choice.splits1 * choice.max_tokens * 512 if choice.splits1 > 1 else 0
+    parts = top_k * choice.splits2
+    return {
+        "xq": (0 if choice.fused else tokens * hidden, torch.uint8),
+        "xs": (0 if choice.fused else tokens * hidden // BLOCK, torch.float32),
+        "inter_q": (pairs * inter, torch.uint8),
+        "inter_s": (pairs * groups, torch.float32),
+        "partial": (split, torch.float32),
+        "contrib": (tokens * parts * hidden if parts > 1 else 0, torch.float32 if choice.fused else torch.bfloat16),
+        "ctrl": (4, torch.int32),
+        "flags": (tiles * groups, torch.int32),
+        "count1": (tiles * groups, torch.int32),
+        "count2": ((tokens if choice.fused else 1) * (hidden // SLAB), torch.int32),
+        "tiles": (tiles * 4, torch.int32),
+        "num_tiles": (1, torch.int32),
+        "sorted_pair": (pairs, torch.int32),
+        "pair_slot": (pairs, torch.int32),
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice) -> Layout:
+    # Where tokens are summed as they finish, their counters wrap back to zero; those of slabs are cleared beforehand.
+    counters = frozenset({"count1", "count2"} if choice.fused else {"count1"})
+    return lay_out(workspace_sizes(tokens, top_k, experts, hidden, inter, choice), counters)
+
+
+def queue_arguments(
+    structure: type[_Structure],
+    tensors: Mapping[str, Tensor | int | None],
+    shape: Shape,
+    routing: tuple[Tensor, Tensor, Tensor | None],
+    chosen: ExpertChoice,
+    multiprocessors: int,
+) -> _Structure:
+    """`_Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
+
+    Args:
+        tensors: by field name, the routing's aside; None stays null.
+        routing: topk_indices, topk_weights, expert_map.
+    """
+    topk_indices, topk_weights, expert_map = routing
+    named = {**tensors, "topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
+    arguments = fill(structure, named, shape, topk_indices, expert_map)
+    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
+    arguments.grid, arguments.programmatic = multiprocessors, 1
+    return arguments
+
+
+@kernel_operation("moe_fp8")
+def moe_fp8(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256 up to 8192.
+        gate_up_proj: e4m3 [E, 2I, H], gate rows first; I a multiple of 128.
+        gate_up_proj_scale_inv: float32 [E, 2I/128, H/128].
+        down_proj: e4m3 [E, H, I].
+        down_proj_scale_inv: float32 [E, H/128, I/128].
+        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
+        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
+        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
+
+    Returns:
+        bfloat16 [T, H]; zeros for a token without a valid local pair.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shape = check_arguments(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
+    )
+    tokens, top_k, experts, hidden, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    name, multiprocessors = hopper(x.device.index, "moe_fp8")
+    weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
+
+    def chosen_for(count: int) -> ExpertChoice:
+        if choice is not None:
+            return ExpertChoice(bool(choice[0]), *choice[1:])
+        return choose(count, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
+
+    chosen_for(tokens).check(tokens, top_k, hidden, inter)
+    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
+        chosen = chosen_for(end - begin)
+        part = end - begin, *shape[1:]
+        memory = scratch(_layout(*part, chosen), x.device)
+        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
+        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
+        arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        call(load_library("experts/fp8").kimi_moe_fp8, arguments, "moe_fp8", x.device)
+    return out
+
+
+moe_fp8.fake(check_arguments, lambda x: torch.empty_like(x))

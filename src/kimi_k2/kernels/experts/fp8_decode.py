@@ -1,0 +1,158 @@
+"""FP8 experts for a few tokens on Hopper: `torch.ops.kimi_k2.moe_decode`.
+
+Replaces `kimi_k2.model.moe.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
+hardly any expert is chosen twice: every token-expert pair is a product of its own, bound by reading the weights once.
+Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
+csrc/fp8_decode.cu says how its two launches work. Capture-safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts.fp8 import BLOCK, check_arguments
+from kimi_k2.kernels.experts.launch import call, fill
+
+# Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
+MAX_TOKENS = 4
+MAX_SLOTS = 17
+# What a token's intermediate may take of a multiprocessor's shared memory.
+SHARED_BYTES = 220_000
+HIDDEN = (1024, 7168)
+_POINTERS = (
+    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
+    "shared_gate_up", "shared_gate_up_scale", "shared_down", "shared_down_scale", "intermediate", "out",
+)  # fmt: skip
+_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
+
+
+class _Arguments(ctypes.Structure):
+    """`decode::ExpertArguments` of csrc/fp8_decode.cu, field for field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+
+
+def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
+    """Whether `moe_decode` is the operation for these sizes on this device (compute capability 9.0, nvcc)."""
+    return (
+        is_hopper(device)
+        and 0 < tokens <= MAX_TOKENS
+        and top_k < MAX_SLOTS
+        and hidden in HIDDEN
+        and inter % BLOCK == 0
+        and (top_k + 1) * inter * 4 <= SHARED_BYTES
+        and find_nvcc() is not None
+    )
+
+
+def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """FP8 blocks of 128x128 kept as stored, BF16 tokens, few of them."""
+    if x.dtype != torch.bfloat16 or "down_proj_scale_inv" not in experts._buffers:
+        return False
+    count, hidden, inter = experts.down_proj.shape
+    whole = tuple(experts.down_proj_scale_inv.shape) == (count, hidden // BLOCK, inter // BLOCK)
+    return whole and supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
+
+
+def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_decode` with the plain function's arguments, over the experts that this rank holds."""
+    return with_shared(x, experts, topk_indices, topk_weights, None)
+
+
+def with_shared(
+    x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor, shared: tuple[Tensor, ...] | None
+) -> Tensor:
+    """`routed_experts` plus a shared expert given as (gate_up, its scales, down, its scales)."""
+    return moe_decode(
+        x.contiguous(), experts.gate_up_proj, experts.gate_up_proj_scale_inv, experts.down_proj,
+        experts.down_proj_scale_inv, topk_indices.contiguous(), topk_weights.float().contiguous(), experts.expert_map(),
+        *(shared or ()),
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_gate_up_scale_inv: Tensor | None,
+    shared_down: Tensor | None,
+    shared_down_scale_inv: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    shape = check_arguments(
+        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
+    )
+    top_k, _, hidden, inter = shape[1:]
+    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
+        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+    blocks = ((2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK))
+    wanted = ((2 * inter, hidden), blocks[0], (hidden, inter), blocks[1])
+    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
+    if any(tensor is not None for tensor in shared):
+        for index, (tensor, size) in enumerate(zip(shared, wanted, strict=True)):
+            dtype = torch.float32 if index % 2 else torch.float8_e4m3fn
+            if tensor is None or tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
+                found = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise KernelError(f"shared expert's tensor {index} is {found}, expected contiguous {dtype} {size}")
+    return shape
+
+
+@kernel_operation("moe_decode")
+def moe_decode(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)), and the shared expert's.
+
+    Args:
+        x .. expert_map: as `moe_fp8` takes them; H 1024 or 7168, k up to 16.
+        shared_gate_up: e4m3 [2I, H], gate rows first, of an expert that every token passes; None without one.
+        shared_gate_up_scale_inv: float32 [2I/128, H/128].
+        shared_down: e4m3 [H, I].
+        shared_down_scale_inv: float32 [H/128, I/128].
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
+    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    shape = _check(x, *weights, topk_indices, topk_weights, expert_map, *shared)
+    tokens, top_k, _, _, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    slots = top_k + (shared_gate_up is not None)
+    intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
+    given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
+    arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    call(load_library("experts/fp8_decode").kimi_experts_decode, arguments, "moe_decode", x.device)
+    return out
+
+
+moe_decode.fake(_check, lambda x: torch.empty_like(x))

@@ -1,0 +1,89 @@
+"""What the expert kernels' Python sides have in common: checks, scratch memory, argument structures, the call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.workspace import MAX_BYTES
+
+Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
+_Structure = TypeVar("_Structure", bound=ctypes.Structure)
+
+
+def expect(name: str, tensor: Tensor, device: torch.device, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """KernelError naming the tensor unless it is contiguous, on `device`, of this shape and one of these dtypes."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
+    if not tensor.is_contiguous() or tensor.device != device:
+        raise KernelError(f"{name} must be contiguous and on {device}")
+
+
+def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert_map: Tensor | None) -> None:
+    """KernelError unless the routing of x [T, H] is what every expert kernel takes."""
+    pairs = (x.shape[0], topk_indices.shape[1])
+    expect("topk_indices", topk_indices, x.device, pairs, torch.int64, torch.int32)
+    expect("topk_weights", topk_weights, x.device, pairs, torch.float32)
+    if expert_map is not None:
+        if not expert_map.numel():
+            raise KernelError("expert_map is empty, expected an entry for every expert of the model")
+        expect("expert_map", expert_map, x.device, tuple(expert_map.shape[:1]), torch.int32)
+
+
+def token_ranges(tokens: int, needs: Callable[[int], int]) -> list[tuple[int, int]]:
+    """The tokens in as few parts, of about the same size, as keep each one's scratch memory within its bound.
+
+    Args:
+        needs: bytes of scratch memory for so many tokens.
+    """
+    parts = 1
+    while needs(-(-tokens // parts)) > MAX_BYTES and parts < tokens:
+        parts += 1
+    size = -(-tokens // parts)
+    return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+def fill(
+    structure: type[_Structure],
+    tensors: Mapping[str, Tensor | int | None],
+    shape: Shape,
+    topk_indices: Tensor,
+    expert_map: Tensor | None,
+) -> _Structure:
+    """The structure with pointers by field name (None stays null) and the fields that every expert kernel has."""
+    pointers = {
+        name: given if isinstance(given, int) else given.data_ptr()
+        for name, given in tensors.items()
+        if given is not None
+    }
+    tokens, top_k, experts, hidden, inter = shape
+    return structure(
+        **pointers,
+        tokens=tokens,
+        top_k=top_k,
+        experts=experts,
+        hidden=hidden,
+        inter=inter,
+        num_global=experts if expert_map is None else expert_map.shape[0],
+        ids64=topk_indices.dtype == torch.int64,
+    )
+
+
+def call(function: Callable[..., int], arguments: ctypes.Structure, operation: str, device: torch.device) -> None:
+    """Launch on the current stream.
+
+    Raises:
+        KernelError: the launch failed.
+    """
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    if status := function(ctypes.byref(arguments), stream):
+        raise KernelError(
+            f"{operation} could not be launched: CUDA error {status} (1000 and above: our launcher's, mostly sizes"
+            " without an instance)"
+        )

@@ -1,0 +1,266 @@
+"""INT4 (W4A16) routed experts on Hopper: `torch.ops.kimi_k2.moe_w4a16`.
+
+Replaces `kimi_k2.model.moe.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
+dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
+times scale rounded once; for few tokens an expert to e4m3, unrounded, and scales are applied to sums (tokens are then
+the sum of two e4m3 codes, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
+bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
+order by `prepare_w4a16`. csrc/w4a16_kernel.cuh says how the launch works; up to `DECODE_TOKENS` tokens
+csrc/w4a16_decode.cu takes one token-expert pair at a time. Capture-safe: see common/workspace.py for scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import load_library
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
+from kimi_k2.kernels.experts import fp8 as moe_fp8
+from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts.launch import call, expect, expect_routing, fill, token_ranges
+from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
+
+MAX_EXPERTS = moe_fp8.MAX_EXPERTS
+TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
+# Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
+# atomics and token loads wait behind them.
+IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
+# Bytes of a token's 128 columns as e4m3 codes, offsets and a factor (csrc/w4a16_records.cuh).
+RECORD = 288
+# Up to here the pairs are products of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
+# 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot).
+DECODE_TOKENS = {False: 6, True: 2}
+DECODE_HIDDEN = (1024, 7168)
+DECODE_POINTERS = (
+    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
+    "intermediate", "out",
+)  # fmt: skip
+DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
+
+
+class _Arguments(moe_fp8._Arguments):
+    """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
+
+    _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int)]  # noqa: RUF012
+
+
+def expert_mode(
+    num_bits: int, group_size: int | None, strategy: str, type_: str, *, down_proj_quantized: bool = True
+) -> Literal["w4a16", "w2_bf16"] | None:
+    """Which mode serves experts quantized so, from the members of a checkpoint's `quantization_config`.
+
+    Args:
+        num_bits, group_size, strategy, type_: of `config_groups.group_0.weights`.
+        down_proj_quantized: whether that group covers the experts' down_proj (its `ignore` list may not).
+
+    Returns:
+        "w4a16", "w2_bf16" where the second stage stays in bfloat16, or None where the kernel does not apply.
+    """
+    if (num_bits, group_size, strategy, type_) != (4, GROUP, "group", "int"):
+        return None
+    return "w4a16" if down_proj_quantized else "w2_bf16"
+
+
+def check_arguments(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
+    if x.dim() != 2 or topk_indices.dim() != 2 or gate_up_proj_packed.dim() != 3:
+        raise KernelError("x and topk_indices must have 2 dimensions and gate_up_proj_packed 3")
+    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
+    experts, inter = gate_up_proj_packed.shape[0], gate_up_proj_packed.shape[1] // 2
+    if hidden % CHUNK_ROWS or inter % CHUNK_COLUMNS or not inter or not 0 < experts <= MAX_EXPERTS:
+        raise KernelError(
+            f"hidden {hidden} must be a multiple of {CHUNK_ROWS}, intermediate {inter} of {CHUNK_COLUMNS}, experts"
+            f" {experts} at most {MAX_EXPERTS}"
+        )
+    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
+    expect("gate_up_proj_packed", gate_up_proj_packed, x.device, (experts, 2 * inter, hidden // 8), torch.int32)
+    expect("gate_up_proj_scale", gate_up_proj_scale, x.device, (experts, 2 * inter, hidden // GROUP), torch.bfloat16)
+    if down_proj_scale is None:
+        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter), torch.bfloat16)
+    else:
+        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter // 8), torch.int32)
+        expect("down_proj_scale", down_proj_scale, x.device, (experts, hidden, inter // GROUP), torch.bfloat16)
+    expect_routing(x, topk_indices, topk_weights, expert_map)
+    return tokens, top_k, experts, hidden, inter
+
+
+def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
+    """Whether the kernel takes these sizes on this device (compute capability 9.0)."""
+    shape = hidden % CHUNK_ROWS == 0 and inter > 0 and inter % CHUNK_COLUMNS == 0 and 0 < experts <= MAX_EXPERTS
+    return shape and is_hopper(device)
+
+
+def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """INT4 kept as stored, groups of 32 (the second projection may be BF16), BF16 tokens."""
+    held, quantization = experts._buffers, experts.quantization
+    if "gate_up_proj_packed" not in held or x.dtype != torch.bfloat16 or topk_indices.shape[1] > 16:
+        return False
+    packed = "down_proj_packed" in held
+    scheme = quantization.num_bits, quantization.group_size, quantization.strategy, quantization.type
+    if expert_mode(*scheme, down_proj_quantized=packed) is None:
+        return False
+    if not packed and held["down_proj"].dtype != torch.bfloat16:
+        return False
+    hidden, inter = experts.shapes["down_proj"]
+    return supports(hidden, inter, experts.num_experts, x.device)
+
+
+def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_w4a16` with the plain function's arguments, over the experts that this rank holds.
+
+    The first call of a module puts its weights into the kernel's order, in place.
+
+    Raises:
+        KernelError: that first call happens while a CUDA graph is captured.
+    """
+    held = experts._buffers
+    weights = (
+        held["gate_up_proj_packed"],
+        held["gate_up_proj_scale"],
+        held["down_proj_packed"] if "down_proj_packed" in held else held["down_proj"],
+        held.get("down_proj_scale"),
+    )
+    if not experts.kernel_order:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError("INT4 experts must be called once before a graph is captured: their order changes")
+        prepare_w4a16(*weights, in_place=True)
+        experts.kernel_order = True
+    indices, scores = topk_indices.contiguous(), topk_weights.float().contiguous()
+    return moe_w4a16(x.contiguous(), *weights, indices, scores, experts.expert_map())
+
+
+def workspace_sizes(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Element count and dtype of every scratch buffer that one call needs."""
+    sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
+    unused = dict.fromkeys(("xs", "inter_s"), (0, torch.uint8))
+    pairs = tokens * top_k
+    sort = (2 * MAX_EXPERTS + 1, torch.int32)
+    contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
+    made = {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+    if choice.max_tokens <= 32:
+        made["inter_q"] = (pairs * inter // CHUNK_COLUMNS * RECORD, torch.uint8)
+        made["xs"] = (tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
+    return sizes | unused | made
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choice: ExpertChoice) -> Layout:
+    # Every launch leaves its counters, the sort's (`xq`) among them, at zero.
+    counters = frozenset({"xq", "count1", "count2"})
+    return lay_out(workspace_sizes(tokens, top_k, experts, hidden, inter, choice), counters)
+
+
+def check_choice(choice: ExpertChoice) -> None:
+    """Refuse a split first stage for many tokens an expert: csrc/w4a16_item.cuh sums splits for at most 32.
+
+    Raises:
+        KernelError: naming the field.
+    """
+    if choice.splits1 > 1 and choice.max_tokens > 32:
+        raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
+
+
+class _DecodeArguments(ctypes.Structure):
+    """`w4a16::DecodeArguments` of csrc/w4a16_decode.cu, field for field."""
+
+    _fields_ = [(n, ctypes.c_void_p) for n in DECODE_POINTERS] + [(n, ctypes.c_int) for n in DECODE_INTEGERS]
+
+
+def takes_decode(tokens: int, top_k: int, hidden: int, inter: int, w2_bf16: bool) -> bool:
+    """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
+    fits = top_k <= 16 and hidden in DECODE_HIDDEN and top_k * inter * 2 <= moe_decode.SHARED_BYTES
+    return fits and tokens <= DECODE_TOKENS[w2_bf16]
+
+
+@kernel_operation("moe_w4a16")
+def moe_w4a16(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+    choice: list[int] | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256.
+        gate_up_proj_packed: int32 [E, 2I, H/8] as `prepare_w4a16` ordered it; I a multiple of 128.
+        gate_up_proj_scale: bfloat16 [E, 2I, H/32], likewise.
+        down_proj_packed: int32 [E, H, I/8], likewise; or bfloat16 [E, H, I], likewise.
+        down_proj_scale: bfloat16 [E, H, I/32], likewise; None with bfloat16 weights.
+        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
+        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
+        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
+
+    Returns:
+        bfloat16 [T, H]; zeros for a token without a valid local pair.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    shape = check_arguments(
+        x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
+        expert_map,
+    )  # fmt: skip
+    tokens, top_k, experts, hidden, inter = shape
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    name, multiprocessors = hopper(x.device.index, "moe_w4a16")
+    w2_bf16 = down_proj_scale is None
+    held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
+    if choice is None and takes_decode(tokens, top_k, hidden, inter, w2_bf16):
+        intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
+        given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
+        pairs = dict(zip(DECODE_POINTERS, given, strict=True))
+        arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
+        call(load_library("experts/w4a16_decode").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
+        return out
+    weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
+    dtype = TUNING_DTYPES[w2_bf16]
+
+    def chosen_for(count: int) -> ExpertChoice:
+        if choice is not None:
+            return ExpertChoice(bool(choice[0]), *choice[1:])
+        return choose(count, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
+
+    chosen_for(tokens).check(tokens, top_k, hidden, inter)
+    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
+        chosen = chosen_for(end - begin)
+        check_choice(chosen)
+        part = end - begin, *shape[1:]
+        memory = scratch(_layout(*part, chosen), x.device)
+        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
+        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
+        launch = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
+        call(load_library("experts/w4a16").kimi_w4a16, launch, "moe_w4a16", x.device)
+    return out
+
+
+moe_w4a16.fake(check_arguments, lambda x: torch.empty_like(x))

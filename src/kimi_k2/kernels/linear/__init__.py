@@ -1,0 +1,1 @@
+"""Linear layers of few tokens, with norm and residual sum before them."""

@@ -1,0 +1,198 @@
+"""FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
+
+Up to 8 tokens (4 with a BF16 weight) go to csrc/linear_decode.cu, where Triton left half of the time and more on the
+table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and
+rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
+split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
+the weight of the norm multiplies the tokens, and each program computes the statistics itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+
+BLOCK = 128
+MAX_TOKENS = 16
+DECODE_TOKENS, DECODE_TOKENS_BF16 = 8, 4
+DECODE_COLUMNS = (256, 512, 1024, 1536, 2048, 2304, 4096, 7168)
+
+
+def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
+    """Up to 16 BF16 tokens on a GPU of compute capability 8.9 or later, whole 128-wide blocks along the input."""
+    return (
+        x.is_cuda
+        and has_triton()
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and x.dtype == torch.bfloat16
+        and weight.dtype == torch.float8_e4m3fn
+        and tuple(block_size) == (BLOCK, BLOCK)
+        and 0 < x.numel() // x.shape[-1] <= MAX_TOKENS
+        and weight.shape[1] % BLOCK == 0
+    )
+
+
+def supports_bf16_linear(x: Tensor, weight: Tensor) -> bool:
+    """Few BF16 tokens and a BF16 weight on a Hopper GPU, of a width that the CUDA kernel is compiled for."""
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.dim() == 2 and takes_decode(x, weight)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """x [..., K] W^T for W e4m3 [N, K], scales float32 [ceil(N/128), K/128]: bfloat16 [..., N]."""
+    out: Tensor = fused_linear(x.reshape(-1, x.shape[-1]), weight, weight_scale_inv)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def choose_launch(rows: int, columns: int) -> tuple[int, int]:
+    """(splits, block_rows) for Triton: the best of a sweep on H200 at T=8, as a rule over the real shapes."""
+    block_rows = 16 if rows <= 1536 else 32
+    limit = max(1, min(224 // -(-rows // block_rows), columns // 1024))
+    return max(d for d in range(1, limit + 1) if columns // BLOCK % d == 0), block_rows
+
+
+def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise KernelError(f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K]")
+    if not 0 <= x.shape[0] <= MAX_TOKENS or weight.shape[1] % BLOCK:
+        raise KernelError(f"{x.shape[0]} tokens of {x.shape[1]}: expected at most {MAX_TOKENS}, a multiple of {BLOCK}")
+    stored = torch.bfloat16 if weight_scale_inv is None else torch.float8_e4m3fn
+    if x.dtype != torch.bfloat16 or weight.dtype != stored:
+        raise KernelError(f"x is {x.dtype} and weight {weight.dtype}, expected torch.bfloat16 and {stored}")
+    if not weight.is_contiguous() or not x.is_contiguous():
+        raise KernelError("x and weight must be contiguous")
+    grid = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
+    scale = weight_scale_inv
+    if scale is not None and (tuple(scale.shape) != grid or scale.dtype != torch.float32):
+        raise KernelError(f"scale is {scale.dtype} {list(scale.shape)}, expected float32 {list(grid)}")
+    if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[1],):
+        raise KernelError(f"norm_weight is {list(norm_weight.shape)}, expected {[x.shape[1]]}")
+
+
+def _check_delta(x: Tensor, delta: Tensor) -> None:
+    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous():
+        raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
+
+
+def _empty(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@kernel_operation("fused_linear")
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    splits: int = 0,
+    block_rows: int = 16,
+) -> Tensor:
+    """RMSNorm(x) W^T, or x W^T without `norm_weight`.
+
+    Args:
+        x: bfloat16 [T, K], T up to 16, K a multiple of 128.
+        weight: e4m3 [N, K] with `weight_scale_inv` float32 [ceil(N/128), K/128], or bfloat16 [N, K] without.
+        norm_weight: bfloat16 [K]. With an FP8 weight and up to 8 tokens the quotient is applied to the sums, unrounded;
+            else it is rounded to bfloat16 before the norm's weight is applied, as the plain norm does.
+        splits, block_rows: launch of the Triton kernel, to pin it; 0 splits chooses kernel and launch.
+
+    Returns:
+        bfloat16 [T, N].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check(x, weight, weight_scale_inv, norm_weight)
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+    if not tokens:
+        return out
+    if not splits and takes_decode(x, weight):
+        _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
+        return out
+    kernels = _kernels()
+    if not splits:
+        splits, block_rows = choose_launch(rows, columns)
+    parts = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
+    kernels.product[(-(-rows // block_rows), splits)](
+        x, weight, weight_scale_inv, norm_weight, parts, tokens, rows, eps,
+        COLUMNS=columns, SPLITS=splits, ROWS=block_rows, CHUNK=512 if columns // splits % 512 == 0 else BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.add[(-(-tokens * rows // 256),)](parts, out, tokens * rows, SPLITS=splits, WIDTH=256, num_warps=2)
+    return out
+
+
+fused_linear.fake(_check, _empty)
+
+
+def takes_decode(x: Tensor, weight: Tensor) -> bool:
+    """Whether the CUDA kernel takes it: few tokens of a width it is compiled for, on a Hopper GPU."""
+    most = DECODE_TOKENS_BF16 if weight.dtype == torch.bfloat16 else DECODE_TOKENS
+    few = x.shape[0] <= most and x.shape[1] in DECODE_COLUMNS
+    return few and is_hopper(x.device) and find_nvcc() is not None
+
+
+def _launch_decode(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    tensors = (x, delta, weight, scale, norm_weight, out, total)
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    sizes = x.shape[0], weight.shape[0], weight.shape[1], ctypes.c_float(eps)
+    status = load_library("linear/linear_decode").kimi_linear_decode(*pointers, *sizes, stream)
+    if status:
+        raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+
+
+@kernel_operation("fused_add_linear")
+def fused_add_linear(
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first product.
+
+    Args:
+        x, delta: bfloat16 [T, K], T up to 16; other arguments as `fused_linear` takes them.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, K].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check(x, weight, weight_scale_inv, norm_weight)
+    _check_delta(x, delta)
+    if not x.shape[0] or not takes_decode(x, weight):
+        total = x + delta
+        return fused_linear(total, weight, weight_scale_inv, norm_weight, eps), total
+    out, total = x.new_empty(x.shape[0], weight.shape[0]), torch.empty_like(x)
+    _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps, delta, total)
+    return out, total
+
+
+fused_add_linear.fake(_check, _check_delta, lambda x, weight: (_empty(x, weight), torch.empty_like(x)))
+
+
+@functools.cache
+def _kernels() -> Any:
+    # Triton is imported at the first launch: the checks and fake implementation must work without it.
+    from kimi_k2.kernels.linear import fused_linear_triton
+
+    return fused_linear_triton

@@ -1,0 +1,1 @@
+"""The router: its GEMM and the noaux_tc gate."""

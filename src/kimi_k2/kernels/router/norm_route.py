@@ -1,0 +1,84 @@
+"""Residual sum, norm, router and gate between attention and the experts, for a few tokens in one launch:
+`torch.ops.kimi_k2.add_norm_route`.
+
+`add_norm` and `router_decode` in one operation: csrc/router_gemm.cuh applies the norm's quotient to the finished sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.router import router_gemm
+from kimi_k2.kernels.router.gate import empty_routing, gate_arguments
+from kimi_k2.kernels.router.router_gemm import all_resident, check_decode, router_decode
+from kimi_k2.kernels.rowwise.decode import add_norm, check_add
+
+MAX_TOKENS = 8
+MIN_EXPERTS = 32
+
+
+def supports(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
+    """A few tokens that `router_decode` takes, two clusters of experts."""
+    return (
+        0 < x.shape[0] <= MAX_TOKENS
+        and weight.shape[0] >= MIN_EXPERTS
+        and router_gemm.supports_decode(x, weight, top_k, n_group=n_group)
+    )
+
+
+def _check(
+    x: Tensor, delta: Tensor, norm_weight: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The empty results, if the arguments are what the kernel takes."""
+    check_add(x, delta, norm_weight)
+    check_decode(x, weight, e_score_correction_bias, top_k, None, torch.int64, 0)
+    return torch.empty_like(x), torch.empty_like(x), *empty_routing(x.shape[0], top_k, torch.int64, x.device)
+
+
+@kernel_operation("add_norm_route")
+def add_norm_route(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + delta, its RMSNorm, and the experts that the norm is routed to.
+
+    Args:
+        x, delta: bfloat16 [T, H], H a multiple of 256.
+        norm_weight: bfloat16 [H].
+        weight: bfloat16 [E, H], E a multiple of 32.
+        e_score_correction_bias .. routed_scaling_factor: as `router_decode` takes them.
+
+    Returns:
+        bfloat16 [T, H] twice, int64 [T, top_k], float32 [T, top_k]. In one launch the logits are those of
+        bfloat16(norm_weight * (x + delta)), divided by the root mean square afterwards.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernels do not take, or a failed launch.
+    """
+    total, normed, indices, weights = _check(x, delta, norm_weight, weight, e_score_correction_bias, top_k)
+    gate = gate_arguments(e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, None)
+    fits = 0 < x.shape[0] <= MAX_TOKENS and weight.shape[0] >= MIN_EXPERTS
+    scratch = (
+        router_gemm.absent_logits(x.device) if fits and all_resident(weight.shape[0], gate.multiprocessors) else None
+    )
+    if scratch is None:
+        total, normed = add_norm(x, delta, norm_weight, eps)
+        options = norm_topk_prob, routed_scaling_factor
+        return total, normed, *router_decode(normed, weight, e_score_correction_bias, top_k, *options)
+    router_gemm.launch_router(
+        x, weight, scratch, gate, delta=delta.data_ptr(), norm=norm_weight.data_ptr(), total=total.data_ptr(),
+        normed=normed.data_ptr(), eps=eps,
+    )  # fmt: skip
+    return total, normed, indices, weights
+
+
+add_norm_route.fake(_check)

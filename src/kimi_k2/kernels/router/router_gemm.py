@@ -1,0 +1,202 @@
+"""Router logits, and router logits with the gate behind them in one launch, for few tokens on Hopper.
+
+`torch.ops.kimi_k2.router_gemm` replaces `kimi_k2.model.router.Router.logits` for bfloat16 tokens and weights (sums in
+float32, over a fixed order for up to 64 tokens; cuBLAS with float32 output above). `torch.ops.kimi_k2.router_decode` is
+`router_gemm` followed by `fused_gate`, up to 64 tokens. csrc/router_gemm.cuh says how the launch works.
+
+One launch passes the logits between blocks while it runs; two launches overlap (the gate's begins while the product's
+ends) and give every token a block of its own, so `router_decode` makes two beyond `ONE_LAUNCH_TOKENS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import load_library
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.workspace import marked
+from kimi_k2.kernels.router.gate import (
+    GateArguments,
+    check_gate,
+    empty_routing,
+    gate_arguments,
+    launch_gate,
+    warps_a_block,
+)
+
+MAX_TOKENS = 64
+MAX_FUSED_EXPERTS = 384
+# Up to here one launch is faster than two (H200: 4.5 us against 5.4 for one token, 5.5 against 6.3 for 16).
+ONE_LAUNCH_TOKENS = 16
+POINTERS = ["x", "weight", "logits", "delta", "norm", "total", "normed"]
+INTEGERS = ["hidden", "fused"]
+
+
+class _RouterArguments(ctypes.Structure):
+    """`gate::RouterArgs` of csrc/router_gemm.cuh, field for field."""
+
+    _fields_ = [
+        ("gate", GateArguments),
+        *[(name, ctypes.c_void_p) for name in POINTERS],
+        *[(name, ctypes.c_int) for name in INTEGERS],
+        ("eps", ctypes.c_float),
+    ]
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether `router_gemm` takes x [T, H] and weight [E, H]: bfloat16 on a Hopper GPU."""
+    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.is_contiguous() and t.dim() == 2 for t in (x, weight)):
+        return False
+    if x.shape[1] != weight.shape[1] or x.shape[1] % 256 or weight.shape[0] % 32:
+        return False
+    return is_hopper(x.device)
+
+
+def supports_decode(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
+    """Whether `router_decode` takes these arguments."""
+    fits = x.shape[0] <= MAX_TOKENS and weight.shape[0] <= MAX_FUSED_EXPERTS and 0 < top_k <= 16
+    return fits and n_group == 1 and supports(x, weight)
+
+
+def check_product(x: Tensor, weight: Tensor) -> None:
+    """KernelError unless x [T, H] and weight [E, H] are bfloat16 of sizes that the kernel takes."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise KernelError(f"{name} is {found}, expected contiguous torch.bfloat16 of 2 dimensions")
+    if x.shape[1] != weight.shape[1] or x.device != weight.device:
+        raise KernelError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree in columns and device")
+    if x.shape[1] % 256 or weight.shape[0] % 32:
+        raise KernelError(f"hidden {x.shape[1]} must be a multiple of 256, experts {weight.shape[0]} of 32")
+
+
+def absent_logits(device: torch.device) -> Tensor:
+    """Scratch of the one launch on the current stream, every value marked as not yet written, as each launch leaves it.
+
+    In a graph's capture the marks are written anew at the beginning of every replay.
+    """
+    return marked(MAX_TOKENS * MAX_FUSED_EXPERTS, device).view(torch.float32)
+
+
+def all_resident(experts: int, multiprocessors: int) -> bool:
+    """Whether all blocks of the one launch run at once, so that they may wait for each other.
+
+    Eight blocks for 16 experts (32 beyond 16 tokens), two of them to a multiprocessor; a quarter of the room is left
+    for clusters that do not fill a group of multiprocessors.
+    """
+    return experts // 16 * 8 <= 1.5 * multiprocessors
+
+
+def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None, **others: Any) -> None:
+    """Launch the product, with the gate if given; `others` are further fields of the arguments.
+
+    Raises:
+        KernelError: the launch failed, or there is no instance for the sizes.
+    """
+    plain = GateArguments(tokens=x.shape[0], experts=weight.shape[0], programmatic=1)
+    hopper(x.device.index, "the gate")
+    arguments = _RouterArguments(
+        gate=plain if gate is None else gate,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        logits=logits.data_ptr(),
+        hidden=x.shape[1],
+        fused=gate is not None,
+        **others,
+    )
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    status = load_library("router/gate").kimi_router(ctypes.byref(arguments), stream)
+    if status:
+        raise KernelError(f"the router could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+
+
+@kernel_operation("router_gemm")
+def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T in float32.
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 256.
+        weight: bfloat16 [E, H], E a multiple of 32.
+
+    Returns:
+        float32 [T, E]; the same bits in every run.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    check_product(x, weight)
+    if x.shape[0] > MAX_TOKENS:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        launch_router(x, weight, logits, None)
+    return logits
+
+
+router_gemm.fake(check_product, lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32))
+
+
+def check_decode(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    num_valid: Tensor | None,
+    index_dtype: torch.dtype,
+    launches: int,
+) -> None:
+    """KernelError unless product and gate take these arguments in one operation."""
+    check_product(x, weight)
+    if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
+        raise KernelError(
+            f"{x.shape[0]} tokens and {weight.shape[0]} experts: expected at most {MAX_TOKENS} and {MAX_FUSED_EXPERTS}"
+        )
+    if launches not in (0, 1, 2):
+        raise KernelError(f"launches {launches}: expected 0, 1 or 2")
+    check_gate(e_score_correction_bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
+
+
+@kernel_operation("router_decode")
+def router_decode(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    num_valid: Tensor | None = None,
+    index_dtype: torch.dtype = torch.int64,
+    launches: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`router_gemm` and `fused_gate` in one operation, for at most 64 tokens and 384 experts.
+
+    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose; raises KernelError as they do.
+    """
+    check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
+    tokens, experts = x.shape[0], weight.shape[0]
+    indices, weights = empty_routing(tokens, top_k, index_dtype, x.device)
+    if tokens:
+        gate = gate_arguments(
+            e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
+        )
+        wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
+        scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.multiprocessors) else None
+        if scratch is not None:
+            launch_router(x, weight, scratch, gate)
+        elif launches == 1:
+            raise KernelError("router_decode in one launch needs a whole GPU")
+        else:
+            logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+            launch_router(x, weight, logits, None)
+            gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
+            launch_gate(gate, x.device)
+    return indices, weights
+
+
+router_decode.fake(check_decode, lambda x, top_k, index_dtype: empty_routing(x.shape[0], top_k, index_dtype, x.device))

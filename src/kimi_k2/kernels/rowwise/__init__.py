@@ -1,0 +1,1 @@
+"""What lies between the GEMMs: norms, RoPE, cache entries, dequantization."""

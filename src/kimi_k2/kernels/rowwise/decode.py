@@ -1,0 +1,146 @@
+"""What lies between attention's products at decode, one launch each (replaces lines of `model.attention`, `.norm`).
+
+`absorb_and_store`: kv_a norm, RoPE of key and queries, cache write, W_UK absorbed into the queries.
+`add_norm`: residual sum and the norm after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.operation import kernel_operation
+
+NOPE, ROPE, RANK = 128, 64, 512
+CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
+    """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
+    return (
+        x.is_cuda
+        and has_triton()
+        and x.dtype == w_uk.dtype == torch.bfloat16
+        and cache.dtype in CACHE_DTYPES
+        and tuple(w_uk.shape[1:]) == (NOPE, RANK)
+        and cache.shape[-1] == RANK + ROPE
+    )
+
+
+def supports_sum(x: Tensor) -> bool:
+    """Whether `add_norm` takes tokens like x: BF16 on a GPU with Triton."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and has_triton()
+
+
+@functools.cache
+def _kernels() -> Any:
+    from kimi_k2.kernels.rowwise import decode_triton
+
+    return decode_triton
+
+
+def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions: Tensor, cache: Tensor) -> None:
+    batch, heads = q.shape[0], w_uk.shape[0]
+    for name, tensor, shape in (
+        ("q", q, (batch, heads * (NOPE + ROPE))),
+        ("kv_a", kv_a, (batch, RANK + ROPE)),
+        ("w_uk", w_uk, (heads, NOPE, RANK)),
+        ("cos", cos, (batch, ROPE // 2)),
+        ("positions", positions, (batch,)),
+        ("cache", cache, (batch, cache.shape[1], RANK + ROPE)),
+    ):
+        if tuple(tensor.shape) != shape or (name != "kv_a" and not tensor.is_contiguous()):
+            raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}, contiguous")
+        dtypes = CACHE_DTYPES if name == "cache" else CACHE_DTYPES[:1]
+        if name != "positions" and tensor.dtype not in dtypes:
+            raise KernelError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if kv_a.stride(1) != 1:
+        raise KernelError("kv_a must be contiguous along its last dimension")
+
+
+@kernel_operation("absorb_and_store", mutates_args=("cache",))
+def absorb_and_store(
+    q: Tensor,
+    kv_a: Tensor,
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    eps: float,
+    cache_scale: float = 1.0,
+) -> Tensor:
+    """Store the new token's entry and make its query.
+
+    Args:
+        q: bfloat16 [B, H * 192], unturned.
+        kv_a: bfloat16 [B, 576], latent before its norm | key before RoPE; rows may be strided.
+        norm_weight: bfloat16 [512].
+        cos, sin: bfloat16 [B, 32] at `positions`.
+        positions: int64 [B], slots to write; a negative one writes nothing.
+        w_uk: bfloat16 [H, 128, 512].
+        cache: bfloat16 or e4m3 [B, T, 576], written.
+        cache_scale: of an e4m3 cache, whose values are codes times it, as `mla_decode` reads them; saturated at 448.
+
+    Returns:
+        bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take.
+    """
+    _check_absorb(q, kv_a, w_uk, cos, positions, cache)
+    batch, heads = q.shape[0], w_uk.shape[0]
+    query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
+    codes = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
+    if batch:
+        _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, codes,
+            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
+    return query
+
+
+absorb_and_store.fake(_check_absorb, lambda q, w_uk: q.new_empty((q.shape[0], w_uk.shape[0], RANK + ROPE)))
+
+
+def check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
+    """KernelError unless x, delta and weight are contiguous bfloat16 [T, H], [T, H], [H]."""
+    if x.shape != delta.shape or x.dim() != 2 or tuple(weight.shape) != (x.shape[1],):
+        raise KernelError(f"{list(x.shape)}, {list(delta.shape)}, {list(weight.shape)}: expected [T, H], [T, H], [H]")
+    if not x.dtype == delta.dtype == weight.dtype == torch.bfloat16:
+        raise KernelError(f"{x.dtype}, {delta.dtype}, {weight.dtype}: expected torch.bfloat16")
+    if not (x.is_contiguous() and delta.is_contiguous()):
+        raise KernelError("x and delta must be contiguous")
+
+
+@kernel_operation("add_norm")
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta and its RMSNorm, both bfloat16 [T, H].
+
+    Raises:
+        KernelError: shapes or dtypes differ from bfloat16 [T, H], [T, H], [H].
+    """
+    check_add(x, delta, weight)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        library = load_library("rowwise/add_norm")
+        if status := library.kimi_add_norm(*pointers, *x.shape, ctypes.c_float(eps), stream):
+            raise KernelError(f"add_norm could not be launched: CUDA error {status}")
+    elif x.shape[0]:
+        width = 1 << (x.shape[1] - 1).bit_length()
+        _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
+    return total, normed
+
+
+add_norm.fake(check_add, lambda x: (torch.empty_like(x), torch.empty_like(x)))
