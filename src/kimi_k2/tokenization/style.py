@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
 _KIMI = re.compile(r"kimi[._-]?k2")
 
 
-class ChatStyle(str, Enum):
+class ChatStyle(StrEnum):
     """Which member of the family: they differ in how reasoning and tools are shown.
 
     INSTRUCT (K2-Instruct, 0905) shows no reasoning. THINKING (K2-Thinking) writes <think> in assistant turns, and the
