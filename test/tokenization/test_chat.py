@@ -9,7 +9,7 @@ import pytest
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.chat import DEFAULT_SYSTEM, ChatStyle, apply_chat_template
+from kimi_k2.tokenization.chat import DEFAULT_SYSTEM, ChatStyle, apply_chat_template, render_segments
 from kimi_k2.tokenization.tool_calls import parse_tool_calls
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
@@ -131,6 +131,65 @@ def test_text_parts_are_joined() -> None:
     assert "<|im_middle|>ab<|im_end|>" in apply_chat_template([{"role": "user", "content": parts}])
 
 
+IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"image": "x.png"},
+    {"image_url": "x.png"},
+])  # fmt: skip
+@pytest.mark.parametrize("style", ChatStyle)
+def test_images_are_media_tokens(part: dict[str, Any], style: ChatStyle) -> None:
+    message: dict[str, Any] = {"role": "user", "content": [part, {"type": "text", "text": "<|media_pad|>What?"}, part]}
+    assert f"user<|im_middle|>{IMAGE}<|media_pad|>What?{IMAGE}<|im_end|>" in apply_chat_template([message], style=style)
+    markup = [segment.text for segment in render_segments([message], style=style) if segment.markup]
+    assert markup.count("<|media_pad|>") == 2
+
+
+@pytest.mark.parametrize("part", [{"type": "video"}, {"type": "video_url", "video_url": {"url": "x"}}, {"video": "x"}])
+def test_videos_are_a_placeholder_for_the_processor(part: dict[str, Any]) -> None:
+    segments = render_segments([{"role": "user", "content": [part]}], style="k2.5")
+    assert [segment.markup for segment in segments if segment.text == "<|kimi_k25_video_placeholder|>"] == [True]
+
+
+def test_developer_turns_are_system_turns_of_that_name() -> None:
+    text = apply_chat_template([{"role": "developer", "content": "D"}], add_generation_prompt=False)
+    assert text == (
+        f"<|im_system|>system<|im_middle|>{DEFAULT_SYSTEM}<|im_end|><|im_system|>developer<|im_middle|>D<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_null_content_is_empty(role: str) -> None:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}, {"role": role, "content": None}]
+    text = apply_chat_template(messages, add_generation_prompt=False)
+    opening = role if role in ("user", "assistant") else "system"
+    assert text.endswith(f"S<|im_end|><|im_{opening}|>{role}<|im_middle|><|im_end|>")
+
+
+def orphan(identifier: str, **fields: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": identifier, "content": "r", **fields}
+
+
+def test_results_without_their_calls_are_kept() -> None:
+    """A history that was cut at its beginning: ids stay, and those of later calls do not repeat them."""
+    messages: list[dict[str, Any]] = [
+        orphan("functions.f:4"), orphan("call_x"), orphan("call_y", name="g"), orphan("call_y", name="g"),
+        {"role": "assistant", "tool_calls": [{**CALL, "arguments": None}]}, orphan("call_x"),
+        {"role": "tool", "tool_call_id": "call_x", "content": None},
+    ]  # fmt: skip
+    text = apply_chat_template(messages)
+    ids = [part.split("\n")[0] for part in text.split("## Return of ")[1:]]
+    assert ids[:4] == ["functions.f:4", "call_x", "functions.g:5", "functions.g:5"]
+    assert ids[4:] == ["functions.get_weather:6"] * 2
+    assert "<|tool_call_begin|>functions.get_weather:6<|tool_call_argument_begin|>" in text
+
+
+def test_null_arguments_are_an_empty_object() -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}
+    assert "<|tool_call_argument_begin|>{}<|tool_call_end|>" in apply_chat_template([message])
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -139,15 +198,17 @@ def test_text_parts_are_joined() -> None:
         ({"role": "robot", "content": "x"}, "field 'role'"),
         ({"role": "user"}, "field 'content': missing"),
         ({"role": "user", "content": 3}, "field 'content'"),
-        ({"role": "user", "content": [{"type": "image"}]}, "field 'content'"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, r"field 'content\[0\]'.*'input_audio'"),
+        ({"role": "user", "content": [{"text": "x"}, 3]}, r"field 'content\[1\]'"),
         ({"role": "user", "content": "x", "name": 3}, "field 'name'"),
         ({"role": "tool", "content": "x"}, "field 'tool_call_id'"),
-        ({"role": "tool", "content": "x", "tool_call_id": "nope"}, "no earlier tool call"),
+        ({"role": "tool", "content": "x", "tool_call_id": ["x" * 5000] * 5000}, "field 'tool_call_id'.{0,300}$"),
         ({"role": "assistant", "content": "x", "reasoning_content": 1}, "field 'reasoning_content'"),
         ({"role": "assistant", "tool_calls": {}}, "field 'tool_calls'"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, r"tool_calls\[0\]\.function\.name"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, r"tool_calls\[0\]\.function\.name"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}, "function.arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}, "function.arguments"),
         ({"role": "assistant", "tool_calls": [{"id": 3, "function": {"name": "f"}}]}, r"tool_calls\[0\]\.id"),
     ],
 )

@@ -1,146 +1,147 @@
-"""Parser of a whole assistant message: reasoning, content and tool calls at once, in the shapes of OpenAI's API."""
+"""Parser of a whole assistant message, reasoning, content and tool calls at once: what servers and chat programs use.
+
+    stream = MessageStream(tokenizer=tokenizer, tools=tools, prefilled=opens_reasoning(prompt))
+    for token in generated:
+        for delta in stream.feed_token(token):
+            match delta:
+                case Reasoning(text) | Content(text): print(text, end="")
+                case ToolCallStart(index, id, name): ...
+                case ToolCallArguments(index, text): ...
+                case ToolCallEnd(index, complete): ...
+    last = stream.finish("length" if len(generated) == limit else "stop")
+    stream.finish_reason  # stop, tool_calls or length
+
+Text instead of tokens goes to `feed`. The deltas put together are the same however the stream is cut, and the same as
+`parse_message` of the whole text. Time and memory are linear in the stream. `openai_delta(deltas)` makes the object
+that OpenAI's API streams, `collect(deltas)` the whole message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream
-from kimi_k2.tokenization.special_tokens import THINK
-from kimi_k2.tokenization.template import Segment
-from kimi_k2.tokenization.tool_calls import (
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.deltas import (
+    AssistantMessage,
     Content,
-    Event,
+    Delta,
+    Reasoning,
     ToolCall,
-    ToolCallAbandoned,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
-    ToolCallStream,
     collect,
+    merged,
+    openai_delta,
 )
+from kimi_k2.tokenization.lexer import Lexeme, TextLexer, TokenLexer
+from kimi_k2.tokenization.reasoning import ReasoningMachine
+from kimi_k2.tokenization.special_tokens import THINK
+from kimi_k2.tokenization.template import Segment
+from kimi_k2.tokenization.tool_calls import ToolCallMachine
 
+if TYPE_CHECKING:
+    from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """A change of one tool call: its id and name come first, then arguments in pieces.
+__all__ = [
+    "AssistantMessage",
+    "Content",
+    "Delta",
+    "FinishReason",
+    "MessageStream",
+    "Reasoning",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "collect",
+    "openai_delta",
+    "opens_reasoning",
+    "parse_message",
+]
 
-    Attributes:
-        index: counts the calls that were started, from 0.
-        id, name: set in the first delta of a call only.
-        arguments: more of the arguments.
-    """
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-    def to_openai(self) -> dict[str, Any]:
-        """The object that OpenAI's API streams."""
-        if self.id is None:
-            return {"index": self.index, "function": {"arguments": self.arguments}}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"index": self.index, "id": self.id, "type": "function", "function": function}
-
-
-@dataclass
-class MessageDelta:
-    """What a piece of text adds to a message.
-
-    Attributes:
-        reasoning_content, content: more text of either.
-        tool_calls: changes of calls, in order.
-        abandoned: indices of started calls that turned out malformed; their text comes back in `content`.
-    """
-
-    reasoning_content: str = ""
-    content: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    abandoned: list[int] = field(default_factory=list)
-
-    def to_openai(self) -> dict[str, Any]:
-        """The delta that OpenAI's API streams: only fields with something in them."""
-        calls = [call.to_openai() for call in self.tool_calls]
-        fields = {"reasoning_content": self.reasoning_content, "content": self.content, "tool_calls": calls}
-        return {key: value for key, value in fields.items() if value}
-
-
-@dataclass
-class AssistantMessage:
-    """A parsed message."""
-
-    reasoning_content: str = ""
-    content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    def to_openai(self) -> dict[str, Any]:
-        """The message as it may be put back into a conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
-        if not self.tool_calls:
-            message["content"] = self.content
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class MessageStream:
-    """Incremental parser: `feed` text as it comes, then `flush` once.
+    """Incremental parser: feed text or tokens as they come, then `finish` once.
 
     Args:
+        tools: OpenAI-style definitions of the request's tools; they tell the function of a call whose id does not.
         prefilled: the prompt ended with <think>; see `opens_reasoning`.
-        stream_arguments: see ToolCallStream; without it no call is ever abandoned.
+        tokenizer: needed by `feed_token` only.
     """
 
-    def __init__(self, *, prefilled: bool = False, stream_arguments: bool = True) -> None:
-        self._reasoning = ReasoningStream(prefilled=prefilled)
-        self._calls = ToolCallStream(stream_arguments=stream_arguments)
-        self._has_call = False
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prefilled: bool = False,
+        tokenizer: KimiTokenizer | None = None,
+    ) -> None:
+        self._text = TextLexer()
+        self._tokens = TokenLexer(tokenizer) if tokenizer is not None else None
+        self._reasoning = ReasoningMachine(prefilled=prefilled)
+        self._calls = ToolCallMachine(tools)
+        self._finish_reason: FinishReason | None = None
 
     @property
-    def finish_reason(self) -> str:
-        """OpenAI's reason for a message that ended by itself: tool_calls or stop."""
-        return "tool_calls" if self._has_call else "stop"
+    def finish_reason(self) -> FinishReason | None:
+        """OpenAI's reason for the end of the message; None before `finish`."""
+        return self._finish_reason
 
-    def feed(self, text: str) -> MessageDelta:
-        """What this text adds."""
-        reasoned = self._reasoning.feed(text)
-        return self._delta(reasoned, self._calls.feed(reasoned.content))
+    def feed(self, text: str) -> list[Delta]:
+        """What this text adds; a marker spelled out in it counts as the marker."""
+        return merged(self._push(self._text.feed(text)))
 
-    def flush(self) -> MessageDelta:
-        """What was held back, at the end of the text."""
-        reasoned = self._reasoning.flush()
-        return self._delta(reasoned, self._calls.feed(reasoned.content) + self._calls.flush())
+    def feed_token(self, token: int) -> list[Delta]:
+        """What this token adds; only special tokens count as markers. Tokens that end a turn are not to be fed.
 
-    def _delta(self, reasoned: ReasonedText, events: Sequence[Event]) -> MessageDelta:
-        delta = MessageDelta(reasoning_content=reasoned.reasoning)
-        for event in events:
-            if isinstance(event, Content):
-                delta.content += event.text
-            elif isinstance(event, ToolCallStart):
-                delta.tool_calls.append(ToolCallDelta(event.index, event.id, event.name))
-            elif isinstance(event, ToolCallArguments):
-                delta.tool_calls.append(ToolCallDelta(event.index, arguments=event.text))
-            elif isinstance(event, ToolCallAbandoned):
-                delta.abandoned.append(event.index)
-            elif isinstance(event, ToolCallEnd):
-                self._has_call = True
-        return delta
+        Raises:
+            TokenizerError: the id is outside the vocabulary, or the stream was made without a tokenizer.
+        """
+        if self._tokens is None:
+            raise TokenizerError("feed_token needs a MessageStream made with a tokenizer")
+        return merged(self._push([*self._text.flush(), *self._tokens.feed(token)]))
+
+    def finish(self, reason: Literal["stop", "length"] | None = None) -> list[Delta]:
+        """What was held back, at the end of the message.
+
+        Args:
+            reason: `length` if the token limit ended the message, `stop` if the model did; None if nobody knows: then
+                a message that ends inside a call or inside its reasoning counts as cut off.
+        """
+        held = [*self._text.flush(), *(self._tokens.flush() if self._tokens else [])]
+        last = [*self._push(held), *self._through(self._reasoning.finish())]
+        cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
+        last += self._calls.finish()
+        self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
+        return merged(last)
+
+    def _push(self, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
+        for lexeme in lexemes:
+            yield from self._through(self._reasoning.push(lexeme))
+
+    def _through(self, pieces: Iterable[Reasoning | Lexeme]) -> Iterator[Delta]:
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                yield piece
+            else:
+                yield from self._calls.push(piece)
 
 
-def parse_message(text: str, *, prefilled: bool = False) -> AssistantMessage:
+def parse_message(
+    text: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    prefilled: bool = False,
+    reason: Literal["stop", "length"] | None = None,
+) -> AssistantMessage:
     """Parse a whole assistant message; see MessageStream."""
-    reasoning = ReasoningStream(prefilled=prefilled)
-    first, last = reasoning.feed(text), reasoning.flush()
-    calls = ToolCallStream()
-    parsed = collect(calls.feed(first.content + last.content) + calls.flush())
-    return AssistantMessage(first.reasoning + last.reasoning, parsed.content, parsed.tool_calls)
+    stream = MessageStream(tools=tools, prefilled=prefilled)
+    deltas = stream.feed(text) + stream.finish(reason)
+    return collect(deltas, stream.finish_reason or "stop")
 
 
 def opens_reasoning(prompt: Sequence[Segment]) -> bool:

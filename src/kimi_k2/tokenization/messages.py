@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from reprlib import repr as shown
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
 
-ROLES = ("system", "user", "assistant", "tool")
+# `developer` is what newer clients call `system`; the published templates open it as a system turn of that name.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGE_PARTS = ("image", "image_url")
+VIDEO_PARTS = ("video", "video_url")
 
 Message = Mapping[str, Any]
+
+_TRAINED_ID = re.compile(r"functions\.\S+:(\d{1,9})", re.ASCII)
 
 
 def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of OpenAI-style messages, checked, with ids rewritten to functions.NAME:IDX.
 
-    IDX counts the tool calls from 0 over the conversation. Fields that are None are left out, except `content`, which
-    is always there: text, a list of text parts, or None for an assistant.
+    IDX counts the tool calls from 0 over the conversation. A result whose call is not there (a history that was cut)
+    keeps its id if that has the trained form, and later calls count on from there; another id gets that form if the
+    result has a `name`. Fields that are None are left out, except `content`, which is always there: text, a list of
+    parts, or None.
 
     Raises:
         TokenizerError: naming the message and the field that is missing or malformed.
@@ -24,14 +33,7 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"messages: expected a list, got {type(messages).__name__}")
     ids = _ToolCallIds()
-    return [ids.rewrite(_checked(message, index), index) for index, message in enumerate(messages)]
-
-
-def text_of(content: Any) -> str:
-    """The text of checked content; parts are joined without a separator."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part["text"] for part in content)
+    return [ids.rewrite(_checked(message, index)) for index, message in enumerate(messages)]
 
 
 class _ToolCallIds:
@@ -41,22 +43,32 @@ class _ToolCallIds:
         self._count = 0
         self._renamed: dict[str, str] = {}
 
-    def rewrite(self, message: dict[str, Any], index: int) -> dict[str, Any]:
+    def rewrite(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
             given = message["tool_call_id"]
             if given not in self._renamed:
-                raise _error(index, "tool_call_id", f"no earlier tool call has the id {given!r}")
+                self._renamed[given] = self._orphan(given, message.get("name"))
             return {**message, "tool_call_id": self._renamed[given]}
         if message.get("tool_calls"):
             return {**message, "tool_calls": [self._rewrite_call(call) for call in message["tool_calls"]]}
         return message
 
+    def _orphan(self, given: str, name: str | None) -> str:
+        index = _TRAINED_ID.fullmatch(given)
+        if index:
+            self._count = max(self._count, int(index[1]) + 1)
+            return given
+        return self._next(name) if name else given
+
     def _rewrite_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = f"functions.{call['function']['name']}:{self._count}"
-        self._count += 1
+        renamed = self._next(call["function"]["name"])
         if call.get("id") is not None:
             self._renamed[call["id"]] = renamed
         return {**call, "id": renamed}
+
+    def _next(self, name: str) -> str:
+        self._count += 1
+        return f"functions.{name}:{self._count - 1}"
 
 
 def _error(index: int, field: str, expectation: str) -> TokenizerError:
@@ -68,38 +80,48 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
         raise TokenizerError(f"message {index}: expected an object, got {type(message).__name__}")
     role = message.get("role")
     if role not in ROLES:
-        raise _error(index, "role", f"expected one of {', '.join(ROLES)}, got {role!r}")
+        raise _error(index, "role", f"expected one of {', '.join(ROLES)}, got {shown(role)}")
     content = message.get("content")
     if content is None:
-        if role != "assistant":
+        if role != "assistant" and "content" not in message:
             raise _error(index, "content", "missing")
     elif not isinstance(content, str):
-        parts = content if isinstance(content, list) else [None]
-        for part in parts:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise _error(index, "content", f"expected text or a list of text parts, got {part or content!r}")
+        if not isinstance(content, (list, tuple)):
+            raise _error(index, "content", f"expected text or a list of parts, got {type(content).__name__}")
+        for number, part in enumerate(content):
+            _check_part(part, index, f"content[{number}]")
     if message.get("name") is not None and not isinstance(message["name"], str):
-        raise _error(index, "name", f"expected text, got {message['name']!r}")
+        raise _error(index, "name", f"expected text, got {shown(message['name'])}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-        raise _error(index, "tool_call_id", f"expected text, got {message.get('tool_call_id')!r}")
+        raise _error(index, "tool_call_id", f"expected text, got {shown(message.get('tool_call_id'))}")
     if role == "assistant":
         _check_assistant(message, index)
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
 
 
+def _check_part(part: Any, index: int, where: str) -> None:
+    if not isinstance(part, Mapping):
+        raise _error(index, where, f"expected a part of text, image or video, got {type(part).__name__}")
+    is_media = part.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS) or any(
+        kind in part for kind in (*IMAGE_PARTS, *VIDEO_PARTS)
+    )
+    if not is_media and not isinstance(part.get("text"), str):
+        raise _error(index, where, f"expected a part of text, image or video, got type {shown(part.get('type'))}")
+
+
 def _check_assistant(message: Message, index: int) -> None:
     reasoning = message.get("reasoning_content")
     if reasoning is not None and not isinstance(reasoning, str):
-        raise _error(index, "reasoning_content", f"expected text, got {reasoning!r}")
+        raise _error(index, "reasoning_content", f"expected text, got {shown(reasoning)}")
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
-        raise _error(index, "tool_calls", f"expected a list, got {calls!r}")
+        raise _error(index, "tool_calls", f"expected a list, got {shown(calls)}")
     for number, call in enumerate(calls or ()):
         where = f"tool_calls[{number}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise _error(index, f"{where}.function.name", "expected a function's name")
-        if not isinstance(function.get("arguments", ""), (str, Mapping)):
+        if not isinstance(function.get("arguments"), (str, Mapping, type(None))):
             raise _error(index, f"{where}.function.arguments", "expected JSON text or an object")
         if call.get("id") is not None and not isinstance(call["id"], str):
-            raise _error(index, f"{where}.id", f"expected text, got {call['id']!r}")
+            raise _error(index, f"{where}.id", f"expected text, got {shown(call['id'])}")

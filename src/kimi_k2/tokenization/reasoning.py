@@ -1,19 +1,83 @@
 """Parser of the <think>...</think> reasoning of K2-Thinking, K2.5 and K2.6, for whole texts and streams cut anywhere.
 
 Reasoning stands at the beginning only: it opens with <think> (or was opened by the prompt) and ends with </think>, or
-where a tool-call section begins, since the model sometimes calls a tool without closing. Any other tag is content, to
-the letter. Reasoning that never ends (the token limit came first) is still reasoning; `closed` tells.
+where a tool call begins, since the model sometimes calls a tool without closing. Tags out of place are dropped, the
+text around them stays what it is; in a tool call's arguments they are text. Reasoning that never ends (the token limit
+came first) is still reasoning; `closed` tells.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from kimi_k2.tokenization.special_tokens import SECTION_BEGIN, THINK, THINK_END
-from kimi_k2.tokenization.streaming import find_marker, safe_length
+from kimi_k2.tokenization.deltas import Reasoning
+from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 
-_START, _REASONING, _CONTENT = range(3)
-_ENDS = (THINK_END, SECTION_BEGIN)
+
+class _State(Enum):
+    START = auto()
+    REASONING = auto()
+    CONTENT = auto()
+
+
+class ReasoningMachine:
+    """Splits lexemes: `push` each, then `finish` once; what is not reasoning passes through.
+
+    Args:
+        prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on).
+    """
+
+    def __init__(self, *, prefilled: bool = False) -> None:
+        self._prefilled = prefilled
+        self._state = _State.START
+        self._leading: list[str] = []  # white space that may belong to an opening tag
+        self._in_arguments = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether reasoning, if any, has ended."""
+        return self._state is _State.CONTENT or (self._state is _State.START and not self._prefilled)
+
+    def push(self, lexeme: Lexeme) -> Iterator[Reasoning | Lexeme]:
+        """Reasoning, or what comes after it."""
+        if self._state is _State.START:
+            if isinstance(lexeme, str) and lexeme.isspace():
+                self._leading.append(lexeme)
+                return
+            if lexeme is Marker.THINK:
+                self._leading, self._state = [], _State.REASONING
+                return
+            yield from self._leave_start()
+        if self._state is _State.REASONING:
+            if isinstance(lexeme, str):
+                yield Reasoning(lexeme)
+                return
+            if lexeme is Marker.THINK_END:
+                self._state = _State.CONTENT
+                return
+            if lexeme not in (Marker.SECTION_BEGIN, Marker.CALL_BEGIN):
+                return
+            self._state = _State.CONTENT
+        if isinstance(lexeme, Marker):
+            if lexeme in (Marker.THINK, Marker.THINK_END):
+                if not self._in_arguments:
+                    return
+            else:
+                self._in_arguments = lexeme is Marker.ARGUMENT_BEGIN
+        yield lexeme
+
+    def finish(self) -> Iterator[Reasoning | Lexeme]:
+        """What was held back, at the end of the text."""
+        if self._state is _State.START:
+            yield from self._leave_start()
+
+    def _leave_start(self) -> Iterator[Reasoning | Lexeme]:
+        leading, self._leading = "".join(self._leading), []
+        self._state = _State.REASONING if self._prefilled else _State.CONTENT
+        if leading:
+            yield Reasoning(leading) if self._prefilled else leading
 
 
 @dataclass
@@ -22,7 +86,7 @@ class ReasonedText:
 
     Attributes:
         reasoning: text between the tags.
-        content: all the rest.
+        content: all the rest, tool calls and their markers included.
         closed: whether the reasoning, if any, has ended.
     """
 
@@ -32,62 +96,40 @@ class ReasonedText:
 
 
 class ReasoningStream:
-    """Incremental parser: `feed` text as it comes, then `flush` once.
+    """Incremental parser: `feed` text as it comes, then `flush` once; for engines that parse tool calls by themselves.
 
     Args:
-        prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on).
+        prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on). Pass True as well to take a
+            text without an opening tag for reasoning up to </think>, as vLLM does.
     """
 
     def __init__(self, *, prefilled: bool = False) -> None:
-        self._prefilled = prefilled
-        self._state = _START
-        self._leading: list[str] = []  # white space that may belong to an opening tag
-        self._buffer = ""
+        self._lexer = TextLexer()
+        self._machine = ReasoningMachine(prefilled=prefilled)
 
     @property
     def closed(self) -> bool:
         """Whether reasoning, if any, has ended."""
-        return self._state == _CONTENT or (self._state == _START and not self._prefilled)
+        return self._machine.closed
 
     def feed(self, text: str) -> ReasonedText:
         """What this text adds to reasoning and content."""
-        self._buffer += text
-        out = ReasonedText()
-        if self._state == _START:
-            self._leave_start(final=False)
-        if self._state == _REASONING:
-            found = find_marker(self._buffer, _ENDS)
-            if found is None:
-                ready = safe_length(self._buffer, _ENDS)
-                out.reasoning, self._buffer = self._buffer[:ready], self._buffer[ready:]
-            else:
-                place, marker = found
-                out.reasoning = self._buffer[:place]
-                self._buffer = self._buffer[place + (len(marker) if marker == THINK_END else 0) :]
-                self._state = _CONTENT
-        if self._state == _CONTENT:
-            out.content, self._buffer = self._buffer, ""
-        out.closed = self.closed
-        return out
+        return self._split(piece for lexeme in self._lexer.feed(text) for piece in self._machine.push(lexeme))
 
     def flush(self) -> ReasonedText:
         """What was held back, at the end of the text."""
-        if self._state == _START:
-            self._leave_start(final=True)
-        rest, self._buffer = self._buffer, ""
-        is_reasoning = self._state == _REASONING
-        return ReasonedText(rest if is_reasoning else "", "" if is_reasoning else rest, self.closed)
+        last = [piece for lexeme in self._lexer.flush() for piece in self._machine.push(lexeme)]
+        return self._split([*last, *self._machine.finish()])
 
-    def _leave_start(self, *, final: bool) -> None:
-        """Decide whether the text opens with <think>; white space before it belongs to the tag."""
-        head = self._buffer.lstrip()
-        self._leading.append(self._buffer[: len(self._buffer) - len(head)])
-        self._buffer = head
-        if head.startswith(THINK):
-            self._buffer, self._state = head[len(THINK) :], _REASONING
-        elif final or not THINK.startswith(head):
-            self._buffer = "".join(self._leading) + head
-            self._state = _REASONING if self._prefilled else _CONTENT
+    def _split(self, pieces: Iterable[Reasoning | Lexeme]) -> ReasonedText:
+        reasoning: list[str] = []
+        content: list[str] = []
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                reasoning.append(piece.text)
+            else:
+                content.append(piece if isinstance(piece, str) else piece.value)
+        return ReasonedText("".join(reasoning), "".join(content), self.closed)
 
 
 def parse_reasoning(text: str, *, prefilled: bool = False) -> ReasonedText:

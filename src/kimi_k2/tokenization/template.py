@@ -109,8 +109,9 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: OpenAI-style: `role` (system, user, assistant, tool), `content` (text, a list of text parts, or
-                None), for assistants `tool_calls` and `reasoning_content`, for tools `tool_call_id`, optionally `name`.
+            messages: OpenAI-style: `role` (system, developer, user, assistant, tool), `content` (text, None, or a list
+                of text, image and video parts), for assistants `tool_calls` and `reasoning_content`, for tools
+                `tool_call_id`, optionally `name`.
             tools: OpenAI-style tool definitions.
             add_generation_prompt: end with the opening of an assistant turn.
             style: decides only whether the template is given the TypeScript form of the tools (K2.5).
@@ -157,13 +158,13 @@ class _Hider:
     """Replaces characters of strings, however nested, by marks that no filter or JSON encoder changes."""
 
     def __init__(self, characters: str, mark: str) -> None:
-        self._marks = {character: f"{mark}{number:02d}" for number, character in enumerate(characters)}
+        self._marks = {ord(character): f"{mark}{number:02d}" for number, character in enumerate(characters)}
         self._found = re.compile(f"{mark}(\\d\\d)")
         self._characters = characters
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
-            return "".join(self._marks.get(character, character) for character in value)
+            return value.translate(self._marks)
         if isinstance(value, Mapping):
             return {self(key): self(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

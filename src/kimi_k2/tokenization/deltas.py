@@ -1,0 +1,164 @@
+"""What a message parser yields: typed pieces of an assistant message, and the message that they make up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStart:
+    """A tool call begins; `index` counts the calls of the message from 0, `id` is as the model wrote it."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallArguments:
+    """More of a call's arguments, the raw text (usually JSON)."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallEnd:
+    """A call ends; not `complete` if the text ended, or went on with something else, before the call's end marker."""
+
+    index: int
+    complete: bool = True
+
+
+Delta = Reasoning | Content | ToolCallStart | ToolCallArguments | ToolCallEnd
+
+
+@dataclass
+class ToolCall:
+    """A tool call: its id as the model wrote it, the function's name, the raw arguments, whether it was ended."""
+
+    id: str
+    name: str
+    arguments: str
+    complete: bool = True
+
+    def problem(self) -> str | None:
+        """What is wrong with the call, in a few words: cut off, or arguments that are no JSON object; else None."""
+        if not self.complete:
+            return "the call was cut off before its end"
+        try:
+            parsed = json.loads(self.arguments)
+        except ValueError as error:
+            return f"the arguments are no JSON: {error}"
+        except RecursionError:
+            return "the arguments are JSON nested too deeply to be read"
+        return None if isinstance(parsed, dict) else f"the arguments are no JSON object but {type(parsed).__name__}"
+
+
+@dataclass
+class AssistantMessage:
+    """A parsed message.
+
+    Attributes:
+        finish_reason: OpenAI's: `stop`, `tool_calls`, or `length` if it was cut off.
+    """
+
+    reasoning_content: str = ""
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+    def to_openai(self) -> dict[str, Any]:
+        """The message as OpenAI's API returns it, and as it may be put back into a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def collect(deltas: Iterable[Delta], finish_reason: str = "stop") -> AssistantMessage:
+    """The message that a stream's deltas make up."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    calls: dict[int, ToolCall] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        if isinstance(delta, Reasoning):
+            reasoning.append(delta.text)
+        elif isinstance(delta, Content):
+            content.append(delta.text)
+        elif isinstance(delta, ToolCallStart):
+            calls[delta.index], arguments[delta.index] = ToolCall(delta.id, delta.name, "", False), []
+        elif isinstance(delta, ToolCallArguments):
+            arguments[delta.index].append(delta.text)
+        else:
+            calls[delta.index].complete = delta.complete
+    for index, call in calls.items():
+        call.arguments = "".join(arguments[index])
+    return AssistantMessage("".join(reasoning), "".join(content), list(calls.values()), finish_reason)
+
+
+def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The `delta` object that OpenAI's API streams for some deltas: only fields with something in them."""
+    fields: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
+    for delta in deltas:
+        if isinstance(delta, Reasoning):
+            fields["reasoning_content"] = fields.get("reasoning_content", "") + delta.text
+        elif isinstance(delta, Content):
+            fields["content"] = fields.get("content", "") + delta.text
+        elif isinstance(delta, ToolCallStart):
+            function = {"name": delta.name, "arguments": ""}
+            changes.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
+        elif isinstance(delta, ToolCallArguments):
+            changes.append({"index": delta.index, "function": {"arguments": delta.text}})
+    return {**fields, "tool_calls": changes} if changes else fields
+
+
+def merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """Neighbouring text of one kind joined, empty text left out."""
+    result: list[Delta] = []
+    texts: list[str] = []
+    last: Reasoning | Content | ToolCallArguments | None = None
+
+    def close() -> None:
+        text = "".join(texts)
+        if last is not None and text:
+            result.append(replace(last, text=text))
+        texts.clear()
+
+    for delta in deltas:
+        if isinstance(delta, (ToolCallStart, ToolCallEnd)):
+            close()
+            last = None
+            result.append(delta)
+            continue
+        if type(delta) is not type(last):
+            close()
+        last = delta
+        texts.append(delta.text)
+    close()
+    return result

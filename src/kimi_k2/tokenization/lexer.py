@@ -1,0 +1,101 @@
+"""Text or token ids cut into lexemes: plain text, and the markers that structure a Kimi message.
+
+Only token ids tell a marker from text that is spelled like one: a model that quotes `<|tool_call_end|>` in a file it
+writes does so with ordinary tokens. `TokenLexer` keeps the two apart; `TextLexer` cannot, and takes both for markers.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kimi_k2.tokenization import special_tokens as names
+
+if TYPE_CHECKING:
+    from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+
+class Marker(Enum):
+    """A special token that structures a message; the value is its text."""
+
+    THINK = names.THINK
+    THINK_END = names.THINK_END
+    SECTION_BEGIN = names.SECTION_BEGIN
+    SECTION_END = names.SECTION_END
+    CALL_BEGIN = names.CALL_BEGIN
+    ARGUMENT_BEGIN = names.ARGUMENT_BEGIN
+    CALL_END = names.CALL_END
+
+
+Lexeme = str | Marker
+
+# Models sometimes spell the section's markers in the singular, with ordinary tokens.
+SPELLINGS = {
+    **{marker.value: marker for marker in Marker},
+    "<|tool_call_section_begin|>": Marker.SECTION_BEGIN,
+    "<|tool_call_section_end|>": Marker.SECTION_END,
+}
+_FOUND = re.compile("|".join(map(re.escape, SPELLINGS)))
+_LONGEST = max(map(len, SPELLINGS))
+
+
+class TextLexer:
+    """Splits a growing text at markers that may be cut anywhere.
+
+    What may be the beginning of a marker is held back until more comes: fewer characters than a marker has. Time is
+    linear in the text, whatever the pieces.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> list[Lexeme]:
+        """Lexemes that this text completes; no text among them is empty."""
+        text = self._held + text
+        lexemes: list[Lexeme] = []
+        end = 0
+        for match in _FOUND.finditer(text):
+            lexemes += [text[end : match.start()], SPELLINGS[match[0]]]
+            end = match.end()
+        # A marker has one "<", its first character: only the last one of the text can begin a cut marker.
+        opening = text.rfind("<", max(end, len(text) - _LONGEST + 1))
+        is_cut = opening >= 0 and any(spelling.startswith(text[opening:]) for spelling in SPELLINGS)
+        ready = opening if is_cut else len(text)
+        lexemes.append(text[end:ready])
+        self._held = text[ready:]
+        return [lexeme for lexeme in lexemes if lexeme]
+
+    def flush(self) -> list[Lexeme]:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return [held] if held else []
+
+
+class TokenLexer:
+    """Turns token ids into lexemes as soon as whole characters are known; only marker tokens become markers."""
+
+    def __init__(self, tokenizer: KimiTokenizer) -> None:
+        self._markers = {
+            tokenizer.special_tokens[marker.value]: marker
+            for marker in Marker
+            if marker.value in tokenizer.special_tokens
+        }
+        self._decoder = tokenizer.incremental_decoder()
+
+    def feed(self, token: int) -> list[Lexeme]:
+        """Lexemes that this token completes.
+
+        Raises:
+            TokenizerError: the id is outside the vocabulary.
+        """
+        marker = self._markers.get(token)
+        if marker is not None:
+            return [*self.flush(), marker]
+        text = self._decoder.feed(token)
+        return [text] if text else []
+
+    def flush(self) -> list[Lexeme]:
+        """What is left of an unfinished character, as U+FFFD."""
+        text = self._decoder.flush()
+        return [text] if text else []

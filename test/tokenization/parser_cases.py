@@ -1,0 +1,73 @@
+"""What the parser tests share: building blocks of messages, and checks that hold for any text and any cuts."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
+from kimi_k2.tokenization.lexer import SPELLINGS
+from kimi_k2.tokenization.message import MessageStream, parse_message
+from kimi_k2.tokenization.special_tokens import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END
+
+
+def call(name: str = "functions.f:0", arguments: str = '{"a": 1}') -> str:
+    return f"{CALL_BEGIN}{name}{ARGUMENT_BEGIN}{arguments}{CALL_END}"
+
+
+def section(*calls: str) -> str:
+    return SECTION_BEGIN + "".join(calls) + SECTION_END
+
+
+def tool(name: str, *parameters: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def as_tuples(message: AssistantMessage) -> list[tuple[str, str, str]]:
+    return [(c.id, c.name, c.arguments) for c in message.tool_calls]
+
+
+def without_markers(text: str) -> str:
+    return re.sub("|".join(map(re.escape, SPELLINGS)), "", text)
+
+
+def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, list[Delta]]:
+    reason = options.pop("reason", None)
+    stream = MessageStream(**options)
+    deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish(reason)
+    return collect(deltas, str(stream.finish_reason)), deltas
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    ends = [*sorted(min(place, len(text)) for place in places), len(text)]
+    starts = [0, *ends[:-1]]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def check_cuts(text: str, count: int, seed: int = 0, **options: Any) -> AssistantMessage:
+    """The whole message, after `count` random ways of cutting the text gave the same, with no markup in content."""
+    whole = parse_message(text, **options)
+    check_nothing_is_lost(text, whole)
+    random_source = random.Random(seed)
+    for _ in range(count):
+        places = [random_source.randrange(len(text) + 1) for _ in range(random_source.choice((1, 1, 2, 5, 30)))]
+        message, deltas = streamed(cut(text, places), **options)
+        assert message == whole, places
+        for delta in deltas:
+            assert not isinstance(delta, Content) or without_markers(delta.text) == delta.text
+    return whole
+
+
+def check_nothing_is_lost(text: str, message: AssistantMessage) -> None:
+    """Every character but markers and white space is reasoning, content, or a call's id or arguments, once."""
+
+    def characters(text: str) -> list[str]:
+        return sorted("".join(without_markers(text).split()))
+
+    parts = [message.reasoning_content, message.content, *(c.id + c.arguments for c in message.tool_calls)]
+    assert characters("".join(parts)) == characters(text)
+    assert without_markers(message.content) == message.content
