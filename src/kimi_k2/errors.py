@@ -87,3 +87,7 @@ class KernelError(KimiK2Error, ValueError):
 
 class GenerationError(KimiK2Error, ValueError):
     """A generation request is malformed (empty prompt, bad temperature, context overflow ...)."""
+
+
+class DeviceError(KimiK2Error, ValueError):
+    """A device that this package does not run on, or that the machine lacks."""

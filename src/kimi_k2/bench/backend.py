@@ -17,9 +17,11 @@ from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine import device as device_checks
 from kimi_k2.engine.decode_step import capturable
 from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import DeviceError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compile import build_application
@@ -56,13 +58,11 @@ class Backend(Protocol):
 
 
 def check_device(device: str) -> None:
-    """BackendUnavailableError if torch lacks it; a GPU becomes the current one, on which our launches run."""
-    if not device.startswith("cuda"):
-        return
-    if not torch.cuda.is_available():
-        raise BackendUnavailableError("no CUDA device is available to torch")
-    if torch.device(device).index is not None:
-        torch.cuda.set_device(device)
+    """As `engine.device.check_device`, with a BackendUnavailableError."""
+    try:
+        device_checks.check_device(device)
+    except DeviceError as error:
+        raise BackendUnavailableError(str(error)) from None
 
 
 class TorchBackend:

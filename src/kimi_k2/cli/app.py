@@ -10,6 +10,7 @@ import typer
 
 from kimi_k2 import __version__
 from kimi_k2.cli.bench import bench
+from kimi_k2.cli.chat import chat
 from kimi_k2.cli.compile import compile_model
 from kimi_k2.cli.convert import convert
 from kimi_k2.cli.demo import demo
@@ -33,6 +34,7 @@ app = typer.Typer(
 RUN, CHECKPOINTS, DEPLOY, MEASURE = "Run a model", "Checkpoints", "Deploy", "Measure and prove"
 
 app.command(rich_help_panel=RUN)(demo)
+app.command(rich_help_panel=RUN)(chat)
 app.command(rich_help_panel=RUN)(generate)
 app.command("make-checkpoint", rich_help_panel=CHECKPOINTS)(make_checkpoint)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)

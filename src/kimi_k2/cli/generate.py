@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kimi_k2.cli.options import ChatStyleOption, Checkpoint, Dtype, KeepQuantized, Ranks, Seed
+from kimi_k2.cli.options import (
+    Checkpoint,
+    ChunkSize,
+    Device,
+    Download,
+    Dtype,
+    KeepQuantized,
+    MaxNewTokens,
+    Ranks,
+    Seed,
+    Stop,
+    Style,
+    System,
+    Temperature,
+    Thinking,
+    Tools,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
-    from kimi_k2.engine.generate import Step
-    from kimi_k2.engine.sampler import SamplingParams
-    from kimi_k2.tokenization.tokenizer import KimiTokenizer
+    from kimi_k2.cli.display import View
+    from kimi_k2.cli.session import Prompt, Session, Timing
+    from kimi_k2.engine.reply import Reply
 
 
 def generate(
@@ -21,85 +39,124 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")
     ] = None,
+    messages: Annotated[
+        list[Path] | None,
+        typer.Option("--messages", help="Conversation, OpenAI-style JSON, - for standard input; repeat for a batch."),
+    ] = None,
+    system: System = None,
+    tools: Tools = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
-    chat_style: ChatStyleOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus size in (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Tokens to choose from; 0 for all.")] = 0,
+    thinking: Thinking = True,
+    style: Style = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Seed = 0,
+    stop: Stop = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="With --json: also a line for every delta.")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    device: Device = "cpu",
     keep_quantized: KeepQuantized = False,
-    chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
+    chunk_size: ChunkSize = None,
     ranks: Ranks = None,
+    download: Download = False,
 ) -> None:
-    """Generate text from a checkpoint; tokens appear as they are made (one prompt) or at the end (several).
+    """Generate text from a checkpoint.
+
+    On a terminal replies appear as they are made, with reasoning and tool calls set apart. In a pipe one reply is
+    written as the model makes it, markup included, and several at the end; --json parses them. --prompt beside one
+    --messages continues that conversation. Without either, the prompt is read from standard input.
 
     With --ranks CHECKPOINT gives the configuration and the tokenizer only, and rank 0 prints.
     """
-    if ranks is not None and not prompt:
-        raise typer.BadParameter("--ranks needs --prompt, as input reaches one process only")
+    if ranks is not None and not prompt and not messages:
+        raise typer.BadParameter("--ranks needs --prompt or --messages, as input reaches one process only")
+    if raw and (messages or system or tools):
+        raise typer.BadParameter("--raw goes with --prompt only: --messages, --system and --tools need the template")
+    if prompt and messages and len(messages) > 1:
+        raise typer.BadParameter("--prompt continues one conversation; give --messages once")
+    if stream and not as_json:
+        raise typer.BadParameter("--stream goes with --json; text appears as it is made in any case")
 
     import torch
 
-    from kimi_k2.bench.backend import check_device
-    from kimi_k2.cli.loading import load_model
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
+    from kimi_k2.cli.session import Timing, open_session
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.engine.generator import Generator
     from kimi_k2.engine.sampler import SamplingParams
-    from kimi_k2.parallel.ranks import load_ranks
     from kimi_k2.tokenization.eos import load_eos_token_ids
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-    prompts = prompt or [sys.stdin.read()]
-    config = KimiK2Config.from_pretrained(checkpoint)
-    tokenizer = KimiTokenizer.from_pretrained(checkpoint, style=chat_style)
+    texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
+    conversations = [] if raw else _conversations(texts, messages or [], system, tools)
+    directory = resolve_checkpoint(checkpoint, download=download)
+    config = KimiK2Config.from_pretrained(directory)
+    tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         seed=seed,
-        eos_token_ids=load_eos_token_ids(checkpoint, config),
+        eos_token_ids=load_eos_token_ids(directory, config),
     )
-    encoded = [
-        tokenizer.encode(text) if raw else tokenizer.encode_chat([{"role": "user", "content": text}])
-        for text in prompts
-    ]
+    options: dict[str, Any] = {"keep_quantized": keep_quantized, "ranks": ranks, "chunk_size": chunk_size}
     compute = getattr(torch, dtype)
-    if ranks is None:
-        check_device(device)
-        generator = Generator(load_model(checkpoint, dtype=compute, device=device, keep_quantized=keep_quantized))
-        _print_steps(generator.stream(encoded, params, chunk_size=chunk_size), tokenizer, params, len(prompts))
-        return
-    with load_ranks(ranks, config, compute, device) as part:
-        steps = part.generator.stream(encoded, params, chunk_size=chunk_size)
-        if part.number == 0:
-            _print_steps(steps, tokenizer, params, len(prompts))
+    with open_session(
+        directory, config, tokenizer, params, dtype=compute, device=device, stop=stop or (), **options
+    ) as session:
+        if raw:
+            prompts = [session.bare(text) for text in texts]
         else:
-            for _ in steps:
+            prompts = [
+                session.prompt(conversation, tools=definitions or None, thinking=thinking)
+                for conversation, definitions in conversations
+            ]
+        timing = Timing()
+        if session.rank == 0:
+            _show(session, prompts, _view(prompts, texts, as_json=as_json, stream=stream), timing)
+            typer.echo(timing, err=True)
+        else:
+            for _ in session.answer(prompts, lambda row, reply, delta: None, timing):
                 pass
 
 
-def _print_steps(steps: Iterable[Step], tokenizer: KimiTokenizer, params: SamplingParams, sequences: int) -> None:
-    """Text as it is made, or of several sequences at the end; then TTFT and TPOT on standard error."""
-    decoders = [tokenizer.incremental_decoder() for _ in range(sequences)]
-    texts = ["" for _ in range(sequences)]
-    seconds = []
-    for step in steps:
-        seconds.append(step.seconds)
-        for row, token in enumerate(step.tokens):
-            if token is not None and token not in params.eos_token_ids:
-                piece = decoders[row].feed(token)
-                texts[row] += piece
-                if sequences == 1:
-                    typer.echo(piece, nl=False)
-    for row, decoder in enumerate(decoders):
-        rest = decoder.flush()
-        if sequences == 1:
-            typer.echo(rest)
-        else:
-            typer.echo(f"--- {row}\n{texts[row]}{rest}")
-    tpot = sum(seconds[1:]) / max(len(seconds) - 1, 1)
-    typer.echo(f"TTFT {seconds[0]:.3f} s, TPOT {tpot:.4f} s, {len(seconds)} steps", err=True)
+def _conversations(
+    texts: list[str], files: list[Path], system: str | None, tools: Path | None
+) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Messages and tools of each sequence."""
+    from kimi_k2.cli.conversation import read_messages, read_tools, with_system
+
+    found = [read_messages(file) for file in files] or [([], [])]
+    if texts:
+        opening, definitions = found[0]
+        found = [([*opening, {"role": "user", "content": text}], definitions) for text in texts]
+    given = None if tools is None else read_tools(tools)
+    return [(with_system(messages, system), definitions if given is None else given) for messages, definitions in found]
+
+
+def _view(prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:
+    from rich.console import Console
+
+    from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
+
+    console = Console()
+    if as_json:
+        return JsonView(prompts, deltas=stream)
+    if not console.is_terminal:
+        return PlainView(len(prompts))
+    if len(prompts) == 1:
+        return TerminalView(console)
+    return PanelsView(console, texts or [str(number) for number in range(len(prompts))])
+
+
+def _show(session: Session, prompts: list[Prompt], view: View, timing: Timing) -> None:
+    replies: dict[int, Reply] = {}
+    try:
+        for row, reply in session.answer(prompts, view.show, timing):
+            replies[row] = reply
+            view.ended(row, reply)
+    finally:
+        view.close(replies)

@@ -36,8 +36,14 @@ Model = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    Path, typer.Argument(help="Checkpoint directory: config.json, *.safetensors, index.", metavar="CHECKPOINT")
+    Path,
+    typer.Argument(
+        help="Checkpoint directory (config.json, *.safetensors, index), or a name such as"
+        " moonshotai/Kimi-K2-Instruct-0905 that the Hugging Face cache holds.",
+        metavar="CHECKPOINT",
+    ),
 ]
+Download = Annotated[bool, typer.Option("--download", help="Fetch what the Hugging Face cache lacks.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything random.")]
 ChatStyleOption = Annotated[
     Literal["instruct", "thinking", "k2.5"] | None,
@@ -58,4 +64,20 @@ TargetOption = Annotated[Target, typer.Option(help="neuron: NxDI's names and lay
 ExpertsOption = Annotated[
     ExpertFormat | None,
     typer.Option(help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default)."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
+ChunkSize = Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus size in (0, 1].")]
+TopK = Annotated[int, typer.Option(min=0, help="Tokens to choose from; 0 for all.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="End a reply before this text; may be repeated.")]
+System = Annotated[str | None, typer.Option("--system", help="System prompt, instead of a conversation's own.")]
+Tools = Annotated[
+    Path | None, typer.Option("--tools", help="Tool definitions, OpenAI-style JSON.", exists=True, dir_okay=False)
+]
+Thinking = Annotated[bool, typer.Option(help="Whether K2.5 and K2.6 reason before they answer.")]
+Style = Annotated[
+    Literal["instruct", "thinking", "k2.5"] | None,
+    typer.Option("--style", help="Chat style; by default what the checkpoint's template or name says."),
 ]

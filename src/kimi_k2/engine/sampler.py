@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kimi_k2.errors import GenerationError
 
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -16,7 +18,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: tokens to generate at most, a sequence.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; below MIN_TEMPERATURE a quotient of logits could overflow.
         top_p: keep the smallest set of tokens whose probability reaches this.
         top_k: keep this many tokens; 0 keeps all.
         seed: of the random choice; sequence i of a batch uses its own generator, seeded seed + i.
@@ -38,9 +40,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, valid, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number, at least 0"),
+            (
+                "temperature",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 (greedy) or a finite number, at least {MIN_TEMPERATURE}",
+            ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
         ):
             if not valid:
                 raise GenerationError(f"{name}: expected {expected}, got {getattr(self, name)!r}")

@@ -1,0 +1,293 @@
+"""`kimi-k2 chat`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kimi_k2.cli.options import (
+    Checkpoint,
+    ChunkSize,
+    Device,
+    Download,
+    Dtype,
+    KeepQuantized,
+    MaxNewTokens,
+    Seed,
+    Stop,
+    Style,
+    System,
+    Temperature,
+    Thinking,
+    Tools,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kimi_k2.cli.session import Session
+    from kimi_k2.tokenization.tool_calls import ToolCall
+
+HELP = """\
+/system TEXT   set the system prompt (without TEXT: show it)
+/tools FILE    offer the tools of a JSON file (without FILE: none)
+/save FILE     write the conversation, for --messages or /load
+/load FILE     continue a saved conversation
+/retry         drop the last reply and answer again
+/reset         forget the conversation; system prompt and tools stay
+/help          show this
+/quit          leave, as Ctrl-D does
+A line that ends in \\ goes on in the next. Ctrl-C stops a reply."""
+
+
+def chat(
+    checkpoint: Checkpoint,
+    system: System = None,
+    tools: Tools = None,
+    messages: Annotated[
+        Path | None, typer.Option("--messages", help="Continue this conversation (OpenAI-style JSON).", exists=True)
+    ] = None,
+    thinking: Thinking = True,
+    style: Style = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = "float32",
+    device: Device = "cpu",
+    keep_quantized: KeepQuantized = False,
+    chunk_size: ChunkSize = None,
+    download: Download = False,
+) -> None:
+    """Talk to a model in the terminal; /help lists what can be typed besides messages.
+
+    Reasoning is shown dimmed. When the model calls a tool, you type its result.
+    """
+    import torch
+    from rich.console import Console
+
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
+    from kimi_k2.cli.session import open_session
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.engine.sampler import SamplingParams
+    from kimi_k2.tokenization.eos import load_eos_token_ids
+    from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+    console = Console()
+    directory = resolve_checkpoint(checkpoint, download=download)
+    config = KimiK2Config.from_pretrained(directory)
+    tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
+    params = SamplingParams(
+        max_new_tokens, temperature, top_p, top_k, seed, eos_token_ids=load_eos_token_ids(directory, config)
+    )
+    options: dict[str, Any] = {"keep_quantized": keep_quantized, "stop": stop or (), "chunk_size": chunk_size}
+    compute = getattr(torch, dtype)
+    with open_session(directory, config, tokenizer, params, dtype=compute, device=device, **options) as session:
+        talk = Chat(session, console, thinking=thinking)
+        if messages is not None:
+            talk.load(str(messages))
+        if tools is not None:
+            talk.offer(str(tools))
+        if system is not None:
+            talk.system = system
+        console.print(
+            f"[bold]{directory.name}[/bold], {dtype} on {device}, chat style {tokenizer.chat_style.value}"
+            f" ({tokenizer.style_reason}); /help shows what can be typed",
+            highlight=False,
+        )
+        talk.run()
+
+
+class Chat:
+    """The conversation and its commands.
+
+    Attributes:
+        system: the system prompt; None for the template's own.
+        messages: all others, OpenAI-style.
+        tools: definitions that the model is told of.
+    """
+
+    def __init__(self, session: Session, console: Console, *, thinking: bool = True) -> None:
+        self.session, self.console, self.thinking = session, console, thinking
+        self.system: str | None = None
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] = []
+        self.running = True
+        self._commands = {
+            "system": self._set_system,
+            "tools": self.offer,
+            "save": self._save,
+            "load": self.load,
+            "retry": self._retry,
+            "reset": self._reset,
+            "help": self._help,
+            "quit": self._quit,
+            "exit": self._quit,
+        }
+
+    def run(self) -> None:
+        """Read lines until the end of the input."""
+        from kimi_k2.errors import KimiK2Error
+
+        _line_editing()
+        while self.running:
+            try:
+                line = self._read("you> ").strip()
+            except EOFError:
+                self.console.print()
+                return
+            except KeyboardInterrupt:
+                self.console.print("\n(Ctrl-D leaves)", style="dim")
+                continue
+            try:
+                self._handle(line)
+            except (KeyboardInterrupt, EOFError):
+                self._note("\n(stopped; neither message nor reply is kept)")
+            except KimiK2Error as error:
+                self._complain(str(error))
+            except OSError as error:
+                self._complain(f"{error.filename}: {error.strerror}")
+
+    def load(self, argument: str) -> None:
+        """Continue the conversation of a file."""
+        from kimi_k2.cli.conversation import read_messages
+
+        if not argument:
+            self._complain("/load needs a file")
+            return
+        messages, tools = read_messages(Path(argument).expanduser())
+        systems = [message.get("content") for message in messages if message.get("role") == "system"]
+        self.system = systems[0] if systems and isinstance(systems[0], str) else None
+        self.messages = [message for message in messages if message.get("role") != "system"]
+        self.tools = tools or self.tools
+        self._note(f"{len(self.messages)} messages, {len(self.tools)} tools")
+
+    def offer(self, argument: str) -> None:
+        """Offer the tools of a file; none without a file."""
+        from kimi_k2.cli.conversation import read_tools
+        from kimi_k2.tokenization.tool_declaration import checked_tools
+
+        self.tools = checked_tools(read_tools(Path(argument).expanduser())) if argument else []
+        names = ", ".join(tool["function"]["name"] for tool in self.tools if "function" in tool)
+        self._note(f"tools: {names or 'none'}")
+
+    def _handle(self, line: str) -> None:
+        if not line:
+            return
+        if not line.startswith("/"):
+            self._answer({"role": "user", "content": line})
+            return
+        word, _, argument = line[1:].partition(" ")
+        command = self._commands.get(word)
+        if command is None:
+            self._complain(f"no command /{word}; /help lists them")
+        else:
+            command(argument.strip())
+
+    def _answer(self, *messages: dict[str, Any]) -> None:
+        """Add messages and the model's replies to them, tool calls included; all or nothing."""
+        before = len(self.messages)
+        self.messages += messages
+        try:
+            while calls := self._reply():
+                for call in calls:
+                    result = self._read(f"result of {call.name}> ")
+                    self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        except BaseException:
+            del self.messages[before:]
+            raise
+
+    def _reply(self) -> list[ToolCall]:
+        """One reply of the model, shown as it is made; returns its tool calls."""
+        from kimi_k2.cli.display import TerminalView
+        from kimi_k2.cli.session import Timing
+
+        prompt = self.session.prompt(self._conversation(), tools=self.tools or None, thinking=self.thinking)
+        view, timing = TerminalView(self.console), Timing()
+        reply = None
+        for _, reply in self.session.answer([prompt], view.show, timing):
+            view.ended(0, reply)
+        assert reply is not None
+        message = reply.message
+        self.messages.append(message.to_openai())
+        ending = " · cut off at --max-new-tokens" if reply.finish_reason == "length" else ""
+        self._note(f"{len(prompt.ids)} + {reply.tokens} tokens, {timing}{ending}")
+        return message.tool_calls
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        from kimi_k2.cli.conversation import with_system
+
+        return with_system(self.messages, self.system)
+
+    def _set_system(self, argument: str) -> None:
+        if argument:
+            self.system = argument
+        self._note(f"system: {self.system or 'the template’s own'}")
+
+    def _save(self, argument: str) -> None:
+        from kimi_k2.cli.conversation import write_conversation
+
+        if not argument:
+            self._complain("/save needs a file")
+            return
+        write_conversation(Path(argument).expanduser(), self._conversation(), self.tools)
+        self._note(f"{len(self.messages)} messages in {argument}")
+
+    def _retry(self, argument: str) -> None:
+        del argument
+        users = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users:
+            self._complain("there is no message to answer")
+            return
+        question = self.messages[users[-1]]
+        del self.messages[users[-1] :]
+        self._answer(question)
+
+    def _reset(self, argument: str) -> None:
+        del argument
+        self.messages = []
+        self._note("a new conversation")
+
+    def _help(self, argument: str) -> None:
+        del argument
+        self.console.print(HELP, markup=False, highlight=False)
+
+    def _quit(self, argument: str) -> None:
+        del argument
+        self.running = False
+
+    def _read(self, prompt: str) -> str:
+        """A line, with those that it goes on in."""
+        lines = [_input(prompt)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(_input("...> "))
+        return "\n".join(lines)
+
+    def _note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False)
+
+    def _complain(self, text: str) -> None:
+        self.console.print(text, style="red", markup=False, highlight=False)
+
+
+def _line_editing() -> None:
+    """History and editing of lines, where this Python has them."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (the import is what turns it on)
+
+
+def _input(prompt: str) -> str:
+    """A line of standard input; the prompt is for people only."""
+    if not sys.stdin.isatty():
+        return input()
+    # readline counts what stands between these marks as no columns.
+    return input(f"\001\033[1;32m\002{prompt}\001\033[0m\002")

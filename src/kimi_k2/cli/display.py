@@ -1,0 +1,175 @@
+"""How answers are shown: as they are made on a terminal, as the model's own text in a pipe, or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from kimi_k2.engine.reply import Reply
+from kimi_k2.tokenization.message import AssistantMessage, MessageDelta
+
+if TYPE_CHECKING:
+    from kimi_k2.cli.session import Prompt
+
+# A model may write anything; what a terminal would obey is shown as a picture of itself.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
+REASONING, TOOL = "dim italic", "cyan"
+
+
+def printable(text: str) -> str:
+    """Text without control characters."""
+    return text.translate(_PICTURES)
+
+
+class View(Protocol):
+    """What `generate` shows its replies in."""
+
+    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+        """A reply has grown."""
+        ...
+
+    def ended(self, row: int, reply: Reply) -> None:
+        """A reply is complete."""
+        ...
+
+    def close(self, replies: dict[int, Reply]) -> None:
+        """All are complete, or an error ended them."""
+        ...
+
+
+class PlainView:
+    """The text as the model wrote it, markup included: of one reply as it comes, of several at the end."""
+
+    def __init__(self, count: int) -> None:
+        self._single = count == 1
+        self._shown = 0
+
+    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+        """Print what is new of a single reply."""
+        if self._single:
+            typer.echo(reply.text[self._shown :], nl=False)
+            self._shown = len(reply.text)
+
+    def ended(self, row: int, reply: Reply) -> None:
+        """Nothing yet: others may come before it."""
+
+    def close(self, replies: dict[int, Reply]) -> None:
+        """Print several replies in the order of their prompts."""
+        if self._single and replies:
+            typer.echo()
+        for row, reply in sorted(replies.items() if not self._single else ()):
+            typer.echo(f"--- {row}\n{reply.text}")
+
+
+class JsonView:
+    """A JSON line a reply when it ends and, if `deltas`, one for everything that comes before."""
+
+    def __init__(self, prompts: list[Prompt], *, deltas: bool) -> None:
+        self._prompts, self._deltas = prompts, deltas
+
+    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+        """Print a delta, as OpenAI's API streams them."""
+        if self._deltas and (content := delta.to_openai()):
+            self._line({"index": row, "delta": content})
+
+    def ended(self, row: int, reply: Reply) -> None:
+        """Print the message."""
+        usage = {"prompt_tokens": len(self._prompts[row].ids), "completion_tokens": reply.tokens}
+        message = reply.message.to_openai()
+        self._line({"index": row, "message": message, "finish_reason": reply.finish_reason, "usage": usage})
+
+    def close(self, replies: dict[int, Reply]) -> None:
+        """Nothing is left."""
+
+    @staticmethod
+    def _line(content: dict[str, Any]) -> None:
+        typer.echo(json.dumps(content, ensure_ascii=False))
+
+
+class TerminalView:
+    """One reply on a terminal: reasoning dimmed, tool calls marked, text as it is made."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._part: str | None = None
+
+    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+        """Print what came."""
+        if delta.reasoning_content:
+            self._write("reasoning", delta.reasoning_content, REASONING)
+        if delta.content:
+            self._write("content", delta.content)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                self._write(f"call {call.index}", f"→ {call.name} ", f"bold {TOOL}")
+            self._write(f"call {call.index}", call.arguments, TOOL)
+        for index in delta.abandoned:
+            self._write("content", f"(call {index} was malformed; its text follows)\n", "yellow")
+
+    def ended(self, row: int, reply: Reply) -> None:
+        """End the last line."""
+        self._console.print()
+
+    def close(self, replies: dict[int, Reply]) -> None:
+        """Nothing is left."""
+
+    def _write(self, part: str, text: str, style: str | None = None) -> None:
+        if self._part is None:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        if part != self._part and self._part is not None:
+            self._console.print("\n")
+        self._part = part
+        shown = Text(printable(text), style=style or "")
+        self._console.print(shown, end="", soft_wrap=True)
+
+
+class PanelsView:
+    """Several replies on a terminal, each in a panel that grows."""
+
+    def __init__(self, console: Console, titles: list[str]) -> None:
+        self._console, self._titles = console, titles
+        self._texts = [Text() for _ in titles]
+        self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
+
+    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+        """Let a panel grow."""
+        self._texts[row].append(printable(delta.reasoning_content), REASONING)
+        self._texts[row].append(printable(delta.content))
+        for call in delta.tool_calls:
+            self._texts[row].append(printable((f"\n→ {call.name} " if call.name else "") + call.arguments), TOOL)
+        self._live.start()
+        self._live.update(self._panels())
+
+    def ended(self, row: int, reply: Reply) -> None:
+        """Draw a reply anew as it was parsed in the end."""
+        self._texts[row] = message_text(reply.message)
+        self._live.update(self._panels())
+
+    def close(self, replies: dict[int, Reply]) -> None:
+        """Leave all panels on the screen, whole."""
+        self._live.stop()
+        self._console.print(self._panels())
+
+    def _panels(self) -> Group:
+        pairs = zip(self._titles, self._texts, strict=True)
+        return Group(*(Panel(text, title=Text(printable(title)), title_align="left") for title, text in pairs))
+
+
+def message_text(message: AssistantMessage) -> Text:
+    """A whole message with reasoning and tool calls apart."""
+    parts = []
+    if message.reasoning_content:
+        parts.append(Text(printable(message.reasoning_content.strip()), REASONING))
+    if message.content:
+        parts.append(Text(printable(message.content.strip("\n"))))
+    parts += [Text(printable(f"→ {call.name} {call.arguments}"), TOOL) for call in message.tool_calls]
+    return Text("\n\n").join(parts)

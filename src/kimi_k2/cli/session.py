@@ -1,0 +1,131 @@
+"""A loaded model that answers: what `generate` and `chat` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kimi_k2.cli.loading import load_model
+from kimi_k2.engine.device import check_device
+from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.reply import Reply
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.parallel.ranks import load_ranks
+from kimi_k2.tokenization.message import MessageDelta, opens_reasoning
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from kimi_k2.config import KimiK2Config
+
+Show = Callable[[int, Reply, MessageDelta], None]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt; whether it leaves <think> open, and whether the answer is a message or bare text."""
+
+    ids: list[int]
+    prefilled: bool = False
+    parse: bool = True
+
+
+@dataclass
+class Timing:
+    """Seconds of each step; the first is the prefill."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.seconds[0]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds a later token; 0 if there was none."""
+        return sum(self.seconds[1:]) / max(len(self.seconds) - 1, 1)
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft:.3f} s, TPOT {self.tpot:.4f} s, {len(self.seconds)} steps"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model, its tokenizer and how to sample.
+
+    Attributes:
+        rank: of this process; ranks above 0 make the same steps and show nothing.
+    """
+
+    generator: Generator
+    tokenizer: KimiTokenizer
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    chunk_size: int | None = None
+    rank: int = 0
+
+    def prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
+        """A conversation; options as for `ChatTemplate.render_segments` (tools, thinking)."""
+        segments = self.tokenizer.render_segments(messages, **options)
+        return Prompt(self.tokenizer.encode_segments(segments), opens_reasoning(segments))
+
+    def bare(self, text: str) -> Prompt:
+        """Text as it is, without the chat template."""
+        return Prompt(self.tokenizer.encode(text), parse=False)
+
+    def answer(self, prompts: Sequence[Prompt], show: Show, timing: Timing) -> Iterator[tuple[int, Reply]]:
+        """Generate until every sequence has ended; replies come, with their rows, in the order in which they end."""
+        end_ids = self.params.eos_token_ids
+        replies = [
+            Reply(self.tokenizer, end_ids, stop=self.stop, prefilled=prompt.prefilled, parse=prompt.parse)
+            for prompt in prompts
+        ]
+        running = dict(enumerate(replies))
+        ids = [prompt.ids for prompt in prompts]
+        for step in self.generator.stream(ids, self.params, chunk_size=self.chunk_size):
+            timing.seconds.append(step.seconds)
+            for row, reply in list(running.items()):
+                token = step.tokens[row]
+                if token is not None:
+                    show(row, reply, reply.feed(token))
+                if reply.finish_reason is not None:
+                    yield row, running.pop(row)
+            if not running:
+                return
+        for row, reply in running.items():
+            show(row, reply, reply.finish())
+            yield row, reply
+
+
+@contextmanager
+def open_session(
+    checkpoint: Path,
+    config: KimiK2Config,
+    tokenizer: KimiTokenizer,
+    params: SamplingParams,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    keep_quantized: bool = False,
+    ranks: Path | None = None,
+    stop: Sequence[str] = (),
+    chunk_size: int | None = None,
+) -> Iterator[Session]:
+    """Load the model, or this process's part of it.
+
+    Raises:
+        KimiK2Error: (subclasses) as loading does.
+    """
+    options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+    if ranks is None:
+        check_device(device)
+        model = load_model(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
+        yield Session(Generator(model), tokenizer, params, **options)
+        return
+    with load_ranks(ranks, config, dtype, device) as part:
+        yield Session(part.generator, tokenizer, params, rank=part.number, **options)

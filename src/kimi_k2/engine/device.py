@@ -1,0 +1,32 @@
+"""Which devices a model runs on."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_k2.errors import DeviceError
+
+
+def check_device(device: str) -> torch.device:
+    """The device of a name, made current if it is a GPU, since our kernels launch on the current one.
+
+    Args:
+        device: cpu, cuda, cuda:1 ...
+
+    Raises:
+        DeviceError: another kind of device, or one that this machine lacks.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index not in (None, 0)):
+        raise DeviceError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(f"device {device!r}: no CUDA device is available to torch")
+        if found.index is not None:
+            if found.index >= torch.cuda.device_count():
+                raise DeviceError(f"device {device!r}: this machine has {torch.cuda.device_count()} GPUs")
+            torch.cuda.set_device(found)
+    return found

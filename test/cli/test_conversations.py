@@ -1,0 +1,171 @@
+"""`generate` with conversations, tools, stop strings and JSON, and `chat`: what a scripted model's words become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.engine.generate import Step
+from kimi_k2.engine.generator import Generator
+from kimi_k2.errors import GenerationError, KimiK2Error
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+runner = CliRunner()
+CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city":"Bern"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+Script = Callable[..., list[str]]
+
+
+@pytest.fixture
+def script(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Script:
+    """`script(text, ...)` makes the model say these texts, a generation after another; returns the prompts it saw."""
+    tokenizer = KimiTokenizer.from_pretrained(checkpoints["k2.5"])
+    end = tokenizer.special_tokens["<|im_end|>"]
+    seen: list[str] = []
+
+    def install(*texts: str, ends: bool = True) -> list[str]:
+        left = list(texts)
+
+        def stream(self: Generator, prompts: Sequence[Sequence[int]], params: Any, **_: Any) -> Iterator[Step]:
+            if not left:
+                raise GenerationError("the script has ended")
+            seen.extend(tokenizer.decode(prompt) for prompt in prompts)
+            rows = [tokenizer.encode(left.pop(0), allow_special=True) + ([end] if ends else []) for _ in prompts]
+            for step in range(max(map(len, rows))):
+                yield Step(tuple(row[step] if step < len(row) else None for row in rows), 0.001)
+
+        monkeypatch.setattr(Generator, "stream", stream)
+        return seen
+
+    return install
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A conversation and tools."""
+    conversation = [{"role": "system", "content": "OLD"}, {"role": "user", "content": "Weather?"}]
+    for name, content in (("messages", conversation), ("tools", TOOLS)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return {name: str(tmp_path / f"{name}.json") for name in ("messages", "tools")}
+
+
+def test_json_has_reasoning_and_tool_calls_apart(
+    checkpoints: dict[str, Path], script: Script, files: dict[str, str]
+) -> None:
+    prompts = script("Look it up.</think>One moment." + CALL)
+    options = ["--messages", files["messages"], "--tools", files["tools"], "--system", "NEW", "--json"]
+    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), *options])
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout)
+    assert line["message"] == {
+        "role": "assistant",
+        "content": "One moment.",
+        "reasoning_content": "Look it up.",
+        "tool_calls": [
+            {
+                "id": "functions.weather:0",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city":"Bern"}'},
+            }
+        ],
+    }
+    assert line["finish_reason"] == "tool_calls"
+    assert line["usage"]["prompt_tokens"] > 10
+    assert "NEW" in prompts[0]
+    assert "OLD" not in prompts[0]
+    assert "weather" in prompts[0]
+    assert prompts[0].endswith("<think>")
+
+
+def test_streamed_lines_add_up(checkpoints: dict[str, Path], script: Script) -> None:
+    script("a</think>first one", "b</think>second")
+    options = ["-p", "x", "-p", "y", "--json", "--stream"]
+    lines = [
+        json.loads(line)
+        for line in runner.invoke(app, ["generate", str(checkpoints["k2.5"]), *options]).stdout.splitlines()
+    ]
+    for row, (reasoning, content) in enumerate((("a", "first one"), ("b", "second"))):
+        mine = [line for line in lines if line["index"] == row]
+        assert "".join(line["delta"].get("content", "") for line in mine[:-1]) == content
+        assert "".join(line["delta"].get("reasoning_content", "") for line in mine[:-1]) == reasoning
+        assert mine[-1]["message"]["content"] == content
+    # The second ends first and is told of first.
+    assert [line["index"] for line in lines if "message" in line] == [1, 0]
+
+
+def test_stop_strings_end_each_reply(checkpoints: dict[str, Path], script: Script) -> None:
+    script("one END two", "ENDless", ends=False)
+    options = ["--raw", "-p", "x", "-p", "y", "--stop", "END"]
+    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), *options])
+    assert result.stdout == "--- 0\none \n--- 1\n\n"
+
+
+def test_no_thinking_closes_it_in_the_prompt(checkpoints: dict[str, Path], script: Script) -> None:
+    prompts = script("Hello")
+    runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "-p", "x", "--no-thinking"])
+    assert prompts[0].endswith("<think></think>")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[", "no valid JSON"),
+        ("{}", "messages: expected a list"),
+        ("[]", "messages: expected a list"),
+        ("[3]", "messages[0]: expected an object"),
+        ('[{"role": "king", "content": "x"}]', "'role'"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_conversations_are_named(checkpoints: dict[str, Path], tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "m.json").write_text(content)
+    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "--messages", str(tmp_path / "m.json")])
+    assert isinstance(result.exception, KimiK2Error)
+    assert says in str(result.exception)
+
+
+def test_chat_asks_for_tool_results_and_saves(
+    checkpoints: dict[str, Path], script: Script, files: dict[str, str], tmp_path: Path
+) -> None:
+    prompts = script("Hm.</think>Hello.", CALL, "Done.</think>It rains.")
+    saved = tmp_path / "saved.json"
+    lines = ["/system Be kind.", "Hi", f"/tools {files['tools']}", "Weather\\", "please?", '{"sky": "rain"}']
+    lines += [f"/save {saved}", "/nonsense", "/load /nowhere", "/quit"]
+    result = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input="\n".join(lines) + "\n")
+    assert result.exit_code == 0, result.output
+    for text in ("Hello.", "→ weather", "It rains.", "no command /nonsense", "/nowhere: cannot be read"):
+        assert text in result.output
+    content = json.loads(saved.read_text())
+    assert [message["role"] for message in content["messages"]] == [
+        "system", "user", "assistant", "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert content["messages"][2]["reasoning_content"] == "Hm."
+    assert content["messages"][3]["content"] == "Weather\nplease?"
+    assert content["messages"][5]["content"] == '{"sky": "rain"}'
+    assert content["tools"][0]["function"]["name"] == "weather"
+    assert "Be kind." in prompts[0]
+    assert "rain" in prompts[2]
+    script("Yes.</think>Yes.")
+    again = runner.invoke(app, ["chat", str(checkpoints["k2.5"]), "--messages", str(saved)], input="Sure?\n")
+    assert again.exit_code == 0, again.output
+    assert "It rains." in prompts[3]
+
+
+def test_chat_goes_on_after_an_error(checkpoints: dict[str, Path], script: Script) -> None:
+    script("A.</think>A.", "B.</think>B.")
+    lines = ["Hi", "/retry", "/reset", "/retry", "more", "/system", "/help"]
+    result = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input="\n".join(lines) + "\n")
+    assert result.exit_code == 0, result.output
+    assert "the script has ended" in result.output
+    assert "there is no message to answer" in result.output
+    assert "/save FILE" in result.output

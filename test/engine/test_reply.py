@@ -1,0 +1,79 @@
+"""Replies: stop strings as str.find sees them, whatever the tokens, and messages as the whole text parses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kimi_k2.engine.reply import Reply
+from kimi_k2.errors import GenerationError
+from kimi_k2.tokenization.message import MessageDelta, parse_message
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
+    '{"city": "Bern"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: dict[str, Path]) -> KimiTokenizer:
+    return KimiTokenizer.from_pretrained(checkpoints["k2.5"])
+
+
+def run(reply: Reply, tokens: list[int]) -> MessageDelta:
+    """The sum of the deltas."""
+    total = MessageDelta()
+    for delta in [*(reply.feed(token) for token in tokens), reply.finish()]:
+        total.reasoning_content += delta.reasoning_content
+        total.content += delta.content
+        total.tool_calls += delta.tool_calls
+    return total
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.text(alphabet="ab é\n", max_size=30),
+    stop=st.lists(st.text(alphabet="ab é\n", min_size=1, max_size=3), max_size=3),
+)
+def test_stop_strings_cut_where_the_first_of_them_begins(tokenizer: KimiTokenizer, text: str, stop: list[str]) -> None:
+    ends = [len(text[: place + len(one)]) for one in stop if (place := text.find(one)) >= 0]
+    reply = Reply(tokenizer, {0}, stop=stop, parse=False)
+    shown = run(reply, tokenizer.encode(text))
+    assert shown.content == reply.text
+    if not ends:
+        assert (reply.text, reply.finish_reason) == (text, "length")
+        return
+    assert reply.finish_reason == "stop"
+    assert text.startswith(reply.text)
+    assert not any(one in reply.text for one in stop)
+    assert any(text.startswith(one, len(reply.text)) for one in stop)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled: bool) -> None:
+    text = ("" if prefilled else "<think>") + "Bern, surely.</think>I look.\n" + CALL
+    end = tokenizer.special_tokens["<|im_end|>"]
+    reply = Reply(tokenizer, {end}, prefilled=prefilled)
+    shown = run(reply, [*tokenizer.encode(text, allow_special=True), end, 1, 2, 3])
+    assert reply.text == text
+    assert reply.finish_reason == "tool_calls"
+    assert (shown.reasoning_content, shown.content.strip()) == ("Bern, surely.", "I look.")
+    assert reply.message == parse_message(text, prefilled=prefilled)
+    (call,) = reply.message.tool_calls
+    assert (call.name, call.arguments) == ("get", '{"city": "Bern"}')
+    assert "".join(delta.arguments for delta in shown.tool_calls) == call.arguments
+
+
+def test_an_end_token_is_a_stop_and_no_text(tokenizer: KimiTokenizer) -> None:
+    reply = Reply(tokenizer, {5})
+    run(reply, [*tokenizer.encode("ab"), 5, *tokenizer.encode("cd")])
+    assert (reply.text, reply.finish_reason, reply.tokens) == ("ab", "stop", len(tokenizer.encode("ab")) + 1)
+
+
+def test_an_empty_stop_string_is_refused(tokenizer: KimiTokenizer) -> None:
+    with pytest.raises(GenerationError, match="stop"):
+        Reply(tokenizer, {5}, stop=["x", ""])
