@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
-from kimi_k2.model.attention import mla_naive_attention
+from kimi_k2.ops.mla import mla_naive_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SCALE = 0.1147

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine import layer_step
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
-from kimi_k2.model.rope import apply_rotary_interleaved
-from kimi_k2.model.router import noaux_tc_gate
 from kimi_k2.ops import registry
+from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.weights import Weight
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout
@@ -33,7 +33,6 @@ from kimi_k2.synthetic.config import tiny_config, with_bf16_down
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HOPPER else "cpu"
-PLAIN = ",".join(f"{operation}={registry.PLAIN}" for operation in registry.TABLE)
 FP8, INT4 = "kimi-k2-instruct-0905", "kimi-k2-thinking"
 TP8 = Layout(8, target="cuda", experts="stored")
 
@@ -94,7 +93,7 @@ def decode_errors(
     vocabulary = model.model.embed_tokens.weight.shape[0]
     ids = torch.randint(0, vocabulary, (steps, batch), device=DEVICE)
     wanted, plain, ours = [], [], []
-    registry.pin(PLAIN)
+    registry.pin(registry.PLAIN)
     for step, tokens in enumerate(ids):
         positions = torch.full((batch, 1), context + step, device=DEVICE)
         wanted.append(exact(tokens[:, None], positions, reference)[:, 0])
@@ -123,58 +122,62 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
         assert ours < 1.5 * plain
 
 
-def plain_query(both: Tensor, q_norm: Tensor, q_b: Tensor, scale: Tensor, kv_norm: Tensor, *others: Any) -> Tensor:
+def plain_query(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> Tensor:  # fmt: skip
     """What `query_and_entry` documents, in float32 from float32 inputs."""
-    cos, sin, positions, w_uk, cache, q_eps, kv_eps = others
 
     def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
 
-    q_a, latent, key = both.float().split([1536, 512, 64], dim=-1)
-    q = normed(q_a, q_norm, q_eps) @ dequantize_fp8_block(q_b, scale).T
+    q_a, latent, key = qkv_a.float().split([1536, 512, 64], dim=-1)
+    q = normed(q_a, q_norm, q_eps) @ dequantize_fp8_block(q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]).T
     nope, rope = q.unflatten(-1, (-1, 192)).split([128, 64], dim=-1)
     cos, sin = cos.float(), sin.float()
     entry = torch.cat((normed(latent, kv_norm, kv_eps), apply_rotary_interleaved(key, cos, sin)), dim=-1)
-    cache[torch.arange(len(both), device=both.device), positions] = entry.to(cache.dtype)
-    turned = apply_rotary_interleaved(rope, cos[:, None], sin[:, None])
-    return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), turned), dim=-1).to(both.dtype)
+    cache[torch.arange(len(qkv_a), device=qkv_a.device), positions] = entry.to(cache.dtype)
+    rotated = apply_rotary_interleaved(rope, cos[:, None], sin[:, None])
+    return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), rotated), dim=-1).to(qkv_a.dtype)
 
 
-def plain_attention(query: Tensor, cache: Tensor, lengths: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
+def plain_attention(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
     """What `attend_values` documents."""
     scores = torch.einsum("bhr,btr->bht", query.float(), cache.float()) * softmax_scale
-    ahead = torch.arange(cache.shape[1], device=cache.device) >= lengths[:, None, None]
+    ahead = torch.arange(cache.shape[1], device=cache.device) >= seq_lens[:, None, None]
     shares = scores.masked_fill(ahead, -torch.inf).softmax(-1)
     summed = torch.einsum("bht,btr->bhr", shares, cache[..., :512].float())
     return torch.einsum("bhr,hvr->bhv", summed, w_uv.float()).flatten(1).to(query.dtype)
 
 
-def plain_route(x: Tensor, delta: Tensor, norm: Tensor, eps: float, *gate: Any) -> tuple[Tensor, ...]:
+def plain_route(
+    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor, top_k: int, **options: Any
+) -> tuple[Tensor, ...]:
     """What `add_norm_route` documents."""
-    weight, bias, top_k, *options = gate
     total = x + delta
     wide = total.float()
-    normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * norm.float()).to(x.dtype)
-    names = dict(zip(("norm_topk_prob", "routed_scaling_factor"), options, strict=True))
-    return total, normed, *noaux_tc_gate(normed.float() @ weight.float().T, bias, top_k, **names)
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight.float()).to(x.dtype)
+    return total, normed, *noaux_tc_gate(normed.float() @ weight.float().T, bias, top_k, **options)
 
 
-@pytest.mark.parametrize("without", [None, "query_kernel", "attend_values", "norm_route"])
+@pytest.mark.parametrize("without", [None, "query_and_entry", "attend_values", "add_norm_route"])
 def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode step's calls of the operations that join launches, which take no CPU tensors: plain ones stand in."""
+    """The decode step's calls of the operations that join launches, with entries that a CPU can run instead of ours."""
     made: list[str] = []
 
-    def stand_in(module: str, name: str, plain: Callable[..., Any]) -> None:
-        def call(*arguments: Any) -> Any:
+    def stand_in(name: str, plain: Callable[..., Any]) -> None:
+        def call(*arguments: Any, **options: Any) -> Any:
             made.append(name)
-            return plain(*arguments)
+            return plain(*arguments, **options)
 
-        monkeypatch.setattr(getattr(layer_step, module), name, call)
-        monkeypatch.setattr(getattr(layer_step, module), "supports", lambda *_, **__: module != without)
+        entry = registry.Entry("stand_in", call, lambda *_, **__: True, None, {})
+        monkeypatch.setattr(registry.TABLE[name], "choose", lambda *_, **__: entry)
 
-    stand_in("query_kernel", "query_and_entry", plain_query)
-    stand_in("attend_values", "attend_values", plain_attention)
-    stand_in("norm_route", "add_norm_route", plain_route)
+    for name, plain in (
+        ("query_and_entry", plain_query), ("attend_values", plain_attention), ("add_norm_route", plain_route)
+    ):  # fmt: skip
+        if name != without:
+            stand_in(name, plain)
     sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     config = tiny_config(FP8, num_hidden_layers=2, v_head_dim=128, **sizes)
     model = rank_of_many(config, Layout(1, target="cuda", experts="stored"))
@@ -228,14 +231,14 @@ def test_decode_of_eight(preset: str) -> None:
 
 
 @on_gpu
-def test_a_graph_of_plain_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_of_plain_experts_is_refused() -> None:
     """They read the routing back, which would end the process in the middle of a capture."""
-    monkeypatch.setattr(registry, "_pins", {"routed_experts": registry.PLAIN})
+    registry.pin("routed_experts=plain")
     model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
     now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(KernelError, match="experts that a kernel takes"):
         DecodeStep(model, model.new_cache(1, 4), graph=True)
-    monkeypatch.setattr(registry, "_pins", {})
+    registry.pin("")
     assert bool(DecodeStep(model, model.new_cache(1, 4), graph=True)(now, now).isfinite().all())
 
 
@@ -277,7 +280,8 @@ def test_a_converted_checkpoint(source: str, tmp_path: Path) -> None:
         assert error < limit
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     assert experts
-    assert all(module.kernel_order == (HOPPER and source != FP8) for module in experts)
+    for module in experts:
+        assert (module.stored().gate_up.order is not None) == (HOPPER and source != FP8)
     # The same weights, by then in the kernel's order, serve the decode step.
     ours, plain, _ = decode_errors(model, 2, steps=3, context=20)
     assert ours < 1.5 * plain

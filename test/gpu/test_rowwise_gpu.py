@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.dispatch_entries import route
+from kimi_k2.kernels.entries import route
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
-from kimi_k2.model.router import noaux_tc_gate
+from kimi_k2.ops.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]

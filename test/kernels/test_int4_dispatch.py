@@ -10,7 +10,6 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
-from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts
@@ -37,7 +36,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @torch.inference_mode()
-def test_the_kernels_order_changes_no_value(source: Path) -> None:
+def test_the_kernels_order_changes_no_value(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordered in place, an expert still has the checkpoint's weights, and the model the logits of the plain one."""
     plain = KimiK2ForCausalLM.from_pretrained(source)
     kept = KimiK2ForCausalLM.from_pretrained(source, keep_quantized=True)
@@ -47,10 +46,8 @@ def test_the_kernels_order_changes_no_value(source: Path) -> None:
     if not packed:
         experts.down_proj = experts.down_proj.bfloat16()
     before = {name: tensor.clone() for name, tensor in experts.named_buffers()}
-    down = experts.down_proj_packed if packed else experts.down_proj
-    scale = experts.down_proj_scale if packed else None
-    prepare_w4a16(experts.gate_up_proj_packed, experts.gate_up_proj_scale, down, scale, in_place=True)
-    experts.kernel_order = True
+    monkeypatch.setattr(moe_w4a16, "supports", lambda *_: True)
+    experts.prepare(torch.bfloat16)
     for name, tensor in experts.named_buffers():
         assert not torch.equal(tensor, before[name]), name
     for expert in range(experts.num_experts):
@@ -68,15 +65,20 @@ def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: py
     model = KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16, keep_quantized=True)
     experts = experts_of(model)
     x, indices, weights = torch.zeros(1, 256).bfloat16(), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
-    takes = [
-        entry.name
-        for entry in registry.TABLE["routed_experts"]
-        if entry.takes("routed_experts", (x, experts, indices, weights), {})
-    ]
-    assert takes == ["moe_w4a16"]
-    assert not moe_w4a16.supports_routed_experts(x.float(), experts, indices, weights)
+
+    def takers(x: torch.Tensor, experts: Experts) -> list[str]:
+        given = x, experts.stored(), indices, weights
+        return [entry.name for entry in registry.TABLE["routed_experts"].entries if entry.takes(*given)]
+
+    assert takers(x, experts) == []
+    experts.prepare(torch.float32)
+    assert takers(x, experts) == []  # for other tokens than BF16 nothing is put into order
+    experts.prepare(torch.bfloat16)
+    assert takers(x, experts) == ["moe_w4a16"]
+    assert takers(x.float(), experts) == []
     assert isinstance(experts.quantization, Int4GroupQuantization)
     experts.quantization = experts.quantization.model_copy(update={"group_size": 64})
-    assert not moe_w4a16.supports_routed_experts(x, experts, indices, weights)
+    assert takers(x, experts) == []
     plain = experts_of(KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
-    assert not moe_w4a16.supports_routed_experts(x, plain, indices, weights)
+    plain.prepare(torch.bfloat16)
+    assert takers(x, plain) == []

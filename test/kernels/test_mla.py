@@ -11,7 +11,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
-from kimi_k2.model.attention import mla_absorbed_attention
+from kimi_k2.ops.mla import mla_absorbed_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -13,21 +12,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.model import attention, cache, linear, moe, norm, rope, router
-from kimi_k2.ops import registry
-from kimi_k2.quantization import fp8_block
-
-PLAIN = {
-    "apply_rotary_interleaved": rope.apply_rotary_interleaved,
-    "dequantize_fp8_block": fp8_block.dequantize_fp8_block,
-    "fp8_linear": linear.fp8_linear,
-    "mla_absorbed_attention": attention.mla_absorbed_attention,
-    "mla_naive_attention": attention.mla_naive_attention,
-    "rms_norm": norm.rms_norm,
-    "route": router.route,
-    "routed_experts": moe.routed_experts,
-    "store_entries": cache.store_entries,
-}
+from kimi_k2.ops import linear, registry, router
+from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.weights import Weight
+from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
 
 
 @pytest.fixture(autouse=True)
@@ -36,27 +24,40 @@ def _unpinned() -> Iterator[None]:
     registry.pin("")
 
 
-def test_every_operation_has_a_plain_function_and_entries_with_its_arguments() -> None:
-    assert set(PLAIN) == set(registry.TABLE)
-    for operation, entries in registry.TABLE.items():
-        wanted = list(inspect.signature(PLAIN[operation]).parameters)
-        for entry in entries:
-            module = importlib.import_module(entry.module)
-            assert list(inspect.signature(getattr(module, operation)).parameters)[: len(wanted) - 1] == wanted[:-1]
-            assert callable(getattr(module, f"supports_{operation}"))
+def test_entries_have_the_plain_functions_arguments() -> None:
+    registry.load_providers()
+    for operation in registry.TABLE.values():
+        wanted = list(inspect.signature(operation.plain.call).parameters)
+        for entry in operation.entries:
+            assert list(inspect.signature(entry.call).parameters)[: len(wanted)] == wanted, (operation.name, entry.name)
+            assert callable(entry.takes)
 
 
 def test_the_order_is_the_tables() -> None:
-    assert {op: [entry.name for entry in entries] for op, entries in registry.TABLE.items()} == {
-        "apply_rotary_interleaved": ["triton"],
-        "dequantize_fp8_block": ["triton"],
-        "fp8_linear": ["triton_decode"],
-        "mla_absorbed_attention": ["mla_decode"],
-        "mla_naive_attention": ["mla_prefill"],
-        "rms_norm": ["triton"],
-        "route": ["router"],
-        "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16"],
-        "store_entries": ["triton"],
+    registry.load_providers()
+    assert {operation.name: operation.names for operation in registry.TABLE.values()} == {
+        "absorb_and_store": ["triton", "plain"],
+        "add_norm": ["fused", "plain"],
+        "add_norm_route": ["cuda", "plain"],
+        "add_project": ["fused_linear", "plain"],
+        "apply_rotary_interleaved": ["triton", "plain"],
+        "attend_values": ["cuda", "plain"],
+        "dense_linear": ["plain"],
+        "dequantize_fp8_block": ["triton", "plain"],
+        "fp8_linear": ["triton_decode", "plain"],
+        "mla_absorbed_attention": ["mla_decode", "plain"],
+        "mla_decode": ["mla_decode", "plain"],
+        "mla_naive_attention": ["mla_prefill", "plain"],
+        "project": ["fused_linear", "plain"],
+        "query_and_entry": ["cuda", "plain"],
+        "rms_norm": ["triton", "plain"],
+        "rotary_cos_sin": ["plain"],
+        "route": ["router", "plain"],
+        "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "plain"],
+        "routed_experts_with_shared": ["moe_decode", "side_stream", "plain"],
+        "silu_and_mul": ["plain"],
+        "store_entries": ["triton", "plain"],
+        "value_rows": ["cuda", "plain"],
     }
 
 
@@ -81,6 +82,80 @@ def test_the_environment_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.ENVIRONMENT, "route=plain,routed_experts=moe_fp8")
     registry.pin()
     assert registry._pins == {"route": "plain", "routed_experts": "moe_fp8"}
+    assert [entry.name for entry in registry.TABLE["routed_experts"]._allowed] == ["moe_fp8"]
+    assert not registry.TABLE["route"]._allowed
+
+
+@pytest.mark.parametrize("text", ["plain", "*=plain"])
+def test_everything_can_be_pinned_to_plain(text: str) -> None:
+    registry.pin(text)
+    assert not any(operation._allowed for operation in registry.TABLE.values())
+    registry.pin(f"{text},route=router")
+    assert [name for name, operation in registry.TABLE.items() if operation._allowed] == ["route"]
+    registry.pin("")
+    assert all(len(operation._allowed) == len(operation.entries) for operation in registry.TABLE.values())
+
+
+def test_a_pinned_operation_is_not_joined_with_others() -> None:
+    """The entry that routes behind the norm routes as `router` does."""
+    joined = registry.TABLE["add_norm_route"]
+    for pins, free in (("route=plain", False), ("route=router", True), ("route=plain,add_norm_route=cuda", True)):
+        registry.pin(pins)
+        assert bool(joined._allowed) == free, pins
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that asks the table as one of a GPU would."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> registry.Operation[[torch.Tensor], torch.Tensor]:
+    """An operation of its own."""
+    monkeypatch.setattr(registry, "TABLE", {})
+
+    @registry.operation
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    return halved
+
+
+def test_entries_are_tried_in_their_order(halved: registry.Operation[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.ones(3).as_subclass(OnGpu)
+    halved.entry("second", takes=lambda x: len(x) < 4)(lambda x: x * 2)
+    halved.entry("first", takes=lambda x: len(x) < 3, before="second")(lambda x: x * 3)
+    assert halved.names == ["first", "second", "plain"]
+    assert [halved.choose(x[:n]).name for n in (2, 3)] == ["first", "second"]
+    assert halved.choose(torch.cat((x, x)).as_subclass(OnGpu)).name == "plain"
+    assert halved.choose(torch.ones(2)).name == "plain"
+    assert float(halved(x).sum()) == 6
+    assert registry.explain() == "halved: second (1 calls); order first > second > plain"
+
+
+def test_names_are_unique(halved: registry.Operation[[torch.Tensor], torch.Tensor]) -> None:
+    halved.entry("one", takes=lambda x: True)(lambda x: x)
+    for name, before in (("one", None), ("plain", None), ("two", "three")):
+        with pytest.raises(KernelError, match=r"already|no entry three"):
+            halved.entry(name, takes=lambda x: True, before=before)
+    with pytest.raises(KernelError, match="an operation halved already"):
+        registry.operation(halved.plain.call)
+
+
+def test_a_provider_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(registry, "PROVIDERS", ("kimi_k2.kernels.entries", "kimi_k2.no_such_kernels"))
+    with pytest.raises(KernelError, match="no_such_kernels, which offers kernels"):
+        registry.load_providers()
+
+
+def test_other_packages_offer_kernels_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [EntryPoint("theirs", "no_such_package.kernels", registry.PROVIDER_GROUP)]
+    monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in found if point.group == group])
+    with pytest.raises(KernelError, match=r"no_such_package\.kernels"):
+        registry.load_providers()
 
 
 def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,41 +166,39 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
         weight = torch.empty(384, 7168, dtype=torch.bfloat16, device="cuda")
         bias = torch.empty(384, device="cuda")
         chosen = registry.choose("route", x, weight, bias, 8)
-        assert chosen is not None and chosen.name == "router"
-        assert registry.choose("route", x.double(), weight, bias, 8) is None
-        assert registry.choose("route", x, weight, bias, 8, n_group=2) is None
+        assert chosen.name == "router"
+        assert registry.choose("route", x.double(), weight, bias, 8).name == "plain"
+        assert registry.choose("route", x, weight, bias, 8, n_group=2).name == "plain"
         assert registry.choose("route", x.expand(65, -1), weight, bias, 8) == chosen
         few = weight.narrow(0, 0, 16), bias.narrow(0, 0, 16)
-        assert registry.choose("route", x.expand(65, -1), *few, 8) is None
+        assert registry.choose("route", x.expand(65, -1), *few, 8).name == "plain"
         registry.pin("route=router")
         with pytest.raises(KernelError, match="pinned"):
             registry.choose("route", x.double(), weight, bias, 8)
         registry.pin("route=plain")
-        assert registry.choose("route", x, weight, bias, 8) is None
+        assert registry.choose("route", x, weight, bias, 8).name == "plain"
 
 
-@pytest.mark.parametrize("entry", [entry.name for entry in registry.TABLE["routed_experts"]])
-def test_every_expert_kernel_takes_what_the_plain_gate_returns(entry: str) -> None:
+@pytest.mark.parametrize("name", ["moe_decode", "moe_fp8", "moe_w4a16"])
+def test_every_expert_kernel_takes_what_the_plain_gate_returns(name: str) -> None:
     """The plain gate's results are cuts of wider tensors, and float64 for float64 logits."""
     scores = torch.randn(70, 16, dtype=torch.float64)
     indices, weights = router.noaux_tc_gate(scores, torch.zeros(16), 4)
     assert not indices.is_contiguous()
     hidden, inter, count = 1024, 128, 16
 
-    def stored(rows: int, columns: int, packed: bool) -> dict[str, torch.Tensor]:
-        if packed:
-            return {
-                "_packed": torch.empty(count, rows, columns // 8, dtype=torch.int32),
-                "_scale": torch.empty(count, rows, columns // 32, dtype=torch.bfloat16),
-            }
-        codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
-        return {"": codes, "_scale_inv": torch.empty(count, rows // 128, columns // 128)}
+    def stored(rows: int, columns: int) -> Weight:
+        if name == "moe_w4a16":
+            packed = torch.empty(count, rows, columns // 8, dtype=torch.int32)
+            scale = torch.empty(count, rows, columns // 32, dtype=torch.bfloat16)
+            return Weight({"weight_packed": packed, "weight_scale": scale}, Int4GroupQuantization())
+        values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(count, rows // 128, columns // 128)
+        return Weight({"weight": values, "weight_scale_inv": scale}, Fp8BlockQuantization())
 
-    module = importlib.import_module(next(e.module for e in registry.TABLE["routed_experts"] if e.name == entry))
+    registry.load_providers()
+    call = next(entry.call for entry in registry.TABLE["routed_experts"].entries if entry.name == name)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        packed = entry == "moe_w4a16"
-        held = {f"gate_up_proj{k}": v for k, v in stored(2 * inter, hidden, packed).items()}
-        held |= {f"down_proj{k}": v for k, v in stored(hidden, inter, packed).items()}
-        experts = SimpleNamespace(_buffers=held, kernel_order=True, expert_map=lambda: None, **held)
+        experts = ExpertWeights(stored(2 * inter, hidden), stored(hidden, inter))
         x = torch.empty(70, hidden, dtype=torch.bfloat16)
-        assert module.routed_experts(x, experts, indices, weights).shape == x.shape
+        assert call(x, experts, indices, weights).shape == x.shape

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.model import attention, moe
+from kimi_k2.model import moe
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.model.router import Router
+from kimi_k2.ops import mla
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.compare import Comparison, compare
 from kimi_k2.parity.logits import random_tokens
@@ -77,13 +78,13 @@ def epsilon_1e_5(model: KimiK2ForCausalLM, patch: Patch) -> None:
 
 def clamp_at_240(model: KimiK2ForCausalLM, patch: Patch) -> None:
     """The published port's conversion: codes above 240 become 240 under an unchanged scale."""
-    import kimi_k2.model.linear as linear
+    from kimi_k2.quantization import stored
 
     def clamped(weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
         low = weight.to(torch.float32).clamp(-240, 240).to(torch.float8_e4m3fn)
         return dequantize_fp8_block(low, scale, *rest)
 
-    patch.setattr(linear, "dequantize_fp8_block", clamped)
+    patch.setattr(stored, "dequantize_fp8_block", clamped)
     model.load_state_dict(KimiK2ForCausalLM.from_pretrained(PATH[0]).state_dict())
 
 
@@ -101,7 +102,7 @@ def dropped_token(model: KimiK2ForCausalLM, patch: Patch) -> None:
 
     def dropping(x: Tensor, experts: Any, indices: Tensor, weights: Tensor) -> Tensor:
         out = routed(x, experts, indices, weights)
-        if experts is layer and len(x) > 1:
+        if experts.down.tensors["weight"] is layer.down_proj and len(x) > 1:
             out[17] = 0.0  # one of 40 tokens, at prefill only
         return out
 
@@ -129,7 +130,7 @@ def half_split_rope(model: KimiK2ForCausalLM, patch: Patch) -> None:
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    patch.setattr(attention, "apply_rotary_interleaved", half_split)
+    patch.setattr(mla, "apply_rotary_interleaved", half_split)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_exponent_15_codes_and_router_bias_occur() -> None:
 
 
 def test_stored_weights_have_the_promised_variance() -> None:
-    from kimi_k2.model.linear import dequantize_stored
+    from kimi_k2.quantization.stored import dequantize_stored
 
     for fmt in ("fp8", "int4", "bf16"):
         config = with_format(tiny_config(hidden_size=1024, moe_intermediate_size=1024), fmt)

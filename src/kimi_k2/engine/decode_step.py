@@ -1,18 +1,22 @@
-"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it."""
+"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it.
+
+Works on a CPU too, where it is tested.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.engine.layer_step import LayerStep, Place, Reduce, normed_sum
+from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.linear.fused_linear import fused_add_linear, supports_bf16_linear
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops import registry
+from kimi_k2.ops.experts import routed_experts
+from kimi_k2.ops.linear import add_project
+from kimi_k2.ops.registry import PLAIN
+from kimi_k2.ops.weights import Weight
 
 
 def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
@@ -23,11 +27,12 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     device = model.lm_head.weight.device
     if device.type != "cuda":
         return False
+    model.prepare()
     x = torch.empty(batch, model.config.hidden_size, dtype=model.dtype, device=device)
     chosen = batch, model.config.num_experts_per_tok
     routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
-    return moe is None or registry.choose("routed_experts", x, moe.experts, *routing) is not None
+    return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
 
 
 class DecodeStep:
@@ -55,6 +60,7 @@ class DecodeStep:
         batch, device = cache.data.shape[1], cache.data.device
         if graph and not capturable(model, batch):
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
+        model.prepare()
         self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
         self.layers = []
         for layer in model.model.layers:
@@ -101,8 +107,5 @@ class DecodeStep:
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""
-        norm, weight = self.model.model.norm, self.model.lm_head.weight
-        if supports_bf16_linear(x, weight):
-            return self.gather(fused_add_linear(x, delta, weight, None, norm.weight, norm.eps)[0])
-        _, normed = normed_sum(x, delta, norm)
-        return self.gather(F.linear(normed, weight))
+        norm, weight = self.model.model.norm, Weight({"weight": self.model.lm_head.weight})
+        return self.gather(add_project(x, delta, weight, norm.weight, norm.eps)[0])

@@ -6,36 +6,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.registry import dispatched
-
-
-def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries as a cache of `dtype` holds them; e4m3 is saturated at 448, as vLLM's FP8 cache of scale 1 is."""
-    if dtype == torch.float8_e4m3fn:
-        entries = entries.clamp(-448.0, 448.0)
-    return entries.to(dtype)
-
-
-@dispatched("store_entries")
-def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
-    """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none.
-
-    Positions from T on are the caller's error: PyTorch raises or, on a GPU, may drop them.
-    """
-    entries = to_cache(entries, cache.dtype)
-    if positions.shape[1] == 1 or bool((positions < 0).any()):
-        rows, columns = torch.where(positions >= 0)
-        cache[rows, positions[rows, columns]] = entries[rows, columns]
-        return
-    index = positions.unsqueeze(-1).expand(-1, -1, cache.shape[-1])
-    if cache.dtype == torch.float8_e4m3fn:  # PyTorch scatters no FP8
-        cache.view(torch.uint8).scatter_(1, index, entries.view(torch.uint8))
-    else:
-        cache.scatter_(1, index, entries)
+from kimi_k2.ops.cache import store_entries
 
 
 class LatentCache:
-    """Cache [layers, B, max_length, cache_dim]: the normed latent (kv_lora_rank), then the turned rotary key.
+    """Cache [layers, B, max_length, cache_dim]: the normed latent (kv_lora_rank), then the rotated key.
 
     Token at position p of a sequence lies in slot p, so a causal mask needs positions alone.
 

@@ -13,7 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
-from kimi_k2.model.moe import MLP, MoE
+from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 
@@ -125,7 +125,18 @@ class KimiK2ForCausalLM(nn.Module):
             model = cls(config, dtype=dtype, keep_quantized=keep_quantized, attention_form=attention_form)
         model = model.to_empty(device=device)
         load_checkpoint(model, directory, on_tensor=on_tensor)
+        model.prepare()
         return model.eval()
+
+    def prepare(self) -> None:
+        """On a GPU, let the kernels that may serve this model put its weights into the order that they want, in place.
+
+        Once after loading; another call does nothing, unless pins have changed which kernels may serve.
+        """
+        if self.lm_head.weight.is_cuda:
+            for module in self.modules():
+                if isinstance(module, Experts):
+                    module.prepare(self.dtype)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
         """An empty cache on the model's device."""

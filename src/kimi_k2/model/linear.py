@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.registry import dispatched
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization, Quantization
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block
-from kimi_k2.quantization.int4_group import dequantize_int4_group
-
-
-def dequantize_stored(stored: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype) -> Tensor:
-    """A Linear's weight from its stored tensors.
-
-    Args:
-        stored: by suffix: `weight`, with `weight_scale_inv` for FP8; or `weight_packed`, `weight_scale` and
-            `weight_shape` for INT4. Leading dimensions (experts) are allowed.
-        quantization: of the checkpoint; None or an unquantized module needs `weight` alone.
-        dtype: of the result.
-    """
-    if "weight_packed" in stored:
-        assert isinstance(quantization, Int4GroupQuantization)
-        shape = tuple(stored["weight_shape"].tolist())
-        return dequantize_int4_group(
-            stored["weight_packed"], stored["weight_scale"], shape, quantization.group_size, dtype
-        )
-    if "weight_scale_inv" in stored:
-        assert isinstance(quantization, Fp8BlockQuantization)
-        block = quantization.weight_block_size
-        return dequantize_fp8_block(stored["weight"], stored["weight_scale_inv"], block, dtype)
-    return stored["weight"].to(dtype)
-
-
-@dispatched("fp8_linear")
-def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
-    """x [..., K] times an FP8 weight [N, K] with one scale a block: [..., N] in x's dtype."""
-    return F.linear(x, dequantize_fp8_block(weight, weight_scale_inv, block_size, x.dtype))
+from kimi_k2.ops.linear import linear
+from kimi_k2.ops.weights import Weight, dequantize
+from kimi_k2.quantization.stored import dequantize_stored
 
 
 class Linear(nn.Module):
@@ -81,15 +51,27 @@ class Linear(nn.Module):
         else:
             self.weight.copy_(dequantize_stored(stored, self.quantization, self.weight.dtype))
 
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return len(getattr(self, self.suffixes[0] if self.quantized else "weight"))
+
+    def stored(self) -> Weight:
+        """The weight as it is held; its tensors are this module's own."""
+        if not self.quantized:
+            return Weight({"weight": self.weight})
+        return Weight({suffix: getattr(self, suffix) for suffix in self.suffixes}, self.quantization)
+
+    def hold(self, tensors: dict[str, Tensor]) -> None:
+        """Hold these tensors, by suffix, instead of those that it has."""
+        for suffix, tensor in tensors.items():
+            parameter = suffix in self._parameters
+            setattr(self, suffix, nn.Parameter(tensor, requires_grad=False) if parameter else tensor)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns] in `dtype`."""
-        if not self.quantized:
-            return self.weight.to(dtype)
-        stored = {suffix: getattr(self, suffix) for suffix in self.suffixes}
-        return dequantize_stored(stored, self.quantization, dtype)
+        return dequantize(self.stored(), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., columns] to [..., rows], dtype kept."""
-        if self.quantized and isinstance(self.quantization, Fp8BlockQuantization):
-            return fp8_linear(x, self.weight, self.weight_scale_inv, self.quantization.weight_block_size)
-        return F.linear(x, self.dequantized(x.dtype))
+        return linear(x, self.stored())

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order
-from kimi_k2.model.linear import Linear, dequantize_stored
+from kimi_k2.model.linear import Linear
 from kimi_k2.model.router import Router
-from kimi_k2.ops.registry import dispatched
+from kimi_k2.ops.experts import ExpertWeights, routed_experts
+from kimi_k2.ops.weights import Order, Weight, dequantize
+from kimi_k2.quantization.stored import dequantize_stored
 
 
 class MLP(nn.Module):
@@ -48,9 +49,6 @@ class Experts(nn.Module):
     Plain: `gate_up_proj` [E, 2I, H] (gate rows first) and `down_proj` [E, H, I]. With `keep_quantized` the stored form
     is held instead: FP8 adds `*_scale_inv` (float32, one value a block), INT4 has `*_packed` (int32) and `*_scale`. A
     projection that the checkpoint leaves unquantized stays plain.
-
-    Attributes:
-        kernel_order: the INT4 kernel has put the weights into its own order (`kernels.moe_w4a16`), in place.
     """
 
     gate_up_proj: Tensor
@@ -67,7 +65,7 @@ class Experts(nn.Module):
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
         down = list(linear_specs(config, f"{module}.experts.0.down_proj", hidden, intermediate))
-        self.kernel_order = False
+        self._orders: dict[str, Order | None] = {}
         self.quantized: dict[str, bool] = {}
         for target, specs, parts in (("gate_up_proj", gate, 2), ("down_proj", down, 1)):
             self.quantized[target] = keep_quantized and len(specs) > 1
@@ -95,10 +93,10 @@ class Experts(nn.Module):
         """Take the stored tensors (by suffix) of one expert's gate_proj, up_proj or down_proj.
 
         Raises:
-            KernelError: other experts' weights are in the INT4 kernel's order already.
+            KernelError: other experts' weights are in a kernel's order already.
         """
-        if self.kernel_order:
-            raise KernelError("experts in the INT4 kernel's order take no more weights: load before the first call")
+        if any(self._orders.values()):
+            raise KernelError("experts in a kernel's order take no more weights: load before they are prepared")
         target = "down_proj" if projection == "down_proj" else "gate_up_proj"
         if not self.quantized[target]:
             destination = getattr(self, target)[expert]
@@ -111,41 +109,29 @@ class Experts(nn.Module):
             part = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[projection]
             part.copy_(tensor)
 
+    def stored(self) -> ExpertWeights:
+        """The weights as they are held; the tensors are this module's own."""
+        gate_up, down = (self._stored(target) for target in ("gate_up_proj", "down_proj"))
+        return ExpertWeights(gate_up, down, self.first_expert, self.expert_map())
+
+    def _stored(self, target: str) -> Weight:
+        names = [name for name in self._buffers if name.startswith(target)]
+        tensors = {"weight" + name.removeprefix(target): getattr(self, name) for name in names}
+        return Weight(tensors, self.quantization if self.quantized[target] else None, self._orders.get(target))
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Let the kernel that would serve tokens of `dtype` put the weights into its own order, in place."""
+        ordered = routed_experts.prepare(self.stored(), dtype)
+        if ordered is not None:
+            self.adopt(ordered)
+
+    def adopt(self, weights: ExpertWeights) -> None:
+        """Take note that these tensors, this module's own, are now in the order that `weights` says."""
+        self._orders = {"gate_up_proj": weights.gate_up.order, "down_proj": weights.down.order}
+
     def weight(self, target: str, expert: int, dtype: torch.dtype) -> Tensor:
         """`gate_up_proj` [2I, H] or `down_proj` [H, I] of one expert, dequantized to `dtype`."""
-        names = [name for name in self._buffers if name.startswith(target)]
-        stored = {"weight" + name.removeprefix(target): getattr(self, name)[expert] for name in names}
-        if self.kernel_order:
-            stored = checkpoint_order(stored, target == "gate_up_proj")
-        if "weight_packed" in stored:
-            stored["weight_shape"] = torch.tensor(self.shapes[target])
-        return dequantize_stored(stored, self.quantization, dtype)
-
-
-@dispatched("routed_experts")
-def routed_experts(x: Tensor, experts: Experts, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
-    """Sum over each token's chosen experts of weight * expert(token); no token is ever dropped.
-
-    Only experts that `experts` holds count, which under expert parallelism are some of those chosen.
-
-    Args:
-        x: [T, H].
-        topk_indices: int64 [T, k] in 0..E-1.
-        topk_weights: [T, k].
-
-    Returns:
-        [T, H] in x's dtype, accumulated in the wider of x's and the weights' dtype.
-    """
-    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, topk_weights.dtype), device=x.device)
-    local_indices = topk_indices - experts.first_expert
-    for expert in local_indices.unique().tolist():
-        if not 0 <= expert < experts.num_experts:
-            continue
-        token, slot = torch.where(local_indices == expert)
-        gate, up = F.linear(x[token], experts.weight("gate_up_proj", expert, x.dtype)).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, experts.weight("down_proj", expert, x.dtype))
-        out.index_add_(0, token, y * topk_weights[token, slot, None])
-    return out.to(x.dtype)
+        return dequantize(self._stored(target).expert(expert), dtype)
 
 
 class MoE(nn.Module):
@@ -165,5 +151,5 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
         flat = x.flatten(0, -2)
-        out = routed_experts(flat, self.experts, *self.gate(flat)).view(x.shape)
+        out = routed_experts(flat, self.experts.stored(), *self.gate(flat)).view(x.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x)

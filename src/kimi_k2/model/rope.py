@@ -1,7 +1,4 @@
-"""Rotary position embedding with YaRN (Su et al. 2021, arXiv 2104.09864; Peng et al. 2023, arXiv 2309.00071).
-
-The checkpoint lays rotary dimensions out interleaved: pair i is elements (2i, 2i + 1). They stay that way here.
-"""
+"""Rotary position embedding with YaRN (Su et al. 2021, arXiv 2104.09864; Peng et al. 2023, arXiv 2309.00071)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.registry import dispatched
+from kimi_k2.ops.rotary import rotary_cos_sin
 
 
 def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:
@@ -56,20 +53,4 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions [B, S] to (cos, sin), each [B, S, qk_rope_head_dim / 2], angles in float32, result in `dtype`."""
         self.inv_freq = self.inv_freq.to(positions.device)
-        angles = positions.unsqueeze(-1).to(torch.float32) * self.inv_freq
-        return (angles.cos() * self.multiplier).to(dtype), (angles.sin() * self.multiplier).to(dtype)
-
-
-@dispatched("apply_rotary_interleaved")
-def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (2i, 2i + 1) of the last dimension by its angle.
-
-    Args:
-        x: [..., D] with D even.
-        cos, sin: broadcastable to [..., D / 2].
-
-    Returns:
-        [..., D], the layout still interleaved.
-    """
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+        return rotary_cos_sin(positions, self.inv_freq, self.multiplier, dtype)

@@ -1,81 +1,14 @@
-"""The noaux_tc router of DeepSeek-V3 and Kimi-K2 (arXiv 2412.19437, section 2.1.2)."""
+"""The router's module: gate weight, bias and options."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.registry import dispatched
-
-# Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
-NORM_GUARD = 1e-20
-
-
-def noaux_tc_gate(
-    logits: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Choose experts by biased scores and weigh them by unbiased ones.
-
-    scores = sigmoid(logits); with n_group > 1 only the topk_group groups with the largest sum of their two best
-    biased scores take part; the top_k largest of scores + bias are chosen, equal ones by the lower index; the weights
-    are their unbiased scores, divided by their sum + 1e-20 if norm_topk_prob, times routed_scaling_factor.
-
-    Args:
-        logits: float32 (or float64) [T, E].
-        e_score_correction_bias: [E], used for the choice only.
-
-    Returns:
-        (topk_indices int64 [T, top_k], topk_weights [T, top_k] in the logits' dtype), by falling biased score.
-
-    Raises:
-        ValueError: top_k, n_group and topk_group do not fit the number of experts.
-    """
-    tokens, experts = logits.shape
-    if experts % n_group or topk_group > n_group or top_k > experts // n_group * topk_group:
-        raise ValueError(f"top_k={top_k}, n_group={n_group}, topk_group={topk_group} do not fit {experts} experts")
-    scores = logits.sigmoid()
-    choice = scores + e_score_correction_bias
-    if n_group > 1:
-        grouped = choice.view(tokens, n_group, experts // n_group)
-        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        chosen = _top(group_scores, topk_group)
-        mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
-        choice = grouped.masked_fill(mask.unsqueeze(-1), float("-inf")).flatten(1)
-    topk_indices = _top(choice, top_k)
-    topk_weights = scores.gather(1, topk_indices)
-    if norm_topk_prob:
-        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + NORM_GUARD)
-    return topk_indices, topk_weights * routed_scaling_factor
-
-
-def _top(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest a row; torch.topk leaves the order of ties open, a stable sort does not."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, H] times the gate weight [E, H]: float32 [T, E] (float64 for float64 input)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), weight.to(wide))
-
-
-@dispatched("route")
-def route(
-    x: Tensor, weight: Tensor, e_score_correction_bias: Tensor, top_k: int, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """`router_logits`, then `noaux_tc_gate` with its keyword arguments."""
-    return noaux_tc_gate(router_logits(x, weight), e_score_correction_bias, top_k, **options)
+from kimi_k2.ops.router import route, router_logits
 
 
 class Router(nn.Module):
@@ -94,6 +27,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         bias = torch.empty(config.n_routed_experts, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
+        self.top_k = config.num_experts_per_tok
+        # Keyword arguments of `ops.router.noaux_tc_gate`.
+        self.options: dict[str, Any] = {
+            "n_group": config.n_group,
+            "topk_group": config.topk_group,
+            "norm_topk_prob": config.norm_topk_prob,
+            "routed_scaling_factor": config.routed_scaling_factor,
+        }
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, H] to float32 [T, E] (float64 for float64 input)."""
@@ -101,14 +42,4 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] to (topk_indices int64 [T, k], topk_weights [T, k])."""
-        config = self.config
-        return route(
-            x,
-            self.weight,
-            self.e_score_correction_bias,
-            config.num_experts_per_tok,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            norm_topk_prob=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
+        return route(x, self.weight, self.e_score_correction_bias, self.top_k, **self.options)

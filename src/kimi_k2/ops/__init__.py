@@ -1,1 +1,1 @@
-"""The operations of the model by name, and the table of their implementations."""
+"""The operations of the model by name: pure functions on tensors, and the table of their implementations."""

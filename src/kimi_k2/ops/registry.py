@@ -1,9 +1,12 @@
-"""Which implementation an operation of the plain model uses: the first of an explicit order that takes the arguments.
+"""Which implementation an operation uses: the first entry of an explicit order that takes the arguments.
 
-The plain function is decorated with `dispatched`; it is always the last entry, so that the model runs on every device.
-Kernel modules are imported when a CUDA tensor first asks for them: Triton and nvcc are not needed elsewhere.
+A plain function becomes an operation with `@operation`. It is the last entry of its operation, always, so that the
+model runs on every device. Kernels add entries before it with `Operation.entry`; they are imported when an operation
+first gets a CUDA tensor, so Triton and nvcc are not needed elsewhere. An operation that joins others (say, a norm and
+a linear) is an operation too, with a composition of them as its plain function.
 
-`KIMI_K2_KERNELS=op=name,op=name` (or `pin`) fixes a choice; `plain` pins the plain function.
+`KIMI_K2_KERNELS=op=name,op=name` (or `pin`) fixes a choice; `plain` pins the plain function, of all operations where it
+stands alone or after `*=`. A pinned operation is not joined with others by an entry that does its work otherwise.
 """
 
 from __future__ import annotations
@@ -11,142 +14,239 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from kimi_k2.errors import KernelError
 
 ENVIRONMENT = "KIMI_K2_KERNELS"
 PLAIN = "plain"
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+ALL = "*"
+# Modules whose import adds entries: ours, and those that other packages name in this group of entry points.
+PROVIDERS = ("kimi_k2.kernels.entries",)
+PROVIDER_GROUP = "kimi_k2.kernels"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """An entry of the table.
+class Entry:
+    """One implementation of an operation.
 
     Attributes:
         name: what pins and `explain` call it.
-        module: of the package; has `supports_<op>` and `<op>`, both with the plain function's arguments.
+        call: the function, with the plain function's arguments.
+        takes: whether it takes such arguments: shapes, dtypes, device.
+        prepare: puts weights into the order that `call` wants, once after loading; see `Operation.prepare`.
+        joins: name of the entry, by operation, whose work is part of this entry's.
+        calls: how often it was chosen.
     """
 
-    name: str
-    module: str
+    __slots__ = ("call", "calls", "joins", "name", "prepare", "takes")
 
-    def takes(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Whether this entry takes the call: shapes, dtypes, device."""
-        return bool(self._attribute(f"supports_{operation}")(*arguments, **keywords))
-
-    def call(self, operation: str) -> Callable[..., Any]:
-        """The function itself."""
-        return self._attribute(operation)
-
-    def _attribute(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(importlib.import_module(self.module), name)
-        return found
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        takes: Callable[..., bool],
+        prepare: Callable[..., Any] | None,
+        joins: Mapping[str, str],
+    ) -> None:
+        self.name, self.call, self.takes, self.prepare, self.joins = name, call, takes, prepare, joins
+        self.calls = 0
 
 
-# The order within an operation is the order of preference; the plain function follows by itself.
-TABLE: dict[str, tuple[Implementation, ...]] = {
-    "apply_rotary_interleaved": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
-    "dequantize_fp8_block": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
-    "fp8_linear": (Implementation("triton_decode", "kimi_k2.kernels.linear.fused_linear"),),
-    "mla_absorbed_attention": (Implementation("mla_decode", "kimi_k2.kernels.dispatch_entries"),),
-    "mla_naive_attention": (Implementation("mla_prefill", "kimi_k2.kernels.attention.mla_prefill"),),
-    "rms_norm": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
-    "route": (Implementation("router", "kimi_k2.kernels.dispatch_entries"),),
-    "routed_experts": (
-        Implementation("moe_decode", "kimi_k2.kernels.experts.fp8_decode"),
-        Implementation("moe_fp8", "kimi_k2.kernels.dispatch_entries"),
-        Implementation("moe_w4a16", "kimi_k2.kernels.experts.w4a16"),
-    ),
-    "store_entries": (Implementation("triton", "kimi_k2.kernels.rowwise.prefill"),),
-}
+class Operation(Generic[P, R]):
+    """A function with several implementations. Its first argument, a tensor, says on which device the call runs.
+
+    Attributes:
+        name: of the plain function.
+        plain: the last entry.
+        entries: those before it, in the order of preference.
+    """
+
+    def __init__(self, plain: Callable[P, R]) -> None:
+        functools.update_wrapper(self, plain)
+        self.name = plain.__name__
+        self.plain = Entry(PLAIN, plain, lambda *_, **__: True, None, {})
+        self.entries: list[Entry] = []
+        self._allowed: tuple[Entry, ...] = ()
+        self._pin: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The entries' names in their order, the plain function's last."""
+        return [*(entry.name for entry in self.entries), PLAIN]
+
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+        chosen = self.choose(*arguments, **keywords)
+        chosen.calls += 1
+        result: R = chosen.call(*arguments, **keywords)
+        return result
+
+    def choose(self, *arguments: P.args, **keywords: P.kwargs) -> Entry:
+        """The entry for this call.
+
+        Raises:
+            KernelError: the pinned entry does not take these arguments; a provider of entries cannot be imported.
+        """
+        if not arguments[0].is_cuda:  # type: ignore[attr-defined]
+            return self.plain
+        if not _loaded:
+            load_providers()
+        for entry in self._allowed:
+            if entry.takes(*arguments, **keywords):
+                return entry
+        if self._pin not in (None, PLAIN):
+            raise KernelError(
+                f"{self.name}={self._pin} is pinned, but does not take these shapes, dtypes or this device"
+            )
+        return self.plain
+
+    def entry(
+        self,
+        name: str,
+        *,
+        takes: Callable[P, bool],
+        before: str | None = None,
+        joins: Mapping[str, str] | None = None,
+        prepare: Callable[..., Any] | None = None,
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Add the decorated function to the table.
+
+        Args:
+            name: of the entry, unique in its operation.
+            takes: whether the function takes such arguments.
+            before: the entry that it comes before; None for the last place before the plain function.
+            joins, prepare: see `Entry`.
+
+        Raises:
+            KernelError: the operation has an entry of this name, or none called `before`.
+        """
+        if name in self.names:
+            raise KernelError(f"{self.name} has an entry {name} already")
+        if before is not None and before not in self.names:
+            raise KernelError(f"{self.name}={name}: there is no entry {before} to come before")
+        place = self.names.index(before or PLAIN)
+
+        def add(function: Callable[P, R]) -> Callable[P, R]:
+            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}))
+            self.allow(_pins)
+            return function
+
+        return add
+
+    def prepare(self, *arguments: Any) -> Any:
+        """What the first entry that is free to be chosen makes of a module's weights, None if there is nothing to do.
+
+        The arguments are the operation's own affair, see its plain function's module.
+        """
+        load_providers()
+        for entry in self._allowed:
+            if entry.prepare is not None and (made := entry.prepare(*arguments)) is not None:
+                return made
+        return None
+
+    def allow(self, pins: Mapping[str, str]) -> None:
+        """Keep the entries that these pins leave free."""
+        self._pin = pins.get(self.name, pins.get(ALL))
+        if self._pin is not None:
+            self._allowed = tuple(entry for entry in self.entries if entry.name == self._pin)
+            return
+        self._allowed = tuple(
+            entry
+            for entry in self.entries
+            if all(pins.get(operation, name) == name for operation, name in entry.joins.items())
+        )
+
+
+TABLE: dict[str, Operation[..., Any]] = {}
 _pins: dict[str, str] = {}
-_chosen: dict[str, dict[str, int]] = {}
+_loaded = _pinned = False
+
+
+def operation(plain: Callable[P, R]) -> Operation[P, R]:
+    """Make a plain function an operation, of which it is the last entry."""
+    made = Operation(plain)
+    if made.name in TABLE:
+        raise KernelError(f"there is an operation {made.name} already")
+    TABLE[made.name] = made
+    made.allow(_pins)
+    return made
+
+
+def load_providers() -> None:
+    """Import the modules that add entries, once, and follow the environment's pins unless `pin` was called before.
+
+    Raises:
+        KernelError: one of them cannot be imported, or the environment names no entry.
+    """
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True  # also while they are imported: they may ask the table
+    others = (point.value for point in entry_points(group=PROVIDER_GROUP))
+    for module in (*PROVIDERS, *others):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            _loaded = False
+            raise KernelError(f"{module}, which offers kernels, cannot be imported: {error}") from error
+    if not _pinned:
+        pin()
 
 
 def parse_pins(text: str) -> dict[str, str]:
-    """`op=name,op=name` as a dictionary.
+    """`op=name,op=name` as a dictionary; `plain` alone is `*=plain`.
 
     Raises:
         KernelError: an operation or a name that the table lacks.
     """
-    pins = {}
+    load_providers()
+    pins: dict[str, str] = {}
     for item in filter(None, text.split(",")):
-        operation, _, name = item.partition("=")
-        names = [entry.name for entry in TABLE.get(operation, ())] + [PLAIN]
-        if operation not in TABLE or name not in names:
-            known = ", ".join(f"{op}={'|'.join([e.name for e in entries] + [PLAIN])}" for op, entries in TABLE.items())
+        name, _, chosen = item.partition("=")
+        if item in (PLAIN, f"{ALL}={PLAIN}"):
+            name, chosen = ALL, PLAIN
+        elif name not in TABLE or chosen not in TABLE[name].names:
+            known = ", ".join([f"{ALL}={PLAIN}", *(f"{op.name}={'|'.join(op.names)}" for op in TABLE.values())])
             raise KernelError(f"{item!r} is no kernel choice; expected {known}")
-        pins[operation] = name
+        pins[name] = chosen
     return pins
 
 
 def pin(text: str | None = None) -> None:
-    """Fix the choices in `text`, or those of the environment variable if it is None; others become free again."""
-    pins = parse_pins(os.environ.get(ENVIRONMENT, "") if text is None else text)
-    _pins.clear()
-    _pins.update(pins)
-    _chosen.clear()
+    """Fix the choices in `text`, or those of the environment variable if it is None; others become free again.
 
-
-def allows(operation: str, name: str) -> bool:
-    """Whether no pin keeps `operation` from the entry `name`, for callers that join it with another operation."""
-    return _pins.get(operation, name) == name
-
-
-def choose(operation: str, *arguments: Any, **keywords: Any) -> Implementation | None:
-    """The entry that takes this call, None for the plain function.
+    Counts of calls begin anew.
 
     Raises:
-        KernelError: the pinned entry does not take these arguments.
+        KernelError: an operation or a name that the table lacks.
     """
-    if not _on_cuda(arguments) or _pins.get(operation) == PLAIN:
-        return None
-    for entry in TABLE[operation]:
-        pinned = _pins.get(operation)
-        if pinned is not None and pinned != entry.name:
-            continue
-        if entry.takes(operation, arguments, keywords):
-            return entry
-        if pinned is not None:
-            raise KernelError(f"{operation}={pinned} is pinned, but does not take these shapes, dtypes or this device")
-    return None
+    global _pinned
+    text = os.environ.get(ENVIRONMENT, "") if text is None else text
+    _pinned = True
+    pins = parse_pins(text) if text else {}
+    _pins.clear()
+    _pins.update(pins)
+    for one in TABLE.values():
+        one.allow(pins)
+        for entry in (*one.entries, one.plain):
+            entry.calls = 0
+
+
+def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
+    """The entry of the operation `name` for this call, see `Operation.choose`."""
+    load_providers()
+    return TABLE[name].choose(*arguments, **keywords)
 
 
 def explain() -> str:
     """One line an operation: which entries were used, how many calls each, and the order of the table."""
+    load_providers()
     lines = []
-    for operation, entries in TABLE.items():
-        used = ", ".join(f"{name} ({count} calls)" for name, count in _chosen.get(operation, {}).items())
-        order = " > ".join([entry.name for entry in entries] + [PLAIN])
-        lines.append(f"{operation}: {used or 'not called'}; order {order}")
+    for one in TABLE.values():
+        used = ", ".join(f"{e.name} ({e.calls} calls)" for e in (*one.entries, one.plain) if e.calls)
+        lines.append(f"{one.name}: {used or 'not called'}; order {' > '.join(one.names)}")
     return "\n".join(lines)
-
-
-def dispatched(operation: str) -> Callable[[_Function], _Function]:
-    """Make a plain function the last entry of `operation`."""
-
-    def decorate(plain: _Function) -> _Function:
-        @functools.wraps(plain)
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            entry = choose(operation, *arguments, **keywords)
-            counts = _chosen.setdefault(operation, {})
-            name = PLAIN if entry is None else entry.name
-            counts[name] = counts.get(name, 0) + 1
-            return (plain if entry is None else entry.call(operation))(*arguments, **keywords)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def _on_cuda(arguments: tuple[Any, ...]) -> bool:
-    return any(isinstance(argument, Tensor) and argument.is_cuda for argument in arguments)
-
-
-pin()

@@ -65,4 +65,5 @@ def load_rank(
                 target.copy_(stored)
     except (FileNotFoundError, SafetensorError) as error:
         raise MissingShardError(f"cannot be read: {error}", file=path) from None
+    model.prepare()
     return model.eval()

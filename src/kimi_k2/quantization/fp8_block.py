@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.registry import dispatched
-
 E4M3_MAX = 448.0
 _NAN = 0x7F
 _SCALED = 256.0
@@ -63,7 +61,6 @@ def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:
     return values.copy_(wide.view(torch.float16))
 
 
-@dispatched("dequantize_fp8_block")
 def dequantize_fp8_block(
     weight: Tensor,
     weight_scale_inv: Tensor,

@@ -12,7 +12,6 @@ from torch import Tensor
 from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Fp8BlockQuantization
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
 from kimi_k2.quantization.fp8_channel import (
@@ -21,6 +20,7 @@ from kimi_k2.quantization.fp8_channel import (
     requantize_fp8_channel,
 )
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
+from kimi_k2.quantization.stored import dequantize_stored
 from kimi_k2.sharding.errors import ConversionError, compare, halving_error
 from kimi_k2.sharding.layout import Layout, expert_block
 from kimi_k2.sharding.planned import PlannedTensor

@@ -1,6 +1,6 @@
 """Multi-head latent attention with absorbed weights on NxD's parallel layers.
 
-The same mathematics as `kimi_k2.model.attention` (absorbed form) in NxDI's two stages: prefill attends within the
+The same mathematics as `kimi_k2.ops.mla` (absorbed form) in NxDI's two stages: prefill attends within the
 prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks, and so
 are the columns of the two down projections; every rank has the whole latent.
 """
@@ -13,7 +13,8 @@ import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from kimi_k2.model.rope import apply_rotary_interleaved, rope_inv_freq
+from kimi_k2.model.rope import rope_inv_freq
+from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
 from .norm import make_rms_norm

@@ -14,8 +14,8 @@ from kimi_k2.checkpoint.names import EXPERT, IGNORED
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import MissingTensorError
-from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Quantization
+from kimi_k2.quantization.stored import dequantize_stored
 
 from .quantized import ExpertFormat
 

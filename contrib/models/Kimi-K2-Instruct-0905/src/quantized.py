@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kimi_k2.model.linear import dequantize_stored
 from kimi_k2.quantization.config import Quantization
 from kimi_k2.quantization.fp8_block import quantize_fp8_block
 from kimi_k2.quantization.fp8_channel import quantize_fp8_channel
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
+from kimi_k2.quantization.stored import dequantize_stored
 
 CHECKPOINT_BLOCK = 128
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.router import NORM_GUARD
+from kimi_k2.ops.router import NORM_GUARD
 
 
 class KimiK2Router(RouterTopK):
-    """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.model.router` for the definition.
+    """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.ops.router` for the definition.
 
     NxD's own routers cannot: RouterTopK has no bias of this kind, GroupLimitedRouter rounds the scores to the hidden
     dtype before it selects. Scores and selection are in float64 here (NxD's way to keep the compiler from lowering them

@@ -18,9 +18,8 @@ from kimi_k2.bench.kernels.harness import event_times, graph_median
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import Place
-from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.model.moe import MoE
 from kimi_k2.model.router import Router
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import gather_last, parallelize
@@ -97,11 +96,7 @@ def synthetic_rank(
     left = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     assert not left, left
     fill_random(model, rank)
-    for module in model.modules():
-        if isinstance(module, Experts) and "gate_up_proj_packed" in module._buffers:
-            hidden, inter = module.shapes["down_proj"]
-            # Random words are as good in one order as in another.
-            module.kernel_order = moe_w4a16.supports(hidden, inter, module.num_experts, torch.device(device))
+    model.prepare()
     return model.eval()
 
 

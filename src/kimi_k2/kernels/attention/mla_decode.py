@@ -1,6 +1,6 @@
 """MLA decode attention over the compressed cache: `torch.ops.kimi_k2.mla_decode`.
 
-Stands for `kimi_k2.model.attention.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
+Stands for `ops.mla.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
 (512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
 so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
 order: the same inputs give the same bits. CUDA C++ (`mla_cuda`) runs where nvcc is found, Triton elsewhere.

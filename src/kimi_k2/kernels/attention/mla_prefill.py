@@ -1,4 +1,4 @@
-"""MLA prefill attention: `torch.ops.kimi_k2.mla_prefill`, stands for `model.attention.mla_naive_attention`.
+"""MLA prefill attention: `torch.ops.kimi_k2.mla_prefill`, stands for `ops.mla.mla_naive_attention`.
 
 Keys (128 of a head, 64 turned ones shared by all heads) and values (128) are expanded from the cached latents by one
 matrix product; then attention runs over blocks of slots with an online softmax, never writing the scores. Queries at

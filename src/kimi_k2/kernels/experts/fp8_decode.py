@@ -1,6 +1,6 @@
 """FP8 experts for a few tokens on Hopper: `torch.ops.kimi_k2.moe_decode`.
 
-Replaces `kimi_k2.model.moe.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
+Replaces `ops.experts.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
 hardly any expert is chosen twice: every token-expert pair is a product of its own, bound by reading the weights once.
 Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
 csrc/fp8_decode.cu says how its two launches work. Capture-safe.
@@ -9,7 +9,6 @@ csrc/fp8_decode.cu says how its two launches work. Capture-safe.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,31 +50,6 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
         and (top_k + 1) * inter * 4 <= SHARED_BYTES
         and find_nvcc() is not None
     )
-
-
-def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
-    """FP8 blocks of 128x128 kept as stored, BF16 tokens, few of them."""
-    if x.dtype != torch.bfloat16 or "down_proj_scale_inv" not in experts._buffers:
-        return False
-    count, hidden, inter = experts.down_proj.shape
-    whole = tuple(experts.down_proj_scale_inv.shape) == (count, hidden // BLOCK, inter // BLOCK)
-    return whole and supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
-
-
-def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
-    """`moe_decode` with the plain function's arguments, over the experts that this rank holds."""
-    return with_shared(x, experts, topk_indices, topk_weights, None)
-
-
-def with_shared(
-    x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor, shared: tuple[Tensor, ...] | None
-) -> Tensor:
-    """`routed_experts` plus a shared expert given as (gate_up, its scales, down, its scales)."""
-    return moe_decode(
-        x.contiguous(), experts.gate_up_proj, experts.gate_up_proj_scale_inv, experts.down_proj,
-        experts.down_proj_scale_inv, topk_indices.contiguous(), topk_weights.float().contiguous(), experts.expert_map(),
-        *(shared or ()),
-    )  # fmt: skip
 
 
 def _check(

@@ -1,6 +1,6 @@
 """INT4 (W4A16) routed experts on Hopper: `torch.ops.kimi_k2.moe_w4a16`.
 
-Replaces `kimi_k2.model.moe.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
+Replaces `ops.experts.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
 dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
 times scale rounded once; for few tokens an expert to e4m3, unrounded, and scales are applied to sums (tokens are then
 the sum of two e4m3 codes, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts.launch import call, expect, expect_routing, fill, token_ranges
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
-from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP, prepare_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
 TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
@@ -106,45 +106,6 @@ def supports(hidden: int, inter: int, experts: int, device: torch.device) -> boo
     """Whether the kernel takes these sizes on this device (compute capability 9.0)."""
     shape = hidden % CHUNK_ROWS == 0 and inter > 0 and inter % CHUNK_COLUMNS == 0 and 0 < experts <= MAX_EXPERTS
     return shape and is_hopper(device)
-
-
-def supports_routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> bool:
-    """INT4 kept as stored, groups of 32 (the second projection may be BF16), BF16 tokens."""
-    held, quantization = experts._buffers, experts.quantization
-    if "gate_up_proj_packed" not in held or x.dtype != torch.bfloat16 or topk_indices.shape[1] > 16:
-        return False
-    packed = "down_proj_packed" in held
-    scheme = quantization.num_bits, quantization.group_size, quantization.strategy, quantization.type
-    if expert_mode(*scheme, down_proj_quantized=packed) is None:
-        return False
-    if not packed and held["down_proj"].dtype != torch.bfloat16:
-        return False
-    hidden, inter = experts.shapes["down_proj"]
-    return supports(hidden, inter, experts.num_experts, x.device)
-
-
-def routed_experts(x: Tensor, experts: Any, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
-    """`moe_w4a16` with the plain function's arguments, over the experts that this rank holds.
-
-    The first call of a module puts its weights into the kernel's order, in place.
-
-    Raises:
-        KernelError: that first call happens while a CUDA graph is captured.
-    """
-    held = experts._buffers
-    weights = (
-        held["gate_up_proj_packed"],
-        held["gate_up_proj_scale"],
-        held["down_proj_packed"] if "down_proj_packed" in held else held["down_proj"],
-        held.get("down_proj_scale"),
-    )
-    if not experts.kernel_order:
-        if torch.cuda.is_current_stream_capturing():
-            raise KernelError("INT4 experts must be called once before a graph is captured: their order changes")
-        prepare_w4a16(*weights, in_place=True)
-        experts.kernel_order = True
-    indices, scores = topk_indices.contiguous(), topk_weights.float().contiguous()
-    return moe_w4a16(x.contiguous(), *weights, indices, scores, experts.expert_map())
 
 
 def workspace_sizes(

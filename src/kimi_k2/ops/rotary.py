@@ -1,0 +1,43 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), applied to interleaved pairs.
+
+The checkpoint lays rotary dimensions out interleaved: pair i is elements (2i, 2i + 1). They stay that way here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k2.ops.registry import operation
+
+
+@operation
+def rotary_cos_sin(positions: Tensor, inv_freq: Tensor, multiplier: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every pair's angle.
+
+    Args:
+        positions: integers [...].
+        inv_freq: float32 [D / 2], radians a position.
+        multiplier: of both results (YaRN's attention factor).
+        dtype: of the results; angles are float32.
+
+    Returns:
+        Two of [..., D / 2].
+    """
+    angles = positions.unsqueeze(-1).to(torch.float32) * inv_freq
+    return (angles.cos() * multiplier).to(dtype), (angles.sin() * multiplier).to(dtype)
+
+
+@operation
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (2i, 2i + 1) of the last dimension by its angle.
+
+    Args:
+        x: [..., D] with D even.
+        cos, sin: broadcastable to [..., D / 2].
+
+    Returns:
+        [..., D], the layout still interleaved.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
