@@ -1,0 +1,167 @@
+"""What vLLM's and SGLang's own tests of their Kimi-K2 parsers cover, restated: texts, and what we make of them.
+
+Sources: vLLM tests/tool_parsers/test_kimi_k2_tool_parser.py and tests/parser/engine/test_kimi_k2{,_streaming}.py;
+SGLang test/registered/function_call/test_kimik2_detector.py, its unit tests, and those of sglang-jax. Where we differ
+on purpose, `difference` is the row of docs/parsers.md that gives the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from parser_cases import call, section, tool
+
+from kimi_k2.tokenization.special_tokens import (
+    ARGUMENT_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    SECTION_BEGIN,
+    SECTION_END,
+    THINK,
+    THINK_END,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text and its message; calls are (id, name, arguments)."""
+
+    name: str
+    text: str
+    content: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    reasoning: str = ""
+    tools: list[dict[str, Any]] | None = None
+    prefilled: bool = False
+    finish_reason: str | None = None
+    difference: str | None = None
+
+
+WEATHER = tool("weather", "city", "unit")
+READ = tool("read", "path")
+BOOK = tool("book", "city")
+OSLO, LIMA = '{"city": "Oslo"}', '{"city": "Lima"}'
+
+
+def weather(index: int, arguments: str = OSLO) -> str:
+    return call(f"functions.weather:{index}", arguments)
+
+
+def weathers(index: int, arguments: str = OSLO) -> tuple[str, str, str]:
+    return (f"functions.weather:{index}", "weather", arguments)
+
+
+NESTED = json.dumps({"path": "notes.md", "text": "# T\n```py\nd = {'k': [1, {}]}\n```\n} end {"})
+LINES = '{\n  "name": "n",\n  "value": 12\n}'
+BROKEN = '{"city": "Oslo", "ok": flase'
+
+VLLM = [
+    Case("plain text", "Only an answer.", "Only an answer."),
+    Case("one call after text", "I look. " + section(weather(0)), "I look. ", [weathers(0)]),
+    Case("parallel calls", section(weather(0), weather(1, LIMA)), "", [weathers(0), weathers(1, LIMA)]),
+    Case(
+        "three functions",
+        "All. " + section(weather(0), call("functions.news:1", "{}"), call("functions.mail:2", '{"to": "a@b.c"}')),
+        "All. ",
+        [weathers(0), ("functions.news:1", "news", "{}"), ("functions.mail:2", "mail", '{"to": "a@b.c"}')],
+    ),
+    Case(
+        "angle brackets in JSON", section(weather(0, '{"html": "<div><|b</div>"}')), "",
+        [weathers(0, '{"html": "<div><|b</div>"}')]),
+    Case("JSON over several lines", section(weather(0, LINES)), "", [weathers(0, LINES)]),
+    Case("id without a prefix", section(call("weather:0", OSLO)), "", [("weather:0", "weather", OSLO)]),
+    Case("empty arguments", section(weather(0, "{}")), "", [weathers(0, "{}")]),
+    Case("broken JSON beside good", section(weather(0, BROKEN), weather(1)), "", [weathers(0, BROKEN), weathers(1)]),
+    Case(
+        "id that cannot be read beside a good one", section(call("functions.weather.0", OSLO), weather(1, LIMA)),
+        "functions.weather.0" + OSLO, [weathers(1, LIMA)], difference="ids that cannot be read"),
+    Case("ids start over in another turn", section(weather(0)), "", [weathers(0)]),
+    Case("bare counter, one tool", section(call("0", OSLO)), "", [("0", "weather", OSLO)], tools=[WEATHER]),
+    Case("bare counter, one tool, broken JSON", section(call("0", BROKEN)), "", [("0", "weather", BROKEN)],
+         tools=[WEATHER]),
+    Case("bare counter, several tools", section(call("0", OSLO)), "", [("0", "weather", OSLO)], tools=[READ, WEATHER]),
+    Case("bare counter, two tools that fit", section(call("0", OSLO)), "0" + OSLO, tools=[WEATHER, BOOK],
+         difference="ids that cannot be read"),
+    Case("bare counter, several tools, broken JSON", section(call("0", BROKEN)), "0" + BROKEN, tools=[WEATHER, READ],
+         difference="ids that cannot be read"),
+    Case("bare counter and spaces", section(CALL_BEGIN + "0 " + ARGUMENT_BEGIN + OSLO + CALL_END), "",
+         [("0", "weather", OSLO)], tools=[WEATHER]),
+    Case("text before the first call of a section", SECTION_BEGIN + " noise " + weather(0) + SECTION_END, " noise ",
+         [weathers(0)], difference="text inside a section"),
+    Case("empty section", "Why. " + section(), "Why. "),
+    Case("arguments cut off", "I look. " + SECTION_BEGIN + weather(0)[: -len('lo"}' + CALL_END)], "I look. ",
+         [weathers(0, '{"city": "Os')], finish_reason="length"),
+    Case("text after the section", "Before. " + section(weather(0)) + " After.", "Before.  After.", [weathers(0)],
+         difference="text after a section"),
+    Case("spaces around id and arguments", section(call("functions.weather:0 ", OSLO + " ")), "",
+         [weathers(0, OSLO + " ")], difference="white space around arguments"),
+    Case("line break before the id", section(call("\nfunctions.weather:0", OSLO)), "", [weathers(0)]),
+    Case("dotted name", section(call("functions.my.name.space:2", "{}")), "",
+         [("functions.my.name.space:2", "my.name.space", "{}")]),
+    Case("reasoning and a call", f"{THINK}Look it up.{THINK_END}" + section(weather(0)), "", [weathers(0)],
+         "Look it up."),
+    Case("reasoning that a section ends", f"{THINK}No tag." + section(weather(0)), "", [weathers(0)], "No tag."),
+    Case("reasoning that a call ends", f"{THINK}No tag." + weather(0), "", [weathers(0)], "No tag."),
+    Case("reasoning and an answer", f"{THINK}One. Two.{THINK_END}Answer.", "Answer.", [], "One. Two."),
+    Case("reasoning that the prompt opened", f"One.{THINK_END}Answer.", "Answer.", [], "One.", prefilled=True),
+    Case("thinking is off", "Hello.", "Hello."),
+    Case("values of another type than the schema's", section(weather(0, '{"count": "3"}')), "",
+         [weathers(0, '{"count": "3"}')], difference="types of argument values"),
+    Case("cut off inside a value", SECTION_BEGIN + CALL_BEGIN + "functions.weather:0 " + ARGUMENT_BEGIN + '{"count":"3',
+         "", [weathers(0, '{"count":"3')], finish_reason="length", difference="types of argument values"),
+]  # fmt: skip
+
+SGLANG = [
+    Case("hyphens in a name", section(call("functions.list-files:0", "{}")), "",
+         [("functions.list-files:0", "list-files", "{}")]),
+    Case("name of an MCP tool", section(call("functions.mcp__portal__search-docs:1", "{}")), "",
+         [("functions.mcp__portal__search-docs:1", "mcp__portal__search-docs", "{}")]),
+    Case("the same without a prefix", section(call("mcp__portal__search-docs:2", "{}")), "",
+         [("mcp__portal__search-docs:2", "mcp__portal__search-docs", "{}")]),
+    Case("text that ends in an angle bracket", "a < b <", "a < b <"),
+    Case("counter of the conversation", section(weather(5), weather(6, LIMA)), "", [weathers(5), weathers(6, LIMA)]),
+    Case("stray end of a section", f"normal text{SECTION_END}", "normal text"),
+    Case("stray begin of arguments", f"text{ARGUMENT_BEGIN}more", "textmore"),
+    Case("markers alone", SECTION_BEGIN + CALL_BEGIN + ARGUMENT_BEGIN + CALL_END + SECTION_END, ""),
+    Case("stray markers around text", f"leaked{SECTION_BEGIN}{CALL_END}content", "leakedcontent"),
+    Case("two calls inside reasoning", f"{THINK}Both." + section(weather(0), weather(1)), "",
+         [weathers(0), weathers(1)], "Both."),
+    Case("text between reasoning and a call", f"{THINK}Hm.{THINK_END}This is it:" + section(weather(0)), "This is it:",
+         [weathers(0)], "Hm."),
+    Case("two sections at once", "Two:" + section(weather(0)) + section(weather(1)), "Two:",
+         [weathers(0), weathers(1)]),
+    Case("text between two sections", "First:" + section(weather(0)) + " Next: " + section(weather(1)),
+         "First: Next: ", [weathers(0), weathers(1)]),
+    Case("id that cannot be read, then a good one", "Text" + section(call("weird@id", OSLO)) + section(weather(0)),
+         "Textweird@id" + OSLO, [weathers(0)], tools=[WEATHER, READ], difference="ids that cannot be read"),
+    Case("broken JSON between good", section(weather(0)) + section(weather(1, BROKEN)) + section(weather(2)), "",
+         [weathers(0), weathers(1, BROKEN), weathers(2)]),
+    Case("braces and code in arguments", section(call("functions.read:0", NESTED)), "",
+         [("functions.read:0", "read", NESTED)]),
+    Case("three calls far on in a conversation", section(*(weather(10 + i) for i in range(3))), "",
+         [weathers(10 + i) for i in range(3)]),
+    Case("bare counter far on", section(call("5", OSLO)), "", [("5", "weather", OSLO)], tools=[WEATHER]),
+    Case("bare counter, best fit", section(call("0", '{"city": "Oslo", "unit": "C"}')), "",
+         [("0", "weather", '{"city": "Oslo", "unit": "C"}')], tools=[READ, BOOK, WEATHER]),
+    Case("bare counter without tools", section(call("5", '{"x": 1}')), '5{"x": 1}',
+         difference="ids that cannot be read"),
+    Case("bare counter, unknown arguments", section(call("0", '{"z": 1}')), '0{"z": 1}', tools=[READ, WEATHER],
+         difference="ids that cannot be read"),
+    Case("bare counter, tools without parameters", section(call("0", '{"x": 1}')), '0{"x": 1}',
+         tools=[tool("a"), tool("b")], difference="ids that cannot be read"),
+    Case("call without an end before another", SECTION_BEGIN + CALL_BEGIN + "functions.read:0" + weather(1)
+         + SECTION_END, "functions.read:0", [weathers(1)], difference="ids that cannot be read"),
+    Case("line breaks in a section", "Look.\n" + SECTION_BEGIN + "\n" + weather(0) + "\n" + weather(1) + "\n"
+         + SECTION_END, "Look.\n", [weathers(0), weathers(1)]),
+    Case("line break after a section", section(weather(0)) + "\n", "\n", [weathers(0)],
+         difference="text after a section"),
+    Case("white space around arguments", section(weather(0, " \n" + OSLO + " \n")), "",
+         [weathers(0, " \n" + OSLO + " \n")], difference="white space around arguments"),
+    Case("reasoning is expected", f"I analyse.{THINK_END}Here.", "Here.", [], "I analyse.", prefilled=True),
+    Case("id that is a word", section(call("some_garbage", "{}")), "some_garbage{}", tools=[READ, WEATHER],
+         difference="ids that cannot be read"),
+    Case("end of a call alone in text", f"text{CALL_END} more", "text more"),
+    Case("call without a section", weather(0), "", [weathers(0)]),
+]  # fmt: skip
