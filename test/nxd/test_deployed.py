@@ -12,8 +12,9 @@ import pytest
 import torch
 from harness import execute, expected_logits, neuron_config, plain_model
 
-from kimi_k2.checkpoint.synthetic import tiny_config, with_format, write_synthetic_checkpoint
 from kimi_k2.reference import load_transformers_model
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 LENGTH = 4096
 PROMPTS = (24, 1000, 3000, 4060)

@@ -97,8 +97,10 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             [T, H].
         """
         tokens, hidden = hidden_states.shape
-        places = token_position_to_id.view(num_blocks, block_size).to(torch.long)
-        places = torch.where(places < 0, torch.full_like(places, tokens), places)
+        # Selected before it is viewed: upstream reduces the map over the ranks in place and as a slice, and a view of
+        # that drops the reduction from the lowered graph (torch_xla 2.9): each rank would know its own tokens only.
+        places = token_position_to_id.to(torch.long)
+        places = torch.where(places < 0, torch.full_like(places, tokens), places).view(num_blocks, block_size)
         # Padding reads and writes one row more than there are tokens.
         padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, 1))
         weights = torch.nn.functional.pad(expert_affinities_masked, (0, 0, 0, 1))
