@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kimi_k2.engine.reply import Reply
 from kimi_k2.errors import GenerationError
-from kimi_k2.tokenization.message import MessageDelta, parse_message
+from kimi_k2.tokenization.message import AssistantMessage, collect, parse_message
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 CALL = (
@@ -24,14 +24,11 @@ def tokenizer(checkpoints: dict[str, Path]) -> KimiTokenizer:
     return KimiTokenizer.from_pretrained(checkpoints["k2.5"])
 
 
-def run(reply: Reply, tokens: list[int]) -> MessageDelta:
-    """The sum of the deltas."""
-    total = MessageDelta()
-    for delta in [*(reply.feed(token) for token in tokens), reply.finish()]:
-        total.reasoning_content += delta.reasoning_content
-        total.content += delta.content
-        total.tool_calls += delta.tool_calls
-    return total
+def run(reply: Reply, tokens: list[int]) -> AssistantMessage:
+    """What the deltas add up to."""
+    deltas = [delta for token in tokens for delta in reply.feed(token)] + reply.finish()
+    assert reply.finish_reason is not None
+    return collect(deltas, reply.finish_reason)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -62,10 +59,9 @@ def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled
     assert reply.text == text
     assert reply.finish_reason == "tool_calls"
     assert (shown.reasoning_content, shown.content.strip()) == ("Bern, surely.", "I look.")
-    assert reply.message == parse_message(text, prefilled=prefilled)
-    (call,) = reply.message.tool_calls
+    assert reply.message == shown == parse_message(text, prefilled=prefilled)
+    (call,) = shown.tool_calls
     assert (call.name, call.arguments) == ("get", '{"city": "Bern"}')
-    assert "".join(delta.arguments for delta in shown.tool_calls) == call.arguments
 
 
 def test_an_end_token_is_a_stop_and_no_text(tokenizer: KimiTokenizer) -> None:

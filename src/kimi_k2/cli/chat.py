@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kimi_k2.cli.session import Session
-    from kimi_k2.tokenization.tool_calls import ToolCall
+    from kimi_k2.tokenization.message import ToolCall
 
 HELP = """\
 /system TEXT   set the system prompt (without TEXT: show it)

@@ -12,7 +12,16 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kimi_k2.engine.reply import Reply
-from kimi_k2.tokenization.message import AssistantMessage, MessageDelta
+from kimi_k2.tokenization.message import (
+    AssistantMessage,
+    Content,
+    Delta,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    openai_delta,
+)
 
 if TYPE_CHECKING:
     from kimi_k2.cli.session import Prompt
@@ -31,7 +40,7 @@ def printable(text: str) -> str:
 class View(Protocol):
     """What `generate` shows its replies in."""
 
-    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """A reply has grown."""
         ...
 
@@ -51,7 +60,7 @@ class PlainView:
         self._single = count == 1
         self._shown = 0
 
-    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Print what is new of a single reply."""
         if self._single:
             typer.echo(reply.text[self._shown :], nl=False)
@@ -74,9 +83,9 @@ class JsonView:
     def __init__(self, prompts: list[Prompt], *, deltas: bool) -> None:
         self._prompts, self._deltas = prompts, deltas
 
-    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Print a delta, as OpenAI's API streams them."""
-        if self._deltas and (content := delta.to_openai()):
+        if self._deltas and (content := openai_delta(deltas)):
             self._line({"index": row, "delta": content})
 
     def ended(self, row: int, reply: Reply) -> None:
@@ -100,18 +109,20 @@ class TerminalView:
         self._console = console
         self._part: str | None = None
 
-    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Print what came."""
-        if delta.reasoning_content:
-            self._write("reasoning", delta.reasoning_content, REASONING)
-        if delta.content:
-            self._write("content", delta.content)
-        for call in delta.tool_calls:
-            if call.name is not None:
-                self._write(f"call {call.index}", f"→ {call.name} ", f"bold {TOOL}")
-            self._write(f"call {call.index}", call.arguments, TOOL)
-        for index in delta.abandoned:
-            self._write("content", f"(call {index} was malformed; its text follows)\n", "yellow")
+        for delta in deltas:
+            match delta:
+                case Reasoning(text):
+                    self._write("reasoning", text, REASONING)
+                case Content(text):
+                    self._write("content", text)
+                case ToolCallStart(index, _, name):
+                    self._write(f"call {index}", f"→ {name} ", f"bold {TOOL}")
+                case ToolCallArguments(index, text):
+                    self._write(f"call {index}", text, TOOL)
+                case ToolCallEnd(index, complete):
+                    self._write(f"call {index}", "" if complete else " (cut off)", "yellow")
 
     def ended(self, row: int, reply: Reply) -> None:
         """End the last line."""
@@ -140,12 +151,18 @@ class PanelsView:
         self._texts = [Text() for _ in titles]
         self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
 
-    def show(self, row: int, reply: Reply, delta: MessageDelta) -> None:
+    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Let a panel grow."""
-        self._texts[row].append(printable(delta.reasoning_content), REASONING)
-        self._texts[row].append(printable(delta.content))
-        for call in delta.tool_calls:
-            self._texts[row].append(printable((f"\n→ {call.name} " if call.name else "") + call.arguments), TOOL)
+        for delta in deltas:
+            match delta:
+                case Reasoning(text):
+                    self._texts[row].append(printable(text), REASONING)
+                case Content(text):
+                    self._texts[row].append(printable(text))
+                case ToolCallStart(_, _, name):
+                    self._texts[row].append(printable(f"\n→ {name} "), TOOL)
+                case ToolCallArguments(_, text):
+                    self._texts[row].append(printable(text), TOOL)
         self._live.start()
         self._live.update(self._panels())
 

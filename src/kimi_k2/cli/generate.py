@@ -119,7 +119,7 @@ def generate(
             _show(session, prompts, _view(prompts, texts, as_json=as_json, stream=stream), timing)
             typer.echo(timing, err=True)
         else:
-            for _ in session.answer(prompts, lambda row, reply, delta: None, timing):
+            for _ in session.answer(prompts, lambda row, reply, deltas: None, timing):
                 pass
 
 

@@ -14,7 +14,7 @@ from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.parallel.ranks import load_ranks
-from kimi_k2.tokenization.message import MessageDelta, opens_reasoning
+from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 if TYPE_CHECKING:
@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
     from kimi_k2.config import KimiK2Config
 
-Show = Callable[[int, Reply, MessageDelta], None]
+Show = Callable[[int, Reply, list[Delta]], None]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt; whether it leaves <think> open, and whether the answer is a message or bare text."""
+    """What a reply answers.
+
+    Attributes:
+        ids: token ids.
+        options: of its Reply: the tools, whether <think> is open, whether there is anything to parse.
+    """
 
     ids: list[int]
-    prefilled: bool = False
-    parse: bool = True
+    options: dict[str, Any]
 
 
 @dataclass
@@ -72,19 +76,17 @@ class Session:
     def prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
         """A conversation; options as for `ChatTemplate.render_segments` (tools, thinking)."""
         segments = self.tokenizer.render_segments(messages, **options)
-        return Prompt(self.tokenizer.encode_segments(segments), opens_reasoning(segments))
+        reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(segments)}
+        return Prompt(self.tokenizer.encode_segments(segments), reply)
 
     def bare(self, text: str) -> Prompt:
         """Text as it is, without the chat template."""
-        return Prompt(self.tokenizer.encode(text), parse=False)
+        return Prompt(self.tokenizer.encode(text), {"parse": False})
 
     def answer(self, prompts: Sequence[Prompt], show: Show, timing: Timing) -> Iterator[tuple[int, Reply]]:
         """Generate until every sequence has ended; replies come, with their rows, in the order in which they end."""
         end_ids = self.params.eos_token_ids
-        replies = [
-            Reply(self.tokenizer, end_ids, stop=self.stop, prefilled=prompt.prefilled, parse=prompt.parse)
-            for prompt in prompts
-        ]
+        replies = [Reply(self.tokenizer, end_ids, stop=self.stop, **prompt.options) for prompt in prompts]
         running = dict(enumerate(replies))
         ids = [prompt.ids for prompt in prompts]
         for step in self.generator.stream(ids, self.params, chunk_size=self.chunk_size):

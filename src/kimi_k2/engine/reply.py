@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from kimi_k2.errors import GenerationError
-from kimi_k2.tokenization.message import AssistantMessage, MessageDelta, MessageStream, parse_message
-from kimi_k2.tokenization.streaming import find_marker, safe_length
+from kimi_k2.tokenization.message import AssistantMessage, Content, Delta, FinishReason, MessageStream, collect
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+
+@dataclass
+class _Piece:
+    """Tokens that together are whole characters."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
 
 
 class Reply:
@@ -17,6 +26,7 @@ class Reply:
         tokenizer: of the checkpoint.
         end_ids: tokens that end a turn; they are no text.
         stop: strings that end it; neither they nor what follows is part of the message.
+        tools: of the request; see MessageStream.
         prefilled: the prompt left <think> open; see `opens_reasoning`.
         parse: split reasoning and tool calls off; without it everything is content.
 
@@ -35,76 +45,100 @@ class Reply:
         end_ids: Collection[int],
         *,
         stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
         prefilled: bool = False,
         parse: bool = True,
     ) -> None:
         if not all(stop):
             raise GenerationError("stop: expected strings of at least one character")
         self.text, self.tokens = "", 0
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self._decoder = tokenizer.incremental_decoder()
         self._end_ids, self._stop = end_ids, tuple(stop)
-        self._prefilled = prefilled
-        self._parser = MessageStream(prefilled=prefilled) if parse else None
-        self._held = ""  # may be the beginning of a stop string
+        self._parser = MessageStream(tools=tools, prefilled=prefilled, tokenizer=tokenizer) if parse else None
+        self._held = [_Piece()]  # may begin a stop string; the last piece may be part of a character
+        self._deltas: list[Delta] = []
 
     @property
     def message(self) -> AssistantMessage:
         """What was written so far, parsed."""
-        if self._parser is None:
-            return AssistantMessage(content=self.text)
-        return parse_message(self.text, prefilled=self._prefilled)
+        return collect(self._deltas, self.finish_reason or "length")
 
-    def feed(self, token: int) -> MessageDelta:
+    def feed(self, token: int) -> list[Delta]:
         """What a token adds; nothing after the end."""
         if self.finish_reason is not None:
-            return MessageDelta()
+            return []
         self.tokens += 1
         if token in self._end_ids:
-            return self._end("stop", self._held + self._decoder.flush())
+            return self._end("stop")
+        self._held[-1].tokens.append(token)
         return self._take(self._decoder.feed(token))
 
-    def finish(self) -> MessageDelta:
+    def finish(self) -> list[Delta]:
         """What was held back, when the limit of tokens ended the sequence."""
+        return [] if self.finish_reason is not None else self._end("length")
+
+    def _take(self, text: str) -> list[Delta]:
+        """Pass on what can no longer be part of a stop string; end at one."""
+        if not text:
+            return []
+        self._held[-1].text = text
+        self._held.append(_Piece())
+        held = "".join(piece.text for piece in self._held)
+        found = [place for stop in self._stop if (place := held.find(stop)) >= 0]
+        if found:
+            deltas = self._pass_on(min(found))
+            self._held = [_Piece()]
+            return deltas + self._close("stop")
+        return self._pass_on(self._ready(held), whole_pieces=True)
+
+    def _ready(self, held: str) -> int:
+        """How much of the held text begins no stop string, whatever follows."""
+        longest = max(map(len, self._stop), default=1) - 1
+        starts = range(max(0, len(held) - longest), len(held))
+        return next((start for start in starts if any(stop.startswith(held[start:]) for stop in self._stop)), len(held))
+
+    def _pass_on(self, length: int, *, whole_pieces: bool = False) -> list[Delta]:
+        """The deltas of the held text's first `length` characters; a piece that is cut counts as plain text."""
+        deltas: list[Delta] = []
+        while len(self._held) > 1 and length > 0:
+            piece = self._held[0]
+            if len(piece.text) > length:
+                if not whole_pieces:
+                    deltas += self._parsed([], piece.text[:length])
+                break
+            del self._held[0]
+            length -= len(piece.text)
+            deltas += self._parsed(piece.tokens, piece.text)
+        return deltas
+
+    def _parsed(self, tokens: Sequence[int], text: str) -> list[Delta]:
+        self.text += text
+        deltas: list[Delta] = []
+        if self._parser is None:
+            deltas = [Content(text)] if text else []
+        elif tokens:
+            for token in tokens:
+                deltas += self._parser.feed_token(token)
+        else:
+            deltas = self._parser.feed(text)
+        self._deltas += deltas
+        return deltas
+
+    def _end(self, reason: Literal["stop", "length"]) -> list[Delta]:
+        """The end without a stop string: all that is held is text."""
+        deltas = self._take(self._decoder.flush())
         if self.finish_reason is not None:
-            return MessageDelta()
-        delta = self._take(self._decoder.flush())
-        if self.finish_reason is not None:
-            return delta
-        last = self._end("length", self._held)
-        return _joined(delta, last)
+            return deltas
+        for piece in self._held:
+            deltas += self._parsed(piece.tokens, piece.text)
+        return deltas + self._close(reason)
 
-    def _take(self, piece: str) -> MessageDelta:
-        if not self._stop:
-            return self._parsed(piece)
-        self._held += piece
-        found = find_marker(self._held, self._stop)
-        if found is not None:
-            return self._end("stop", self._held[: found[0]])
-        ready = safe_length(self._held, self._stop)
-        piece, self._held = self._held[:ready], self._held[ready:]
-        return self._parsed(piece)
-
-    def _parsed(self, piece: str) -> MessageDelta:
-        self.text += piece
-        return MessageDelta(content=piece) if self._parser is None else self._parser.feed(piece)
-
-    def _end(self, reason: str, piece: str) -> MessageDelta:
-        self._held = ""
-        delta = self._parsed(piece)
+    def _close(self, reason: Literal["stop", "length"]) -> list[Delta]:
         self.finish_reason = reason
         if self._parser is None:
-            return delta
-        last = self._parser.flush()
-        if reason == "stop":
-            self.finish_reason = self._parser.finish_reason
-        return _joined(delta, last)
-
-
-def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:
-    return MessageDelta(
-        first.reasoning_content + second.reasoning_content,
-        first.content + second.content,
-        [*first.tool_calls, *second.tool_calls],
-        [*first.abandoned, *second.abandoned],
-    )
+            return []
+        last = self._parser.finish(reason)
+        self.finish_reason = self._parser.finish_reason
+        self._deltas += last
+        return last
