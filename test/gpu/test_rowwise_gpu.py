@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.kernels.entries import route
+from kimi_k2.kernels.router.entries import route
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
 from kimi_k2.ops.router import noaux_tc_gate
 

@@ -1,0 +1,83 @@
+"""The attention kernels in the table of operations, with the plain functions' arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.attention import attend_values as attend
+from kimi_k2.kernels.attention import mla_decode, mla_prefill, value_rows
+from kimi_k2.kernels.attention import query as query_kernel
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.ops import mla as ops_mla
+from kimi_k2.ops import mla_decode as ops_decode
+from kimi_k2.ops.weights import Weight
+
+ops_mla.mla_naive_attention.entry("mla_prefill", takes=mla_prefill.supports_mla_naive_attention)(
+    mla_prefill.mla_naive_attention
+)
+
+
+def _supports_absorbed(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+) -> bool:
+    """One new token a sequence, in BF16, of sizes that `mla_decode` takes; the cache in one piece."""
+    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not is_hopper(cache.device):
+        return False
+    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
+    return mla_decode.supports(query, cache, positions.squeeze(1).int())
+
+
+@ops_mla.mla_absorbed_attention.entry("mla_decode", takes=_supports_absorbed)
+def mla_absorbed_attention(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+) -> Tensor:
+    """`mla_decode`; padding attends to slot 0, as in the plain function."""
+    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
+    seq_lens = (positions.squeeze(1).clamp(min=0) + 1).int()
+    return mla_decode.mla_decode(query, cache, seq_lens, softmax_scale).unsqueeze(1)
+
+
+def _supports_mla_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> bool:
+    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens)
+
+
+@ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode)
+def decode_attention(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> Tensor:
+    """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere."""
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale)
+    return out
+
+
+ops_decode.value_rows.entry("cuda", takes=value_rows.supports)(value_rows.value_rows)
+
+
+def _supports_attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> bool:
+    return attend.supports(query, cache, seq_lens, w_uv)
+
+
+ops_decode.attend_values.entry(
+    "cuda", takes=_supports_attend_values, joins={"mla_decode": "mla_decode", "value_rows": "cuda"}
+)(attend.attend_values)
+
+
+def _supports_query(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> bool:  # fmt: skip
+    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+
+
+@ops_decode.query_and_entry.entry(
+    "cuda", takes=_supports_query, joins={"project": "fused_linear", "absorb_and_store": "triton"}
+)
+def query_and_entry(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> Tensor:  # fmt: skip
+    """`query_and_entry` of an FP8 q_b."""
+    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    out: Tensor = query_kernel.query_and_entry(
+        qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    )
+    return out

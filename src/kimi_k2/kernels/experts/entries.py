@@ -1,0 +1,185 @@
+"""The expert kernels in the table of operations, with the plain functions' arguments."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.experts import fp8 as moe_fp8
+from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
+from kimi_k2.ops import experts as ops_experts
+from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.weights import Weight
+
+BLOCK = (128, 128)
+
+
+def _fp8_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate_up, down = experts.gate_up.tensors, experts.down.tensors
+    return gate_up["weight"], gate_up["weight_scale_inv"], down["weight"], down["weight_scale_inv"]
+
+
+def _is_fp8(experts: ExpertWeights) -> bool:
+    """Blocks of 128x128, whole ones."""
+    if experts.gate_up.fp8_block != BLOCK or experts.down.fp8_block != BLOCK:
+        return False
+    _, _, down, scale = _fp8_experts(experts)
+    count, hidden, inter = down.shape
+    return tuple(scale.shape) == (count, hidden // BLOCK[0], inter // BLOCK[1])
+
+
+def _supports_moe_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """FP8 blocks of 128x128 kept as stored, BF16 tokens, few of them."""
+    if x.dtype != torch.bfloat16 or not _is_fp8(experts):
+        return False
+    _, hidden, inter = experts.down.tensors["weight"].shape
+    return moe_decode.supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
+
+
+@ops_experts.routed_experts.entry("moe_decode", takes=_supports_moe_decode)
+def routed_experts_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_decode` over the experts that this rank holds."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
+    return out
+
+
+def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """FP8 blocks of 128x128 kept as stored, BF16 tokens."""
+    if x.dtype != torch.bfloat16 or not is_hopper(x.device) or not _is_fp8(experts):
+        return False
+    count, hidden, inter = experts.down.tensors["weight"].shape
+    return (
+        hidden % moe_fp8.SLAB == 0
+        and inter % moe_fp8.BLOCK == 0
+        and max(hidden, inter) <= 64 * moe_fp8.BLOCK
+        and count <= moe_fp8.MAX_EXPERTS
+    )
+
+
+@ops_experts.routed_experts.entry("moe_fp8", takes=_supports_moe_fp8)
+def routed_experts_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_fp8` over the experts that this rank holds."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    out: Tensor = moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
+    return out
+
+
+@dataclass(frozen=True)
+class W4A16Order:
+    """The order in memory that `moe_w4a16` wants (`moe_w4a16_layout`), of gate_up_proj or of down_proj."""
+
+    gate_up: bool
+
+    def restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One expert's projection in the checkpoint's order."""
+        return checkpoint_order(tensors, self.gate_up)
+
+
+W4A16_ORDERS = W4A16Order(True), W4A16Order(False)
+
+
+def _int4_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    gate_up, down = experts.gate_up.tensors, experts.down.tensors
+    second = down["weight_packed"] if "weight_packed" in down else down["weight"]
+    return gate_up["weight_packed"], gate_up["weight_scale"], second, down.get("weight_scale")
+
+
+def _is_int4(experts: ExpertWeights, dtype: torch.dtype) -> bool:
+    """INT4 kept as stored, groups of 32 (the second projection may be BF16), for BF16 tokens."""
+    scheme: Any = experts.gate_up.quantization
+    if "weight_packed" not in experts.gate_up.tensors or dtype != torch.bfloat16:
+        return False
+    packed = experts.down.tensors.get("weight_packed")
+    how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
+    if moe_w4a16.expert_mode(*how, down_proj_quantized=packed is not None) is None:
+        return False
+    down = experts.down.tensors["weight"] if packed is None else packed
+    if packed is None and down.dtype != torch.bfloat16:
+        return False
+    count, hidden, columns = down.shape
+    return moe_w4a16.supports(hidden, columns if packed is None else columns * 8, count, down.device)
+
+
+def prepare_w4a16_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights | None:
+    """Put the experts into `moe_w4a16`'s order, in place, if it would serve tokens of `dtype`; None if not.
+
+    Raises:
+        KernelError: a CUDA graph is being captured.
+    """
+    if experts.gate_up.order is not None or not _is_int4(experts, dtype):
+        return None
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise KernelError("INT4 experts must be prepared before a graph is captured: their order changes")
+    prepare_w4a16(*_int4_experts(experts), in_place=True)
+    gate_up, down = (replace(w, order=o) for w, o in zip((experts.gate_up, experts.down), W4A16_ORDERS, strict=True))
+    return replace(experts, gate_up=gate_up, down=down)
+
+
+def supports_moe_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """What `prepare_w4a16_experts` has put into order, BF16 tokens, up to 16 experts a token."""
+    prepared = (experts.gate_up.order, experts.down.order) == W4A16_ORDERS
+    return prepared and topk_indices.shape[1] <= 16 and _is_int4(experts, x.dtype)
+
+
+@ops_experts.routed_experts.entry("moe_w4a16", takes=supports_moe_w4a16, prepare=prepare_w4a16_experts)
+def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_w4a16` over the experts that this rank holds."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    out: Tensor = moe_w4a16.moe_w4a16(x.contiguous(), *_int4_experts(experts), *routing, experts.expert_map)
+    return out
+
+
+def _supports_joined(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> bool:  # fmt: skip
+    """What `moe_decode` takes, and a shared expert of the routed ones' width and format."""
+    if not _supports_moe_decode(x, experts, topk_indices, topk_weights):
+        return False
+    fp8 = shared_gate_up.fp8_block == shared_down.fp8_block == BLOCK
+    return fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
+
+
+@ops_experts.routed_experts_with_shared.entry(
+    "moe_decode", takes=_supports_joined, joins={"routed_experts": "moe_decode"}
+)
+def experts_with_shared(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> Tensor:  # fmt: skip
+    """`moe_decode`, with the shared expert as one more of the routed ones."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    shared = [
+        weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")
+    ]
+    out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared)
+    return out
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+@ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda)
+def experts_beside_shared(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> Tensor:  # fmt: skip
+    """The shared expert on a second stream: it fills what routing leaves idle. Fork and join become a graph's edges."""
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device.index)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        shared = ops_experts.swiglu(x, shared_gate_up, shared_down)
+    routed = ops_experts.routed_experts(x, experts, topk_indices, topk_weights)
+    main.wait_stream(side)
+    return routed + shared

@@ -1,0 +1,98 @@
+"""The router's kernels in the table of operations, with the plain functions' arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.router import norm_route
+from kimi_k2.kernels.router.gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
+from kimi_k2.kernels.router.router_gemm import MAX_TOKENS, router_decode, router_gemm
+from kimi_k2.ops import router as ops_router
+
+
+def _supports_route(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> bool:
+    """BF16 tokens without expert groups; up to 64 of 256 or 384 experts, more of up to 512."""
+    experts, hidden = weight.shape
+    fits = experts in (256, 384) if x.shape[0] <= MAX_TOKENS else experts % 32 == 0 and experts <= MAX_EXPERTS
+    return (
+        is_hopper(x.device)
+        and x.dtype == weight.dtype == torch.bfloat16
+        and e_score_correction_bias.dtype == torch.float32
+        and x.shape[0] > 0
+        and fits
+        and hidden % 256 == 0
+        and n_group == 1
+        and 0 < top_k <= MAX_TOP_K
+    )
+
+
+@ops_router.route.entry("router", takes=_supports_route)
+def route(
+    x: Tensor,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`router_decode`, for more tokens `router_gemm` and `fused_gate`."""
+    how = e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
+    chosen: tuple[Tensor, Tensor]
+    if x.shape[0] <= MAX_TOKENS:
+        chosen = router_decode(x.contiguous(), weight, *how)
+    else:
+        chosen = fused_gate(router_gemm(x.contiguous(), weight), *how)
+    return chosen
+
+
+def _supports_add_norm_route(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> bool:
+    return norm_route.supports(x, weight, top_k, n_group=n_group)
+
+
+@ops_router.add_norm_route.entry("cuda", takes=_supports_add_norm_route, joins={"add_norm": "fused", "route": "router"})
+def add_norm_route(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_route.add_norm_route`."""
+    how = e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, weight, *how)
+    return made
