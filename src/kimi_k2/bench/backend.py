@@ -6,14 +6,12 @@ so that all backends are timed alike.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
@@ -24,8 +22,8 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import DeviceError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
-from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
+from kimi_k2.neuron.application import NeuronApplication
+from kimi_k2.neuron.compiler_args import compile_digest, compiler_args
 from kimi_k2.plan.deployment import STAGES, Deployment
 
 Prompts = Sequence[Sequence[int]]
@@ -125,29 +123,13 @@ class TorchBackend:
         return (sizes[0], "resident memory of the process") if sizes else (None, "unknown")
 
 
-def neuron_steps(app: Any, prompts: Prompts, new_tokens: int) -> Iterator[Tensor]:
-    """Greedy steps of a loaded NxDI application: token ids int64 [B] on the host, the prompt's first."""
-    app.reset()
-    batch, length = len(prompts), len(prompts[0])
-    ids, positions = torch.tensor([list(prompt) for prompt in prompts]), torch.arange(length).expand(batch, -1)
-    for step in range(new_tokens):
-        # NxDI's decode mask covers the cache only; the current token is not in it yet.
-        mask = torch.ones(batch, length + max(step - 1, 0), dtype=torch.int32)
-        out = app(input_ids=ids, attention_mask=mask, position_ids=positions)
-        # Without on-device sampling NxDI puts the logits into `tokens` as well.
-        chosen = torch.as_tensor(out.tokens) if out.logits is None else out.logits[:, -1].argmax(-1)
-        ids = chosen.reshape(batch, -1)[:, -1:].to("cpu", torch.int64)
-        positions = torch.full((batch, 1), length + step)
-        yield ids[:, 0]
-
-
 class NeuronBackend:
-    """NeuronKimiK2ForCausalLM from compiled artifacts, on a Trainium machine.
+    """NeuronKimiK2ForCausalLM: compiled artifacts on a Trainium machine, or NxD's CPU mode, whose times say nothing.
 
     Args:
         checkpoint: Hugging Face checkpoint directory (config.json is enough where weights are pre-sharded).
-        preset: deployment.
-        compiled: directory that `kimi-k2 compile` wrote.
+        preset: deployment; for CPU mode see `neuron.application.cpu_deployment`.
+        compiled: directory that `compile` wrote; None is CPU mode.
 
     Raises:
         BackendUnavailableError: the Neuron SDK is not installed.
@@ -155,19 +137,18 @@ class NeuronBackend:
 
     name = "neuron"
 
-    def __init__(self, checkpoint: Path, preset: Deployment, compiled: Path) -> None:
+    def __init__(self, checkpoint: Path, preset: Deployment, compiled: Path | None) -> None:
         if absent := contrib.missing():
             raise BackendUnavailableError(f"the neuron backend needs the Neuron SDK; missing: {', '.join(absent)}")
-        if shutil.which("neuronx-cc") is None:
-            raise BackendUnavailableError("the neuron backend needs a Neuron machine; neuronx-cc is not on PATH")
-        config = KimiK2Config.from_pretrained(checkpoint)
-        os.environ.update(environment(preset))
-        self.app = build_application(preset, config, str(checkpoint))
-        self.app.load(str(compiled))
-        self.vocab_size = config.vocab_size
+        if compiled is not None and shutil.which("neuronx-cc") is None:
+            raise BackendUnavailableError(
+                "the neuron backend needs a Neuron machine (neuronx-cc is not on PATH), or --on-cpu for NxD's CPU mode"
+            )
+        self.app = NeuronApplication.load(checkpoint, preset, compiled)
+        self.vocab_size = KimiK2Config.from_pretrained(checkpoint).vocab_size
         self.preset = preset
         arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
-        self.details = {"preset": preset.name, "preset_digest": compile_digest(preset), "compiler_args": arguments}
+        self.details = {"preset": self.app.name, "preset_digest": compile_digest(preset), "compiler_args": arguments}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         """See Backend.
@@ -175,12 +156,11 @@ class NeuronBackend:
         Raises:
             SweepError: the batch or the length is not what the graphs were compiled for.
         """
-        preset = self.preset
-        if len(prompts) != preset.batch_size:
-            raise SweepError(f"{preset.name} was compiled for a batch of {preset.batch_size}")
-        if len(prompts[0]) + new_tokens > preset.seq_len:
-            raise SweepError(f"{preset.name} was compiled for {preset.seq_len} tokens a sequence")
-        for _ in neuron_steps(self.app, prompts, new_tokens):
+        if len(prompts) != self.app.batch_size:
+            raise SweepError(f"{self.app.name} was compiled for a batch of {self.app.batch_size}")
+        if len(prompts[0]) + new_tokens > self.app.length:
+            raise SweepError(f"{self.app.name} was compiled for {self.app.length} tokens a sequence")
+        for _ in self.app.stream(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
             yield
 
     def reset_peak_memory(self) -> None:

@@ -150,16 +150,41 @@ def stream(
         cache = model.new_cache(len(prompts), needed)
     if decode is None:
         decode = partial(decode_step, model, cache=cache)
-    sampler = Sampler(params, len(prompts))
-    tokens = sampler(prefill(model, prompts, cache, chunk_size))
-    positions = torch.tensor([len(prompt) for prompt in prompts], device=tokens.device)
-    running = [True] * len(prompts)
-    advance = torch.ones_like(positions)
+    sampler, chosen, at = Sampler(params, len(prompts)), cache, decode
+    yield from token_steps(
+        [len(prompt) for prompt in prompts],
+        params,
+        lambda: sampler(prefill(model, prompts, chosen, chunk_size)),
+        lambda tokens, positions: sampler(at(tokens, positions)),
+        start,
+    )
+
+
+def token_steps(
+    lengths: Sequence[int],
+    params: SamplingParams,
+    begin: Callable[[], Tensor],
+    advance: Callable[[Tensor, Tensor], Tensor],
+    start: float | None = None,
+) -> Iterator[Step]:
+    """The loop of a generation, whoever computes and chooses the tokens.
+
+    Args:
+        lengths: tokens of each prompt.
+        begin: runs the prompts; the first new token of each, int64 [B].
+        advance: the next tokens from these at their positions, int64 [B] each.
+        start: when the first step began, by `time.perf_counter`; None is now.
+    """
+    start = time.perf_counter() if start is None else start
+    tokens = begin()
+    positions = torch.tensor(lengths, device=tokens.device)
+    running = [True] * len(lengths)
+    moves = torch.ones_like(positions)
     for step in range(params.max_new_tokens):
         if step:
             start = time.perf_counter()
-            tokens = sampler(decode(tokens, positions))
-            positions = positions + advance
+            tokens = advance(tokens, positions)
+            positions = positions + moves
         values = tokens.tolist()
         yield Step(
             tuple(value if alive else None for value, alive in zip(values, running, strict=True)),
@@ -170,7 +195,7 @@ def stream(
                 alive and value not in params.eos_token_ids for value, alive in zip(values, running, strict=True)
             ]
             # An ended sequence stays where it is: its row goes on being computed, and is ignored.
-            advance = torch.tensor(running, device=tokens.device)
+            moves = torch.tensor(running, device=tokens.device)
         if not any(running):
             return
 

@@ -14,6 +14,7 @@ from kimi_k2.cli.options import KeepQuantized, Ranks, Seed
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
     from kimi_k2.bench.sweep import Settings
+    from kimi_k2.plan.deployment import Deployment
 
 
 def sweep(
@@ -33,6 +34,9 @@ def sweep(
     ranks: Ranks = None,
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp32-ep2",
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
+    on_cpu: Annotated[
+        bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
+    ] = False,
     published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
     check_stopwatch: Annotated[
         bool, typer.Option("--check-stopwatch", help="Compare TPOT with an independent watch and stop (cpu, cuda).")
@@ -79,7 +83,11 @@ def sweep(
             write_synthetic_checkpoint(directory, tiny_config())
         used: Backend
         if backend == "neuron":
-            used = NeuronBackend(directory, Deployment.load(preset), compiled or directory)
+            deployment = Deployment.load(preset)
+            if on_cpu:
+                used = NeuronBackend(directory, _on_cpu(settings, deployment), None)
+            else:
+                used = NeuronBackend(directory, deployment, compiled or directory)
         elif ranks is not None:
             used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute))
         else:
@@ -96,6 +104,16 @@ def sweep(
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
     if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
         raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
+
+
+def _on_cpu(settings: Settings, preset: Deployment) -> Deployment:
+    from kimi_k2.bench.errors import SweepError
+    from kimi_k2.neuron.application import cpu_deployment
+
+    if len(settings.batch_sizes) > 1:
+        raise SweepError(f"batch_sizes: the neuron backend has one batch size, got {list(settings.batch_sizes)}")
+    length = max(settings.prompt_lengths) + max(settings.output_lengths)
+    return cpu_deployment(preset, length=length, batch_size=settings.batch_sizes[0])
 
 
 def _numbers(field: str, text: str) -> tuple[int, ...]:

@@ -1,0 +1,261 @@
+"""A loaded NeuronKimiK2ForCausalLM that generates: compiled graphs on Trainium, or NxD's CPU mode anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.generate import Step, prompt_lengths, token_steps
+from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.errors import ConfigError, GenerationError
+from kimi_k2.neuron import contrib, cpu
+from kimi_k2.neuron.compile import build_application
+from kimi_k2.neuron.compiler_args import environment
+from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
+
+# Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
+CPU_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a pass returned, on the host.
+
+    Attributes:
+        tokens: chosen on the device, int64 [B]; None without on-device sampling.
+        logits: of each sequence's last token, [B, vocab_size]; None where the graphs return tokens alone.
+        captured: outputs of the modules that the graphs capture, in their order, each [B, S, width].
+    """
+
+    tokens: Tensor | None
+    logits: Tensor | None
+    captured: tuple[Tensor, ...] = ()
+
+
+def cpu_deployment(
+    preset: Deployment,
+    *,
+    length: int,
+    batch_size: int = 1,
+    dtype: str = "float32",
+    sampling: OnDeviceSampling | None = None,
+) -> Deployment:
+    """A preset brought down to CPU mode: its experts' format and expert parallelism on the ranks that torchrun started.
+
+    Args:
+        length: cache slots a sequence, and the longest prompt.
+        sampling: on-device sampling; None returns logits.
+
+    Raises:
+        ConfigError: BF16 on several ranks, which gloo cannot reduce.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if dtype != "float32" and ranks > 1:
+        raise ConfigError(f"expected float32: CPU mode reduces nothing else over {ranks} ranks", field="torch_dtype")
+    ep = preset.moe_ep_degree if ranks % preset.moe_ep_degree == 0 else 1
+    blockwise = BlockwiseMatmul(
+        block_size=CPU_BLOCK, use_torch_block_wise=True, parallelize_token_to_block_mapping=ep > 1
+    )
+    options = NeuronOptions(
+        save_sharded_checkpoint=False,
+        enable_bucketing=False,
+        on_device_sampling_config=sampling,
+        blockwise_matmul_config=blockwise,
+    )
+    changed = {
+        "tp_degree": ranks, "moe_tp_degree": ranks // ep, "moe_ep_degree": ep, "torch_dtype": dtype,
+        "batch_size": batch_size, "seq_len": length, "max_context_length": length, "neuron_config": options,
+    }  # fmt: skip
+    return preset.model_copy(update=changed)
+
+
+class NeuronApplication:
+    """Prefill, decode and generation of one loaded application, one generation after another.
+
+    Args:
+        app: NeuronKimiK2ForCausalLM, loaded.
+        name: of its deployment, for messages.
+    """
+
+    def __init__(self, app: Any, name: str) -> None:
+        self.app, self.name = app, name
+        self.options: Any = app.neuron_config
+        self.on_device_sampling = self.options.on_device_sampling_config
+        self.batch_size, self.length = self.options.batch_size, self.options.seq_len
+        self.longest_prompt = self.options.max_context_length
+
+    @classmethod
+    def load(cls, checkpoint: str | Path, preset: Deployment, compiled: Path | None, **overrides: Any) -> Any:
+        """Load what `compile` wrote, or the checkpoint in CPU mode.
+
+        Args:
+            checkpoint: Hugging Face checkpoint directory; beside compiled and pre-sharded files config.json is enough.
+            preset: what was compiled; for CPU mode see `cpu_deployment`.
+            compiled: directory that `compile` wrote; None is CPU mode.
+            overrides: further arguments of KimiK2NeuronConfig, the same as when it was compiled.
+
+        Raises:
+            NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
+            ConfigError: `compiled` holds no compiled model.
+        """
+        if absent := contrib.missing():
+            raise contrib.NeuronUnavailableError(
+                f"the neuron backend needs the Neuron SDK, or NxD's source for CPU mode; missing: {', '.join(absent)}"
+            )
+        config = KimiK2Config.from_pretrained(checkpoint)
+        if compiled is None:
+            cpu.prepare()
+            app = build_application(preset, config, str(checkpoint), on_cpu=True, **overrides)
+            app.load("")
+            return cls(app, f"{preset.name} in CPU mode")
+        if not (compiled / "model.pt").is_file():
+            raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
+        os.environ.update(environment(preset))
+        app = build_application(preset, config, str(checkpoint), **overrides)
+        app.load(str(compiled))
+        return cls(app, preset.name)
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], sampling: Tensor | None = None) -> Output:
+        """Run prompts of any lengths; the cache then holds them and nothing else.
+
+        Args:
+            prompts: token ids, as many as the batch size or fewer.
+            sampling: see `sampling_params`.
+
+        Raises:
+            GenerationError: there are too many, or one is empty or too long.
+        """
+        lengths = prompt_lengths(prompts)
+        if len(prompts) > self.batch_size:
+            raise GenerationError(f"{len(prompts)} prompts: {self.name} has a batch size of {self.batch_size}")
+        if max(lengths) > self.longest_prompt:
+            raise GenerationError(
+                f"a prompt has {max(lengths)} tokens: {self.name} takes {self.longest_prompt} in one prefill"
+            )
+        self.app.reset()
+        # Every line of the batch is computed in any case; those without a prompt repeat the first one's.
+        spare = self.batch_size - len(prompts)
+        rows, ends = [*prompts, *[prompts[0]] * spare], torch.tensor([*lengths, *lengths[:1] * spare])
+        slots = torch.arange(max(lengths))
+        ids = torch.tensor([[*row, *[0] * (max(lengths) - len(row))] for row in rows])
+        mask = (slots < ends[:, None]).to(torch.int32)
+        # NxDI's convention for right padding: position 1 marks a pad.
+        positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
+        if self.options.ctx_batch_size == self.batch_size:
+            return self._pass(len(prompts), ids, mask, positions, sampling)
+        # Continuous batching prefills a sequence at a time, each into its own line of the cache.
+        outputs = []
+        for row, end in enumerate(lengths):
+            own = slice(row, row + 1), slice(end)
+            outputs.append(self._pass(1, ids[own], mask[own], positions[own], sampling, torch.tensor([row])))
+        return _stacked(outputs)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Output:
+        """One token a sequence, each at its own position: int64 [B], int64 [B]."""
+        count, spare = len(tokens), self.batch_size - len(tokens)
+        tokens, positions = (torch.cat((part, part[:1].expand(spare))) for part in (tokens, positions))
+        # NxDI's decode mask covers the cache only; the current token is not in it yet.
+        mask = (torch.arange(int(positions.max())) < positions[:, None]).to(torch.int32)
+        return self._pass(count, tokens[:, None], mask, positions[:, None], sampling)
+
+    def _pass(
+        self,
+        count: int,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        sampling: Tensor | None,
+        lines: Tensor | None = None,
+    ) -> Output:
+        if sampling is not None:
+            sampling = sampling[: len(ids)]
+        out = self.app(
+            input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=lines, sampling_params=sampling
+        )
+        tokens = None
+        if self.on_device_sampling is not None:
+            tokens = torch.as_tensor(out.tokens).reshape(len(ids), -1)[:count, -1].to("cpu", torch.int64)
+        # Without on-device sampling NxDI puts the logits into `tokens` as well.
+        logits = None if out.logits is None else out.logits[:count, -1].to("cpu")
+        return Output(tokens, logits, tuple(value[:count] for value in out.captured_tensors or ()))
+
+    # -- generation --------------------------------------------------------------------------------
+
+    def sampling_params(self, params: SamplingParams) -> Tensor | None:
+        """What on-device sampling is told, [B, 3]: top_k, top_p, temperature; None without on-device sampling.
+
+        Raises:
+            GenerationError: the graphs were compiled for one way of sampling, and this is another.
+        """
+        compiled = self.on_device_sampling
+        if compiled is None:
+            return None
+        if compiled.dynamic:
+            greedy = params.temperature == 0
+            row = [
+                1 if greedy else min(params.top_k or compiled.global_topk, compiled.global_topk),
+                1.0 if greedy else params.top_p,
+                1.0 if greedy else params.temperature,
+            ]
+        else:
+            fixed = (compiled.top_k, compiled.top_p, compiled.temperature)
+            asked = (params.top_k, params.top_p, params.temperature)
+            if (params.temperature > 0) != compiled.do_sample or (compiled.do_sample and asked != fixed):
+                what = f"top_k {fixed[0]}, top_p {fixed[1]}, temperature {fixed[2]}" if compiled.do_sample else "greedy"
+                raise GenerationError(
+                    f"{self.name} was compiled for one way of sampling ({what}); compile it with"
+                    " on_device_sampling_config.dynamic, or without on-device sampling"
+                )
+            row = list(fixed)
+        return torch.tensor([row], dtype=torch.float32).expand(self.batch_size, -1).contiguous()
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None
+    ) -> Iterator[Step]:
+        """Generate step by step, as `engine.generate.stream`; on-device sampling takes no seed.
+
+        Raises:
+            GenerationError: prompt and new tokens exceed the compiled length, see also `prefill`; a chunk size.
+        """
+        if chunk_size is not None:
+            raise GenerationError(f"chunk_size: {self.name} prefills whole prompts")
+        lengths = prompt_lengths(prompts)
+        if max(lengths) + params.max_new_tokens > self.length:
+            raise GenerationError(
+                f"prompt of {max(lengths)} and {params.max_new_tokens} new tokens exceed the {self.length} tokens a"
+                f" sequence of {self.name}"
+            )
+        sampling, sampler = self.sampling_params(params), Sampler(params, len(prompts))
+
+        def choose(output: Output) -> Tensor:
+            if output.tokens is not None:
+                return output.tokens
+            assert output.logits is not None  # one of the two is always returned
+            return sampler(output.logits)
+
+        return token_steps(
+            lengths,
+            params,
+            lambda: choose(self.prefill(prompts, sampling)),
+            lambda tokens, positions: choose(self.decode(tokens, positions, sampling)),
+        )
+
+    def close(self) -> None:
+        """Nothing: the runtime frees the device when the process ends."""
+
+
+def _stacked(outputs: Sequence[Output]) -> Output:
+    tokens = [output.tokens for output in outputs if output.tokens is not None]
+    logits = [output.logits for output in outputs if output.logits is not None]
+    return Output(torch.cat(tokens) if tokens else None, torch.cat(logits) if logits else None)

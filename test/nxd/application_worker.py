@@ -1,0 +1,52 @@
+"""Generations with NeuronApplication in CPU mode, in a process of its own: it takes the process group of its ranks.
+
+    python application_worker.py job.json
+
+The job names a checkpoint, a preset, what `cpu_deployment` is told, and calls; the answer holds each call's tokens or
+the message of its error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
+from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
+
+
+def call(app: NeuronApplication, prompts: list[list[int]], params: dict[str, Any]) -> Any:
+    """Tokens of each sequence, or an error's message."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    try:
+        for step in app.stream(prompts, SamplingParams(**{"ignore_eos": True, **params})):
+            for row, token in zip(tokens, step.tokens, strict=True):
+                if token is not None:
+                    row.append(token)
+    except KimiK2Error as error:
+        return str(error)
+    return tokens
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    deployment = dict(job["deployment"])
+    if "sampling" in deployment:
+        deployment["sampling"] = OnDeviceSampling(**deployment["sampling"])
+    preset = cpu_deployment(Deployment.load(job["preset"]), **deployment)
+    app = NeuronApplication.load(job["checkpoint"], preset, None, **job.get("overrides", {}))
+    answers = [call(app, one["prompts"], one.get("params", {})) for one in job["calls"]]
+    if torch.distributed.get_rank() == 0:
+        torch.save(answers, job["output"])
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
