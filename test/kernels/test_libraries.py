@@ -12,7 +12,7 @@ from kimi_k2.kernels.common import build, libraries
 def test_every_library_that_a_module_loads_is_listed() -> None:
     asked = set()
     for path in build.KERNELS.glob("*/*.py"):
-        asked |= set(re.findall(r'load_library\("([\w/]+)"\)', path.read_text()))
+        asked |= set(re.findall(r'\b(?:launch|load_library)\(\s*"([\w/]+)"', path.read_text()))
     assert asked == set(libraries.LIBRARIES)
     for library in libraries.LIBRARIES:
         assert 'extern "C"' in build.source_of(library).read_text()

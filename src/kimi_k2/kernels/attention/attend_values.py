@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, value_rows
 from kimi_k2.kernels.attention.mla_decode import LATENT
-from kimi_k2.kernels.common.build import load_library
 from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.experts.launch import expect
 
 WIDTH = 128
 
@@ -60,11 +56,8 @@ def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, 
         return value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
     mla_decode._check_arguments(query, cache, seq_lens, None)
     parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(query.device).cuda_stream)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (parts, sums, w_uv, out)]
-    status = load_library("attention/attend_values").kimi_join_values(*pointers, batch, heads, how.splits, stream)
-    if status:
-        raise KernelError(f"attend_values could not be launched: CUDA error {status} (1000 and above: our launchers')")
+    sizes = batch, heads, how.splits
+    launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, parts, sums, w_uv, out, *sizes)
     return out
 
 

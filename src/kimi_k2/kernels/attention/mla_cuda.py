@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.launch import fields, launch
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
@@ -45,11 +46,9 @@ class _Arguments(ctypes.Structure):
     """`mla::Arguments` of csrc/mla.cuh, field for field."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
-        *[(name, ctypes.c_int) for name in _INTEGERS],
-        ("scale", ctypes.c_float),
-        ("value_scale", ctypes.c_float),
+        *fields((), _INTEGERS, ["scale", "value_scale"]),
     ]
 
 
@@ -113,12 +112,7 @@ def _launch(
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
-    status = load_library("attention/mla_decode").kimi_mla_decode(
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(arguments), codes, out is not None,
-        ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream),
-    )  # fmt: skip
-    if status:
-        raise KernelError(f"mla_decode could not be launched: CUDA error {status} (1000 and above: our launcher's)")
+    launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, codes, out is not None)
 
 
 def run(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.experts.launch import call, expect
 
 INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
@@ -28,12 +28,7 @@ INTEGERS = ("tokens", "heads", "capacity")
 class Arguments(ctypes.Structure):
     """`decode::QueryArguments` of csrc/query.cu, field for field."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in POINTERS],
-        *[(name, ctypes.c_int) for name in INTEGERS],
-        ("q_eps", ctypes.c_float),
-        ("kv_eps", ctypes.c_float),
-    ]
+    _fields_ = fields(POINTERS, INTEGERS, ["q_eps", "kv_eps"])
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -116,7 +111,7 @@ def query_and_entry(
         **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=cache.shape[1], q_eps=q_eps, kv_eps=kv_eps,
     )  # fmt: skip
-    call(load_library("attention/query").kimi_query, arguments, "query_and_entry", qkv_a.device)
+    launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
     return out
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 RANK = 512
@@ -53,11 +52,8 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
     out = torch.empty(batch, heads * width, dtype=torch.bfloat16, device=latent.device)
     if not batch:
         return out
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (latent, w_uv, out)]
-    stream = ctypes.c_void_p(torch.cuda.current_stream(latent.device).cuda_stream)
-    library = load_library("attention/value_rows")
-    if status := library.kimi_value_rows(*pointers, batch, heads, width, stream):
-        raise KernelError(f"value_rows could not be launched: CUDA error {status}")
+    sizes = batch, heads, width
+    launch("attention/value_rows", "kimi_value_rows", "value_rows", latent.device, latent, w_uv, out, *sizes)
     return out
 
 

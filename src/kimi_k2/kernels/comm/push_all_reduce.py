@@ -14,8 +14,8 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc, load_library
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.experts.launch import call, expect
 
 MAX_RANKS = 8
 PACKET = 4  # values that travel in 16 bytes
@@ -35,9 +35,9 @@ class Arguments(ctypes.Structure):
     """`decode::ReduceArguments` of csrc/all_reduce.cu, field for field."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("x", "out", "calls")],
+        *fields(("x", "out", "calls"), ()),
         ("mail", ctypes.c_void_p * MAX_RANKS),
-        *[(name, ctypes.c_int) for name in ("packets", "capacity", "rank", "ranks")],
+        *fields((), ("packets", "capacity", "rank", "ranks")),
     ]
 
 
@@ -105,7 +105,7 @@ def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int
     if x.numel():
         x = x.clone() if x.data_ptr() % 8 else x  # the kernel takes packets of 8 bytes
         arguments = fill_arguments(x, out, calls, mail, capacity, rank)
-        call(load_library("comm/all_reduce").kimi_all_reduce, arguments, "push_all_reduce", x.device)
+        launch("comm/all_reduce", "kimi_all_reduce", "push_all_reduce", x.device, arguments)
     return out
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import load_library
 from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
-from kimi_k2.kernels.experts.launch import Shape, call, expect, expect_routing, fill, token_ranges
+from kimi_k2.kernels.experts.launch import Shape, expect_routing, fill, token_ranges
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 
 BLOCK = 128
@@ -73,7 +73,7 @@ _INTEGERS = [
 class _Arguments(ctypes.Structure):
     """`moe::Fp8Args` of csrc/fp8.cuh, field for field."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+    _fields_ = fields(_POINTERS, _INTEGERS)
 
 
 _Structure = TypeVar("_Structure", bound=_Arguments)
@@ -220,7 +220,7 @@ def moe_fp8(
         tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
         routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
         arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
-        call(load_library("experts/fp8").kimi_moe_fp8, arguments, "moe_fp8", x.device)
+        launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
     return out
 
 

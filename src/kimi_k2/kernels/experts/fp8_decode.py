@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.launch import fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.experts.fp8 import BLOCK, check_arguments
-from kimi_k2.kernels.experts.launch import call, fill
+from kimi_k2.kernels.experts.launch import fill
 
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
 MAX_TOKENS = 4
@@ -36,7 +37,7 @@ _INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids
 class _Arguments(ctypes.Structure):
     """`decode::ExpertArguments` of csrc/fp8_decode.cu, field for field."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _INTEGERS]
+    _fields_ = fields(_POINTERS, _INTEGERS)
 
 
 def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
@@ -125,7 +126,7 @@ def moe_decode(
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
     arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
-    call(load_library("experts/fp8_decode").kimi_experts_decode, arguments, "moe_decode", x.device)
+    launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
     return out
 
 

@@ -1,4 +1,4 @@
-"""What the expert kernels' Python sides have in common: checks, scratch memory, argument structures, the call."""
+"""What the expert kernels' Python sides have in common: checks of the routing, parts of long inputs, arguments."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.launch import expect
 from kimi_k2.kernels.common.workspace import MAX_BYTES
 
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
 _Structure = TypeVar("_Structure", bound=ctypes.Structure)
-
-
-def expect(name: str, tensor: Tensor, device: torch.device, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """KernelError naming the tensor unless it is contiguous, on `device`, of this shape and one of these dtypes."""
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d) for d in dtypes)
-        raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
-    if not tensor.is_contiguous() or tensor.device != device:
-        raise KernelError(f"{name} must be contiguous and on {device}")
 
 
 def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert_map: Tensor | None) -> None:
@@ -73,17 +65,3 @@ def fill(
         num_global=experts if expert_map is None else expert_map.shape[0],
         ids64=topk_indices.dtype == torch.int64,
     )
-
-
-def call(function: Callable[..., int], arguments: ctypes.Structure, operation: str, device: torch.device) -> None:
-    """Launch on the current stream.
-
-    Raises:
-        KernelError: the launch failed.
-    """
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    if status := function(ctypes.byref(arguments), stream):
-        raise KernelError(
-            f"{operation} could not be launched: CUDA error {status} (1000 and above: our launcher's, mostly sizes"
-            " without an instance)"
-        )

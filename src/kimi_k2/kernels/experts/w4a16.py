@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import load_library
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts.launch import call, expect, expect_routing, fill, token_ranges
+from kimi_k2.kernels.experts.launch import expect_routing, fill, token_ranges
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
 
@@ -144,7 +144,7 @@ def check_choice(choice: ExpertChoice) -> None:
 class _DecodeArguments(ctypes.Structure):
     """`w4a16::DecodeArguments` of csrc/w4a16_decode.cu, field for field."""
 
-    _fields_ = [(n, ctypes.c_void_p) for n in DECODE_POINTERS] + [(n, ctypes.c_int) for n in DECODE_INTEGERS]
+    _fields_ = fields(DECODE_POINTERS, DECODE_INTEGERS)
 
 
 def takes_decode(tokens: int, top_k: int, hidden: int, inter: int, w2_bf16: bool) -> bool:
@@ -200,7 +200,7 @@ def moe_w4a16(
         given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
         pairs = dict(zip(DECODE_POINTERS, given, strict=True))
         arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
-        call(load_library("experts/w4a16_decode").kimi_w4a16_decode, arguments, "moe_w4a16", x.device)
+        launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
         return out
     weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
     dtype = TUNING_DTYPES[w2_bf16]
@@ -218,9 +218,9 @@ def moe_w4a16(
         memory = scratch(_layout(*part, chosen), x.device)
         tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
         routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        launch = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
-        launch.w2_bf16, launch.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
-        call(load_library("experts/w4a16").kimi_w4a16, launch, "moe_w4a16", x.device)
+        queue = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        queue.w2_bf16, queue.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
+        launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 
 

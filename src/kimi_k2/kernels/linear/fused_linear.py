@@ -9,7 +9,6 @@ the weight of the norm multiplies the tokens, and each program computes the stat
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
@@ -154,12 +154,8 @@ def _launch_decode(
     total: Tensor | None = None,
 ) -> None:
     tensors = (x, delta, weight, scale, norm_weight, out, total)
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    sizes = x.shape[0], weight.shape[0], weight.shape[1], ctypes.c_float(eps)
-    status = load_library("linear/linear_decode").kimi_linear_decode(*pointers, *sizes, stream)
-    if status:
-        raise KernelError(f"fused_linear could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+    sizes = x.shape[0], weight.shape[0], weight.shape[1]
+    launch("linear/linear_decode", "kimi_linear_decode", "fused_linear", x.device, *tensors, *sizes, float(eps))
 
 
 @kernel_operation("fused_add_linear")

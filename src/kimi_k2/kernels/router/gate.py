@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import load_library
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.launch import fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 MAX_EXPERTS = 512
@@ -41,11 +41,7 @@ INTEGERS = [
 class GateArguments(ctypes.Structure):
     """`gate::GateArgs` of csrc/gate.cuh, field for field."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in POINTERS],
-        *[(name, ctypes.c_int) for name in INTEGERS],
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = fields(POINTERS, INTEGERS, ["scale"])
 
 
 def supports(logits: Tensor, e_score_correction_bias: Tensor, top_k: int, *, n_group: int = 1) -> bool:
@@ -166,10 +162,7 @@ def fused_gate(
 
 def launch_gate(arguments: GateArguments, device: torch.device) -> None:
     """The gate's kernel on the device's current stream; KernelError if it cannot be launched."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    status = load_library("router/gate").kimi_gate(ctypes.byref(arguments), stream)
-    if status:
-        raise KernelError(f"the gate could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+    launch("router/gate", "kimi_gate", "the gate", device, arguments)
 
 
 def gate_arguments(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import load_library
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.launch import fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.workspace import marked
 from kimi_k2.kernels.router.gate import (
@@ -43,9 +43,7 @@ class _RouterArguments(ctypes.Structure):
 
     _fields_ = [
         ("gate", GateArguments),
-        *[(name, ctypes.c_void_p) for name in POINTERS],
-        *[(name, ctypes.c_int) for name in INTEGERS],
-        ("eps", ctypes.c_float),
+        *fields(POINTERS, INTEGERS, ["eps"]),
     ]
 
 
@@ -110,10 +108,7 @@ def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments
         fused=gate is not None,
         **others,
     )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    status = load_library("router/gate").kimi_router(ctypes.byref(arguments), stream)
-    if status:
-        raise KernelError(f"the router could not be launched: CUDA error {status} (1000: no instance for the sizes)")
+    launch("router/gate", "kimi_router", "the router", x.device, arguments)
 
 
 @kernel_operation("router_gemm")

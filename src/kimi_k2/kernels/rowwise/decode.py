@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 NOPE, ROPE, RANK = 128, 64, 512
@@ -132,11 +132,8 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, weight, total, normed)]
-        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        library = load_library("rowwise/add_norm")
-        if status := library.kimi_add_norm(*pointers, *x.shape, ctypes.c_float(eps), stream):
-            raise KernelError(f"add_norm could not be launched: CUDA error {status}")
+        given = x, delta, weight, total, normed
+        launch("rowwise/add_norm", "kimi_add_norm", "add_norm", x.device, *given, *x.shape, float(eps))
     elif x.shape[0]:
         width = 1 << (x.shape[1] - 1).bit_length()
         _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)

@@ -1,7 +1,7 @@
-// The parts of MLA attention joined, and W_UV behind them, in one launch at decode: out[b, h, v] = W_UV[h, v, :] . latent.
-// A cluster of eight blocks owns a head of one token: each block joins 64 of the 512 columns, passes them to the others
-// through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before attention has
-// ended.
+// The parts of MLA attention joined, and W_UV behind them, in one launch at decode: out[b, h, v] = W_UV[h, v, :] .
+// latent. A cluster of eight blocks owns a head of one token: each block joins 64 of the 512 columns, passes them to
+// the others through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before
+// attention has ended.
 #include "common/csrc/decode.cuh"
 
 namespace decode {
@@ -11,105 +11,106 @@ constexpr int kMaxParts = 128, kGroups = 16;  // groups of 16 threads, each with
 constexpr int kRowsEach = kWidth / kJoinBlocks / kWarps;
 
 struct JoinArguments {
-    const float* parts;          // [tokens, heads, splits, 512], normalised
-    const float* sums;           // [tokens, heads, splits], base-2 logarithms of the sums of exponentials
-    const __nv_bfloat16* weight;  // [heads, 128, 512]
-    __nv_bfloat16* out;          // [tokens, heads, 128]
-    int tokens, heads, splits;
+  const float* parts;           // [tokens, heads, splits, 512], normalised
+  const float* sums;            // [tokens, heads, splits], base-2 logarithms of the sums of exponentials
+  const __nv_bfloat16* weight;  // [heads, 128, 512]
+  __nv_bfloat16* out;           // [tokens, heads, 128]
+  int tokens, heads, splits;
 };
 
 struct JoinMemory {
-    float4 parts[kWarps][kJoinWide / 4];
-    uint4 latent[kJoined / 8];
+  float4 parts[kWarps][kJoinWide / 4];
+  uint4 latent[kJoined / 8];
 };
 
 __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a) {
-    DECODE_DYNAMIC_SHARED(uint4, raw);
-    JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
-    const int rank = blockIdx.x, head = blockIdx.y;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / 16;
-    let_next_start();
-    cluster_arrive();
-    const int row = (rank * kWarps + warp) * kRowsEach;
-    uint4 raw_weight[kRowsEach][2];
+  DECODE_DYNAMIC_SHARED(uint4, raw);
+  JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
+  const int rank = blockIdx.x, head = blockIdx.y;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / 16;
+  let_next_start();
+  cluster_arrive();
+  const int row = (rank * kWarps + warp) * kRowsEach;
+  uint4 raw_weight[kRowsEach][2];
 #pragma unroll
-    for (int r = 0; r < kRowsEach; ++r)
+  for (int r = 0; r < kRowsEach; ++r)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            raw_weight[r][i] = load_once(a.weight + (int64_t(head) * kWidth + row + r) * kJoined + (i * 32 + lane) * 8);
-    const int64_t place = int64_t(blockIdx.z) * a.heads + head;
-    wait_for_previous();
+    for (int i = 0; i < 2; ++i)
+      raw_weight[r][i] = load_once(a.weight + (int64_t(head) * kWidth + row + r) * kJoined + (i * 32 + lane) * 8);
+  const int64_t place = int64_t(blockIdx.z) * a.heads + head;
+  wait_for_previous();
 
-    // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
-    float share[kMaxParts / 32], top = -INFINITY, whole = 0;
+  // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
+  float share[kMaxParts / 32], top = -INFINITY, whole = 0;
 #pragma unroll
-    for (int i = 0; i < kMaxParts / 32; ++i)
-        share[i] = i * 32 + lane < a.splits ? __ldcg(a.sums + place * a.splits + i * 32 + lane) : -INFINITY;
-    float4 value[kMaxParts / kGroups];
-    const float4* from = reinterpret_cast<const float4*>(a.parts + place * a.splits * kJoined + rank * kJoinWide) + thread % 16;
+  for (int i = 0; i < kMaxParts / 32; ++i)
+    share[i] = i * 32 + lane < a.splits ? __ldcg(a.sums + place * a.splits + i * 32 + lane) : -INFINITY;
+  float4 value[kMaxParts / kGroups];
+  const float4* from =
+      reinterpret_cast<const float4*>(a.parts + place * a.splits * kJoined + rank * kJoinWide) + thread % 16;
 #pragma unroll
-    for (int i = 0; i < kMaxParts / kGroups; ++i)
-        if (group + i * kGroups < a.splits) value[i] = __ldcg(from + int64_t(group + i * kGroups) * (kJoined / 4));
+  for (int i = 0; i < kMaxParts / kGroups; ++i)
+    if (group + i * kGroups < a.splits) value[i] = __ldcg(from + int64_t(group + i * kGroups) * (kJoined / 4));
 #pragma unroll
-    for (int i = 0; i < kMaxParts / 32; ++i) top = fmaxf(top, share[i]);
+  for (int i = 0; i < kMaxParts / 32; ++i) top = fmaxf(top, share[i]);
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
-    // A context of length zero: every part is empty and the result is zero.
+  for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
+  // A context of length zero: every part is empty and the result is zero.
 #pragma unroll
-    for (int i = 0; i < kMaxParts / 32; ++i) share[i] = top == -INFINITY ? 0.f : exp2f(share[i] - top), whole += share[i];
-    whole = sum_lanes(whole);
-    float sum[4] = {};
+  for (int i = 0; i < kMaxParts / 32; ++i) share[i] = top == -INFINITY ? 0.f : exp2f(share[i] - top), whole += share[i];
+  whole = sum_lanes(whole);
+  float sum[4] = {};
 #pragma unroll
-    for (int i = 0; i < kMaxParts / kGroups; ++i) {
-        const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
-        if (weight > 0 && group + i * kGroups < a.splits) {
-            sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
-            sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
-        }
+  for (int i = 0; i < kMaxParts / kGroups; ++i) {
+    const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
+    if (weight > 0 && group + i * kGroups < a.splits) {
+      sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
+      sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
     }
+  }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
-    if (lane < 16) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
-    __syncthreads();
-    cluster_wait();  // the others have begun, so that their shared memory is theirs
-    const float inverse = whole > 0 ? 1.f / whole : 0.f;
-    const float* columns = reinterpret_cast<const float*>(m.parts) + 2 * lane;
-    float two[2] = {};
+  for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
+  if (lane < 16) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
+  __syncthreads();
+  cluster_wait();  // the others have begun, so that their shared memory is theirs
+  const float inverse = whole > 0 ? 1.f / whole : 0.f;
+  const float* columns = reinterpret_cast<const float*>(m.parts) + 2 * lane;
+  float two[2] = {};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
-    // Warp w writes to block w.
-    reinterpret_cast<__nv_bfloat162*>(of_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
-        __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
-    cluster_arrive();
-    cluster_wait();
+  for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
+  // Warp w writes to block w.
+  reinterpret_cast<__nv_bfloat162*>(of_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
+      __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
+  cluster_arrive();
+  cluster_wait();
 
-    float total[kRowsEach] = {};
+  float total[kRowsEach] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float x[8];
-        widen(m.latent[i * 32 + lane], x);
-#pragma unroll
-        for (int r = 0; r < kRowsEach; ++r) {
-            float w[8];
-            widen(raw_weight[r][i], w);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) total[r] += w[j] * x[j];
-        }
-    }
+  for (int i = 0; i < 2; ++i) {
+    float x[8];
+    widen(m.latent[i * 32 + lane], x);
 #pragma unroll
     for (int r = 0; r < kRowsEach; ++r) {
-        total[r] = sum_lanes(total[r]);
-        if (lane == 0) a.out[place * kWidth + row + r] = __float2bfloat16(total[r]);
+      float w[8];
+      widen(raw_weight[r][i], w);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) total[r] += w[j] * x[j];
     }
+  }
+#pragma unroll
+  for (int r = 0; r < kRowsEach; ++r) {
+    total[r] = sum_lanes(total[r]);
+    if (lane == 0) a.out[place * kWidth + row + r] = __float2bfloat16(total[r]);
+  }
 }
 
 }  // namespace decode
 
 extern "C" int kimi_join_values(const float* parts, const float* sums, const void* weight, void* out, int tokens,
                                 int heads, int splits, void* stream) {
-    using namespace decode;
-    if (splits > kMaxParts) return 1000;
-    const JoinArguments a{parts, sums, static_cast<const __nv_bfloat16*>(weight), static_cast<__nv_bfloat16*>(out),
-                          tokens, heads, splits};
-    return launch(join_values, dim3(kJoinBlocks, heads, tokens), kThreads, sizeof(JoinMemory), a, stream, kJoinBlocks);
+  using namespace decode;
+  if (splits > kMaxParts) return host::kNoInstance;
+  const JoinArguments a{
+      parts, sums, static_cast<const __nv_bfloat16*>(weight), static_cast<__nv_bfloat16*>(out), tokens, heads, splits};
+  return launch(join_values, dim3(kJoinBlocks, heads, tokens), kThreads, sizeof(JoinMemory), a, stream, kJoinBlocks);
 }

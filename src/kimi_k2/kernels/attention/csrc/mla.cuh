@@ -1,15 +1,14 @@
 // Shapes, arguments and shared memory of MLA decode attention.
 #pragma once
-#include "mla_ptx.cuh"
+#include "mla_wgmma.cuh"
 
 namespace mla {
 
-using moe::mbar_wait;
-using moe::smem_u32;
+using namespace ptx;
 
 constexpr int kLatent = 512, kRow = 576, kRows = 64, kBoxes = kRow / 64, kFewHeads = 8;
-// A stage holds 64 rows of 64 columns after another: a box is the step from columns to the next, kEight from 8 rows to the
-// next 8, a half four boxes.
+// A stage holds 64 rows of 64 columns after another: a box is the step from columns to the next, kEight from 8 rows to
+// the next 8, a half four boxes.
 constexpr int kBoxBytes = kRows * 128, kEight = 1024, kHalfBytes = 4 * kBoxBytes, kStageBytes = kBoxes * kBoxBytes;
 // A stage arrives and is released in three groups of boxes: left half of the latent, right half, rotated key.
 constexpr int kStages = 2, kGroups = 3;

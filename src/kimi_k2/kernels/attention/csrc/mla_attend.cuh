@@ -1,8 +1,9 @@
-// MLA decode attention of 16 to 64 heads (8: mla_few_heads.cuh): a block takes all heads of one request over one part of its
-// context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory accelerator; of
-// an e4m3 cache, four warps convert. The first warpgroup computes the scores, their online softmax in base 2 and the left
-// 256 columns of the values; the second takes the weights from shared memory, in the first one's register order, and
-// computes the right 256 columns. Keys and values are the same bytes: K-major for the scores, MN-major for the values.
+// MLA decode attention of 16 to 64 heads (8: mla_few_heads.cuh): a block takes all heads of one request over one part
+// of its context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory
+// accelerator; of an e4m3 cache, four warps convert. The first warpgroup computes the scores, their online softmax in
+// base 2 and the left 256 columns of the values; the second takes the weights from shared memory, in the first one's
+// register order, and computes the right 256 columns. Keys and values are the same bytes: K-major for the scores,
+// MN-major for the values.
 #include "mla_few_heads.cuh"
 #include "mla_merge.cuh"
 #include "mla_store.cuh"
@@ -28,19 +29,18 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
       for (int i = 0; i < 64; ++i) acc[n][i] *= i % 4 < 2 ? shrink0 : shrink1;
   }
   const uint32_t base = smem_u32(stage) + half * kHalfBytes;
-  moe::fence_regs(acc[0]);
-  moe::fence_regs(acc[1]);
-  moe::wgmma_fence();
+  fence_regs(acc[0]);
+  fence_regs(acc[1]);
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      values_step(acc[n], weights[k],
-                  descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
-  moe::wgmma_commit();
-  moe::wgmma_wait<0>();
-  moe::fence_regs(acc[0]);
-  moe::fence_regs(acc[1]);
+      values_step(acc[n], weights[k], descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
+  wgmma_commit();
+  wgmma_wait<0>();
+  fence_regs(acc[0]);
+  fence_regs(acc[1]);
 }
 
 __device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, int request, int split) {
@@ -55,17 +55,17 @@ __device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, 
     for (int box = 0; box < kBoxes; ++box) {
       if (box % 4 == 0) {
         mbar_wait(&m.full[stage][box / 4], phase);
-        moe::wgmma_fence();
+        wgmma_fence();
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         scores_step(score, descriptor(query + box * Memory::kQueryBox + k * 32, 16, kEight),
                     descriptor(keys + box * kBoxBytes + k * 32, 16, kEight), box + k > 0);
     }
-    moe::wgmma_commit();
-    moe::wgmma_wait<0>();
-    moe::fence_regs(score);
-    if (lane == 0) moe::mbar_arrive(&m.empty[stage][2]);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_regs(score);
+    if (lane == 0) mbar_arrive(&m.empty[stage][2]);
 
     const int rows = part.length - (part.first + i) * kRows;
     float shrink[2], best[2] = {top[0], top[1]}, sum[2] = {};
@@ -94,8 +94,8 @@ __device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, 
     for (int lower = 0; lower < 2; ++lower) total[lower] = total[lower] * shrink[lower] + sum[lower];
     uint32_t weights[4][4];
 #pragma unroll
-    for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = moe::pack_bf16(score[2 * j], score[2 * j + 1]);
-    if (i > 0) moe::named_sync(kFree, kConsumers);
+    for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = pack_bf16(score[2 * j], score[2 * j + 1]);
+    if (i > 0) named_sync(kFree, kConsumers);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       reinterpret_cast<uint4*>(m.weights)[k * 128 + thread] =
@@ -107,7 +107,7 @@ __device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, 
     named_arrive(kReady, kConsumers);
     if (rows < kRows) clear_rows(m.stage[stage], 0, rows, kAlone);
     add_values(acc, weights, m.stage[stage], 0, shrink[0], shrink[1]);
-    if (lane == 0) moe::mbar_arrive(&m.empty[stage][0]);
+    if (lane == 0) mbar_arrive(&m.empty[stage][0]);
   }
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
@@ -131,7 +131,7 @@ __device__ void right(Memory& m, const Arguments& a, const Part& part, int reque
     mbar_wait(&m.full[stage][1], phase);
     if (rows < kRows) clear_rows(m.stage[stage], 1, rows, kAlone + 1);
     uint32_t weights[4][4];
-    moe::named_sync(kReady, kConsumers);
+    named_sync(kReady, kConsumers);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint4 four = reinterpret_cast<const uint4*>(m.weights)[k * 128 + thread];
@@ -140,9 +140,9 @@ __device__ void right(Memory& m, const Arguments& a, const Part& part, int reque
     const float shrink0 = m.shrink[row], shrink1 = m.shrink[row + 8];
     if (i + 1 < part.count) named_arrive(kFree, kConsumers);
     add_values(acc, weights, m.stage[stage], 1, shrink0, shrink1);
-    if (lane == 0) moe::mbar_arrive(&m.empty[stage][1]);
+    if (lane == 0) mbar_arrive(&m.empty[stage][1]);
   }
-  moe::named_sync(kTotals, kConsumers);
+  named_sync(kTotals, kConsumers);
   const float top[2] = {m.top[row], m.top[row + 8]}, total[2] = {m.total[row], m.total[row + 8]};
   store(a, acc, request, split, 1, top, total);
 }
@@ -158,17 +158,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Part part = begin<CODES>(m, a, &query, &cache, split, request, copies, &page);
   if (part.count <= 0) return store_empty(a, request, split);
   if (role == 2) {
-    moe::reg_dealloc<kCopierRegisters<CODES>>();
-    if (CODES)
-      convert_rows<1>(m, a, part, request, page);
-    else if (copies)
-      copy_rows(m, a, &cache, part, request, page);
+    reg_dealloc<kCopierRegisters<CODES>>();
+    if (CODES) convert_rows<1>(m, a, part, request, page);
+    else if (copies) copy_rows(m, a, &cache, part, request, page);
   } else {
-    moe::reg_alloc<kConsumerRegisters<CODES>>();
-    if (role == 0)
-      score_and_left(m, a, part, request, split);
-    else
-      right(m, a, part, request, split);
+    reg_alloc<kConsumerRegisters<CODES>>();
+    if (role == 0) score_and_left(m, a, part, request, split);
+    else right(m, a, part, request, split);
   }
 }
 

@@ -4,13 +4,6 @@
 
 namespace mla {
 
-// From the L2: what a launch before this one writes while this one already runs must not come from an older copy.
-__device__ __forceinline__ int load_l2(const int* p) {
-  int v;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
 // Blocks of 64 rows of one part: first one, how many, and the sequence's length.
 struct Part {
   int first = 0, count = 0, length = 0;
@@ -25,7 +18,8 @@ struct Part {
 
 // The page of the part's block `i`; 0 where there is none.
 __device__ __forceinline__ int page_of(const Arguments& a, const Part& part, int request, int i) {
-  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.share) * a.table_stride + part.first + i) : 0;
+  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.share) * a.table_stride + part.first + i)
+                                   : 0;
 }
 
 // First row of the part's block `i`, whose page is given.
@@ -42,28 +36,28 @@ __device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
 
 template <class M>
 __device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request) {
-  moe::mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
+  mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
   for (int box = 0; box < kBoxes; ++box)
-    moe::tma_load_2d(smem_u32(m.query + box * M::kQueryBox), query, &m.query_full, box * 64, request * a.heads,
-                     moe::kEvictNormal);
+    tma_load_2d(smem_u32(m.query + box * M::kQueryBox), query, &m.query_full, box * 64, request * a.heads,
+                kEvictNormal);
 }
 
-// How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part and,
-// to the warps that copy, its first 32 page numbers. CODES: four of them, else one.
+// How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part
+// and, to the warps that copy, its first 32 page numbers. CODES: four of them, else one.
 template <bool CODES, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       int split, int request, bool copies, int* page) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    moe::prefetch_tensormap(query);
-    moe::prefetch_tensormap(cache);
-    moe::mbar_init(&m.query_full, 1);
+    prefetch_tensormap(query);
+    prefetch_tensormap(cache);
+    mbar_init(&m.query_full, 1);
     for (int stage = 0; stage < kStages; ++stage)
       for (int group = 0; group < kGroups; ++group) {
-        moe::mbar_init(&m.full[stage][group], CODES ? 4 : 1);
-        moe::mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
+        mbar_init(&m.full[stage][group], CODES ? 4 : 1);
+        mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
       }
-    moe::fence_mbar_init();
+    fence_mbar_init();
   }
   Part guess;
   if (copies) {
@@ -74,8 +68,8 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
       ask<CODES>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
   }
   __syncthreads();
-  moe::pdl_wait();
-  moe::pdl_launch();
+  pdl_wait();
+  pdl_launch();
   const int length = load_l2(a.lengths + request / a.share);
   if (copies) {
     *page = page_of(a, guess, request, lane);
@@ -103,26 +97,27 @@ __device__ void copy_rows(M& m, const Arguments& a, const CUtensorMap* cache, co
         mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
         const int boxes = group < 2 ? 4 : 1;
         uint8_t* place = m.stage[stage] + group * kHalfBytes;
-        moe::mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
+        mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
         for (int box = 0; box < boxes; ++box)
-          moe::tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
-                           moe::kEvictFirst);
+          tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
+                      kEvictFirst);
       }
     }
     __syncwarp();
   }
 }
 
-// Zeros in one half's 256 columns, by the 128 threads that name the barrier, for the rows from `rows` on: their weights are
-// zero, but zero times NaN is NaN. Nothing is copied into this stage afterwards: they are the last rows of the sequence.
+// Zeros in one half's 256 columns, by the 128 threads that name the barrier, for the rows from `rows` on: their weights
+// are zero, but zero times NaN is NaN. Nothing is copied into this stage afterwards: they are the last rows of the
+// sequence.
 __device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows, int barrier) {
   for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
     const int row = rows + i / 32, box = i % 32 / 8;
     const int place = box * kBoxBytes + row / 8 * kEight + row % 8 * 128 + i % 8 * 16;
     *reinterpret_cast<uint4*>(stage + half * kHalfBytes + place) = make_uint4(0, 0, 0, 0);
   }
-  moe::fence_proxy_async();
-  moe::named_sync(barrier, 128);
+  fence_proxy_async();
+  named_sync(barrier, 128);
 }
 
 }  // namespace mla

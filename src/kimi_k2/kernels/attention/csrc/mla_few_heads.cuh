@@ -1,7 +1,7 @@
-// MLA decode attention of 8 heads: cache rows, then columns of the latent, lie along the 64 rows of the matrix instruction
-// and the heads along its 8 columns, so that nothing is multiplied for absent heads: with eight times the products the
-// card lowers its clock. Two warpgroups take every other 64 cache rows, each with its own online softmax and its own stage;
-// at the end each finishes half of the latent.
+// MLA decode attention of 8 heads: cache rows, then columns of the latent, lie along the 64 rows of the matrix
+// instruction and the heads along its 8 columns, so that nothing is multiplied for absent heads: with eight times the
+// products the card lowers its clock. Two warpgroups take every other 64 cache rows, each with its own online softmax
+// and its own stage; at the end each finishes half of the latent.
 #pragma once
 #include "mla_fp8_cache.cuh"
 
@@ -27,18 +27,18 @@ __device__ __forceinline__ void few_scores(const FewMemory& m, float (&score)[4]
     if (box % 4 == 0) {
       mbar_wait(full + box / 4, phase);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) moe::fence_regs(sums[k]);
-      moe::wgmma_fence();
+      for (int k = 0; k < 4; ++k) fence_regs(sums[k]);
+      wgmma_fence();
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       few_step<0>(sums[k], descriptor(keys + box * kBoxBytes + k * 32, 16, kEight),
                   descriptor(query + box * FewMemory::kQueryBox + k * 32, 16, kEight), box > 0);
   }
-  moe::wgmma_commit();
-  moe::wgmma_wait<0>();
+  wgmma_commit();
+  wgmma_wait<0>();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) moe::fence_regs(sums[k]);
+  for (int k = 0; k < 4; ++k) fence_regs(sums[k]);
 #pragma unroll
   for (int j = 0; j < 4; ++j) score[j] = ((sums[0][j] + sums[1][j]) + (sums[2][j] + sums[3][j])) * scale;
 }
@@ -53,18 +53,18 @@ __device__ __forceinline__ void few_values(float (&acc)[8][4], const uint8_t* ti
       for (int j = 0; j < 4; ++j) acc[box][j] *= shrink[j % 2];
   }
 #pragma unroll
-  for (int box = 0; box < 8; ++box) moe::fence_regs(acc[box]);
-  moe::wgmma_fence();
+  for (int box = 0; box < 8; ++box) fence_regs(acc[box]);
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll
     for (int box = 0; box < 8; ++box)
       few_step<1>(acc[box], descriptor(smem_u32(tile) + box * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight),
                   descriptor(smem_u32(weights) + k * 32, 16, kEight), 1);
-  moe::wgmma_commit();
-  moe::wgmma_wait<0>();
+  wgmma_commit();
+  wgmma_wait<0>();
 #pragma unroll
-  for (int box = 0; box < 8; ++box) moe::fence_regs(acc[box]);
+  for (int box = 0; box < 8; ++box) fence_regs(acc[box]);
 }
 
 // One step of 64 cache rows, of which `rows` are there.
@@ -83,7 +83,7 @@ __device__ __forceinline__ void few_step_rows(FewMemory& m, FewState& state, uin
     for (int mask = 4; mask < 32; mask *= 2) peak[h] = fmaxf(peak[h], __shfl_xor_sync(~0u, peak[h], mask));
   }
   if (lane < 4) *reinterpret_cast<float2*>(&m.peak[group][warp][pair]) = make_float2(peak[0], peak[1]);
-  moe::named_sync(barrier, 128);
+  named_sync(barrier, 128);
   // Every warp has its scores: the weights take the place of the rotated keys, head by head, rows contiguous, swizzled.
   uint8_t* weights = tile + 2 * kHalfBytes;
 #pragma unroll
@@ -103,8 +103,8 @@ __device__ __forceinline__ void few_step_rows(FewMemory& m, FewState& state, uin
     clear_rows(tile, 0, rows, barrier);
     clear_rows(tile, 1, rows, barrier);
   }
-  moe::fence_proxy_async();
-  moe::named_sync(barrier, 128);
+  fence_proxy_async();
+  named_sync(barrier, 128);
   few_values(state.acc, tile, weights, shrink);
 }
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
     for (int j = 0; j < 4; ++j) v[j] = group ? state.acc[box][j] : state.acc[box + 4][j];
     mine[box * 128] = make_float4(v[0], v[1], v[2], v[3]);
   }
-  moe::named_sync(kHanded, kConsumers);
+  named_sync(kHanded, kConsumers);
   float factor[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -154,10 +154,8 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
       const float first = group ? others[j] : state.acc[box][j], second = group ? state.acc[box + 4][j] : others[j];
       const float x = first * factor[0][h] + second * factor[1][h];
       const int64_t head = int64_t(request) * kFewHeads + pair + h;
-      if (a.splits > 1)
-        static_cast<float*>(a.parts)[(head * a.splits + split) * kLatent + column] = x;
-      else
-        a.out[head * kLatent + column] = __float2bfloat16_rn(x);
+      if (a.splits > 1) static_cast<float*>(a.parts)[(head * a.splits + split) * kLatent + column] = x;
+      else a.out[head * kLatent + column] = __float2bfloat16_rn(x);
     }
   }
 }
@@ -175,7 +173,8 @@ __device__ void few_store_empty(const Arguments& a, int request, int split) {
 
 template <bool CODES>
 __global__ void __launch_bounds__(kFewThreads<CODES>, 1)
-    attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
+    attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
+               const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   FewMemory& m = *reinterpret_cast<FewMemory*>(raw);
   const int split = blockIdx.x, request = blockIdx.y, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(kFewThreads<CODES>, 1)
     few_step_rows(m, state, m.stage[group], m.full[group], i / kStages & 1, a.scale,
                   part.length - (part.first + i) * kRows);
     if (threadIdx.x % 32 == 0)
-      for (int one = 0; one < kGroups; ++one) moe::mbar_arrive(&m.empty[group][one]);
+      for (int one = 0; one < kGroups; ++one) mbar_arrive(&m.empty[group][one]);
   }
   few_store(m, a, state, request, split);
 }

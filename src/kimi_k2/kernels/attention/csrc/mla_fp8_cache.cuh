@@ -11,8 +11,8 @@ constexpr int kUnits = 2 * kBoxes;
 
 // Two codes; exact: e4m3 is a part of float16, and of bfloat16.
 __device__ __forceinline__ uint32_t two_bf16(uint32_t codes) {
-  const float2 two = moe::from_e4m3(codes);
-  return moe::pack_bf16(two.x, two.y);
+  const float2 two = from_e4m3(codes);
+  return pack_bf16(two.x, two.y);
 }
 __device__ __forceinline__ uint4 eight_bf16(uint32_t low, uint32_t high) {
   return make_uint4(two_bf16(low), two_bf16(low >> 16), two_bf16(high), two_bf16(high >> 16));
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint4 eight_bf16(uint32_t low, uint32_t high) {
 
 // GROUPS times four warps, each group every GROUPS-th 64 rows. Unit k of a warp is half of box k / 2: eight rows of 64
 // columns, of which the odd ones lie 32 rows further on; a lane has sixteen of the columns and stores two chunks of the
-// swizzled stage, where no two lanes that store at once meet in a bank. A step's loads are under way while its stage is still
-// in use.
+// swizzled stage, where no two lanes that store at once meet in a bank. A step's loads are under way while its stage is
+// still in use.
 template <int GROUPS, class M>
 __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Part& part, int request, int page) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, row = warp * 8 + lane / 4;
@@ -55,9 +55,9 @@ __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Par
       *reinterpret_cast<uint4*>(place + chunk0 + unit) = eight_bf16(units[k].x, units[k].y);
       *reinterpret_cast<uint4*>(place + chunk1 + unit) = eight_bf16(units[k].z, units[k].w);
       if (k % 8 == 7 || k == kUnits - 1) {
-        moe::fence_proxy_async();
+        fence_proxy_async();
         __syncwarp();
-        if (lane == 0) moe::mbar_arrive(&m.full[stage][boxes]);
+        if (lane == 0) mbar_arrive(&m.full[stage][boxes]);
       }
     }
   }

@@ -38,8 +38,7 @@ struct Source<true> {
   }
   __device__ static void write(__nv_bfloat16* out, const float (&values)[8]) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      *reinterpret_cast<uint32_t*>(out + j * 8) = moe::pack_bf16(values[2 * j], values[2 * j + 1]);
+    for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(out + j * 8) = pack_bf16(values[2 * j], values[2 * j + 1]);
   }
 };
 
@@ -63,20 +62,21 @@ struct Source<false> {
     values[2] = __uint_as_float(from.z), values[3] = __uint_as_float(from.w);
   }
   __device__ static void write(__nv_bfloat16* out, const float (&values)[4]) {
-    *reinterpret_cast<uint2*>(out) = make_uint2(moe::pack_bf16(values[0], values[1]), moe::pack_bf16(values[2], values[3]));
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]));
   }
 };
 
-// CHUNKS groups of threads take every CHUNKS-th part, at most PARTS each, every load before its first use; then the first
-// group adds up.
+// CHUNKS groups of threads take every CHUNKS-th part, at most PARTS each, every load before its first use; then the
+// first group adds up.
 template <bool HALVES, int CHUNKS, int PARTS>
 __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
-  constexpr int kLanes = kJoinThreads / CHUNKS, kValues = Source<HALVES>::kValues, kOthers = CHUNKS > 1 ? CHUNKS - 1 : 1;
+  constexpr int kLanes = kJoinThreads / CHUNKS, kValues = Source<HALVES>::kValues,
+                kOthers = CHUNKS > 1 ? CHUNKS - 1 : 1;
   __shared__ float others[kOthers][kValues + 2][kLanes];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Source<HALVES> source(a, blockIdx.x * kLanes + lane);
-  moe::pdl_wait();
-  moe::pdl_launch();
+  pdl_wait();
+  pdl_launch();
   float2 log[PARTS];
   uint4 part[PARTS];
 #pragma unroll
@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
     for (int j = 0; j < kValues; ++j) sum[j] *= own;
 #pragma unroll
     for (int one = 0; one < kOthers; ++one) {
-      const float theirs = others[one][kValues][lane], share = theirs == -INFINITY ? 0.f : exp2_approximate(theirs - best);
+      const float theirs = others[one][kValues][lane],
+                  share = theirs == -INFINITY ? 0.f : exp2_approximate(theirs - best);
       total += share * others[one][kValues + 1][lane];
 #pragma unroll
       for (int j = 0; j < kValues; ++j) sum[j] += share * others[one][j][lane];

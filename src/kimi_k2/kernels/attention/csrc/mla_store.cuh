@@ -7,9 +7,9 @@
 namespace mla {
 
 // Parts of 16 heads and more lie as the registers do, in float16 with a power of two for each head's half: half as many
-// bytes as float32, and a relative error of 2^-12 where the result's own rounding has 2^-9. Sixteen bytes are eight columns
-// of one head; those of a part are numbered [half][sixteen heads][32 columns][lower eight heads][lane]. With each head's
-// half goes the logarithm of its sum and that power of two.
+// bytes as float32, and a relative error of 2^-12 where the result's own rounding has 2^-9. Sixteen bytes are eight
+// columns of one head; those of a part are numbered [half][sixteen heads][32 columns][lower eight heads][lane]. With
+// each head's half goes the logarithm of its sum and that power of two.
 struct Slot {
   int half, head, column;
   __device__ Slot(int slot, int heads) {
@@ -20,8 +20,8 @@ struct Slot {
   }
 };
 
-__device__ __forceinline__ void store_part(const Arguments& a, const float (&acc)[2][64], int64_t part, int half, int lower,
-                                           float top, float total) {
+__device__ __forceinline__ void store_part(const Arguments& a, const float (&acc)[2][64], int64_t part, int half,
+                                           int lower, float top, float total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   float peak = 0;
 #pragma unroll
@@ -35,8 +35,8 @@ __device__ __forceinline__ void store_part(const Arguments& a, const float (&acc
   const float inverse = a.value_scale / total;
   const int exponent = min(max(__float_as_int(peak * inverse) >> 23, 30), 254);
   const float factor = inverse * __int_as_float((268 - exponent) << 23);
-  uint4* place = static_cast<uint4*>(a.parts) + part * a.heads * 64 +
-                 ((half * (a.heads / 16) + warp) * 16 + lower) * 32 + lane;
+  uint4* place =
+      static_cast<uint4*>(a.parts) + part * a.heads * 64 + ((half * (a.heads / 16) + warp) * 16 + lower) * 32 + lane;
 #pragma unroll
   for (int columns = 0; columns < 8; ++columns) {
     uint32_t words[4];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
     for (int i = 0; i < 32; ++i) {
       const int pair = i % 16 * 4 + lower * 2;
       *reinterpret_cast<uint32_t*>(out + i * 8) =
-          moe::pack_bf16(acc[i / 16][pair] * inverse, acc[i / 16][pair + 1] * inverse);
+          pack_bf16(acc[i / 16][pair] * inverse, acc[i / 16][pair + 1] * inverse);
     }
   }
 }

@@ -1,150 +1,150 @@
 // Between attention's first products and attention itself, at decode: q_b behind its norm, RoPE, W_UK absorbed into the
-// queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of the
-// head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of W_UK^T q.
-// All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
+// queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of
+// the head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of
+// W_UK^T q. All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
 #include "linear/csrc/tokens.cuh"
 
 namespace decode {
 
 constexpr int kNope = 128, kRope = 64, kHead = kNope + kRope, kRank = 512, kEntry = kRank + kRope;
-constexpr int kInput = 1536;                                          // columns of q_b
-constexpr int kBlocks = 8, kRows = kHead / kBlocks, kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
+constexpr int kInput = 1536;  // columns of q_b
+constexpr int kBlocks = 8, kRows = kHead / kBlocks,
+              kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
 constexpr int kEach = kRows / kWarps, kLoads = kInput / 512, kKeys = kNope / 32;
 
 struct QueryArguments {
-    const __nv_bfloat16* qkv_a;  // [tokens, 1536 + 576]: q_a | latent before its norm | key before RoPE
-    const __nv_bfloat16* q_norm;   // [1536]
-    const uint8_t* q_b;            // e4m3 [heads * 192, 1536]
-    const float* q_b_scale;        // [ceil(heads * 192 / 128), 12]
-    const __nv_bfloat16* kv_norm;  // [512]
-    const __nv_bfloat16* cos;      // [tokens, 32]
-    const __nv_bfloat16* sin;
-    const int64_t* positions;      // [tokens], slots to write; outside the cache: nothing is written
-    const __nv_bfloat16* w_uk;     // [heads, 128, 512]
-    __nv_bfloat16* cache;          // [tokens, capacity, 576]
-    __nv_bfloat16* out;            // [tokens, heads, 576]
-    int tokens, heads, capacity;
-    float q_eps, kv_eps;
+  const __nv_bfloat16* qkv_a;    // [tokens, 1536 + 576]: q_a | latent before its norm | key before RoPE
+  const __nv_bfloat16* q_norm;   // [1536]
+  const uint8_t* q_b;            // e4m3 [heads * 192, 1536]
+  const float* q_b_scale;        // [ceil(heads * 192 / 128), 12]
+  const __nv_bfloat16* kv_norm;  // [512]
+  const __nv_bfloat16* cos;      // [tokens, 32]
+  const __nv_bfloat16* sin;
+  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
+  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
+  __nv_bfloat16* cache;       // [tokens, capacity, 576]
+  __nv_bfloat16* out;         // [tokens, heads, 576]
+  int tokens, heads, capacity;
+  float q_eps, kv_eps;
 };
 
 struct QueryMemory {
-    uint4 token[kInput / 8], norm[kInput / 8];
-    float sums[1][kWarps], q[kHead], parts[kWarps][kWide];
+  uint4 token[kInput / 8], norm[kInput / 8];
+  float sums[1][kWarps], q[kHead], parts[kWarps][kWide];
 };
 
 __device__ __forceinline__ float widened(const __nv_bfloat16* at) { return __bfloat162float(__ldcg(at)); }
 
 // A pair of values turned by the token's position.
 __device__ __forceinline__ __nv_bfloat162 turned(const QueryArguments& a, int token, int pair, float even, float odd) {
-    const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
-    return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
+  const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
+  return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
 }
 
 // The first warp stores the normed latent, the second one the turned key.
 __device__ __forceinline__ void store_entry(const QueryArguments& a, int token) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    wait_for_previous();
-    const int64_t position = a.positions[token];
-    if (warp > 1 || position < 0 || position >= a.capacity) return;
-    const __nv_bfloat16* latent = a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput;
-    __nv_bfloat16* entry = a.cache + (int64_t(token) * a.capacity + position) * kEntry;
-    if (warp == 1) {
-        const __nv_bfloat16* key = latent + kRank + 2 * lane;
-        reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = turned(a, token, lane, widened(key), widened(key + 1));
-        return;
-    }
-    uint4 value[2];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  wait_for_previous();
+  const int64_t position = a.positions[token];
+  if (warp > 1 || position < 0 || position >= a.capacity) return;
+  const __nv_bfloat16* latent = a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput;
+  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.capacity + position) * kEntry;
+  if (warp == 1) {
+    const __nv_bfloat16* key = latent + kRank + 2 * lane;
+    reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = turned(a, token, lane, widened(key), widened(key + 1));
+    return;
+  }
+  uint4 value[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) value[i] = __ldcg(reinterpret_cast<const uint4*>(latent) + i * 32 + lane);
-    const float inverse = rsqrtf(sum_lanes(squares8(value[0]) + squares8(value[1])) / kRank + a.kv_eps);
+  for (int i = 0; i < 2; ++i) value[i] = __ldcg(reinterpret_cast<const uint4*>(latent) + i * 32 + lane);
+  const float inverse = rsqrtf(sum_lanes(squares8(value[0]) + squares8(value[1])) / kRank + a.kv_eps);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        reinterpret_cast<uint4*>(entry)[i * 32 + lane] =
-            normed8(value[i], inverse, __ldg(reinterpret_cast<const uint4*>(a.kv_norm) + i * 32 + lane));
+  for (int i = 0; i < 2; ++i)
+    reinterpret_cast<uint4*>(entry)[i * 32 + lane] =
+        normed8(value[i], inverse, __ldg(reinterpret_cast<const uint4*>(a.kv_norm) + i * 32 + lane));
 }
 
 __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
-    DECODE_DYNAMIC_SHARED(uint4, raw);
-    QueryMemory& m = *reinterpret_cast<QueryMemory*>(raw);
-    const int rank = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    if (head == a.heads) {
-        let_next_start();
-        if (rank == 0) store_entry(a, token);
-        return;
-    }
-    cluster_arrive();
-    const int mine = rank * kRows + warp;  // a warp's rows are kWarps apart, each with scales of its own
-    uint4 codes[kEach][kLoads], keys[kKeys];
-    float scale[kEach];
-#pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-        const int row = head * kHead + mine + r * kWarps;
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) codes[r][i] = load_once(a.q_b + int64_t(row) * kInput + i * 512 + lane * 16);
-        scale[r] = lane < kInput / 128 ? __ldg(a.q_b_scale + row / 128 * (kInput / 128) + lane) : 0.f;
-    }
-    const int group = thread % 8, key = thread / 8;
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i)
-        keys[i] = load_once(a.w_uk + (int64_t(head) * kNope + key + i * 32) * kRank + rank * kWide + group * 8);
-    LinearArguments input{};
-    input.x = a.qkv_a + int64_t(token) * (kInput + kEntry);
-    input.norm = a.q_norm, input.tokens = 1, input.eps = a.q_eps;
-    request_norm<1, kInput>(input, m.token);
-    wait_for_previous();
-    prepare<1, kInput, true>(input, m.token, m.sums);
+  DECODE_DYNAMIC_SHARED(uint4, raw);
+  QueryMemory& m = *reinterpret_cast<QueryMemory*>(raw);
+  const int rank = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  if (head == a.heads) {
     let_next_start();
+    if (rank == 0) store_entry(a, token);
+    return;
+  }
+  cluster_arrive();
+  const int mine = rank * kRows + warp;  // a warp's rows are kWarps apart, each with scales of its own
+  uint4 codes[kEach][kLoads], keys[kKeys];
+  float scale[kEach];
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) {
+    const int row = head * kHead + mine + r * kWarps;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) codes[r][i] = load_once(a.q_b + int64_t(row) * kInput + i * 512 + lane * 16);
+    scale[r] = lane < kInput / 128 ? __ldg(a.q_b_scale + row / 128 * (kInput / 128) + lane) : 0.f;
+  }
+  const int group = thread % 8, key = thread / 8;
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i)
+    keys[i] = load_once(a.w_uk + (int64_t(head) * kNope + key + i * 32) * kRank + rank * kWide + group * 8);
+  LinearArguments input{};
+  input.x = a.qkv_a + int64_t(token) * (kInput + kEntry);
+  input.norm = a.q_norm, input.tokens = 1, input.eps = a.q_eps;
+  request_norm<1, kInput>(input, m.token);
+  wait_for_previous();
+  prepare<1, kInput, true>(input, m.token, m.sums);
+  let_next_start();
 
-    float total[kEach] = {};
+  float total[kEach] = {};
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        float x[16];
-        take16(m.token, kInput, i * 32 + lane, x);
+  for (int i = 0; i < kLoads; ++i) {
+    float x[16];
+    take16(m.token, kInput, i * 32 + lane, x);
 #pragma unroll
-        for (int r = 0; r < kEach; ++r)
-            total[r] += dot16(codes[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
-    }
-    cluster_wait();  // the others have begun, so that their shared memory is theirs
+    for (int r = 0; r < kEach; ++r) total[r] += dot16(codes[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
+  }
+  cluster_wait();  // the others have begun, so that their shared memory is theirs
 #pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-        const float q = __bfloat162float(__float2bfloat16(sum_lanes(total[r])));
-        if (lane < kBlocks) of_rank(m.q, lane)[mine + r * kWarps] = q;
-    }
-    cluster_arrive();
-    cluster_wait();
+  for (int r = 0; r < kEach; ++r) {
+    const float q = __bfloat162float(__float2bfloat16(sum_lanes(total[r])));
+    if (lane < kBlocks) of_rank(m.q, lane)[mine + r * kWarps] = q;
+  }
+  cluster_arrive();
+  cluster_wait();
 
-    float sum[8] = {};
+  float sum[8] = {};
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-        float w[8];
-        widen(keys[i], w);
+  for (int i = 0; i < kKeys; ++i) {
+    float w[8];
+    widen(keys[i], w);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] += m.q[key + i * 32] * w[j];
-    }
+    for (int j = 0; j < 8; ++j) sum[j] += m.q[key + i * 32] * w[j];
+  }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        sum[j] += __shfl_xor_sync(kAll, sum[j], 8);
-        sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
-        if (lane < 8) m.parts[warp][group * 8 + j] = sum[j];
-    }
-    __syncthreads();
-    __nv_bfloat16* out = a.out + (int64_t(token) * a.heads + head) * kEntry;
-    if (thread < kWide) {
-        float column = 0;
+  for (int j = 0; j < 8; ++j) {
+    sum[j] += __shfl_xor_sync(kAll, sum[j], 8);
+    sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
+    if (lane < 8) m.parts[warp][group * 8 + j] = sum[j];
+  }
+  __syncthreads();
+  __nv_bfloat16* out = a.out + (int64_t(token) * a.heads + head) * kEntry;
+  if (thread < kWide) {
+    float column = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) column += m.parts[w][thread];
-        out[rank * kWide + thread] = __float2bfloat16(column);
-    } else if (thread < kWide + kRope / 2 / kBlocks) {
-        const int pair = rank * (kRope / 2 / kBlocks) + thread - kWide;
-        reinterpret_cast<__nv_bfloat162*>(out + kRank)[pair] =
-            turned(a, token, pair, m.q[kNope + 2 * pair], m.q[kNope + 2 * pair + 1]);
-    }
+    for (int w = 0; w < kWarps; ++w) column += m.parts[w][thread];
+    out[rank * kWide + thread] = __float2bfloat16(column);
+  } else if (thread < kWide + kRope / 2 / kBlocks) {
+    const int pair = rank * (kRope / 2 / kBlocks) + thread - kWide;
+    reinterpret_cast<__nv_bfloat162*>(out + kRank)[pair] =
+        turned(a, token, pair, m.q[kNope + 2 * pair], m.q[kNope + 2 * pair + 1]);
+  }
 }
 
 }  // namespace decode
 
 extern "C" int kimi_query(const decode::QueryArguments* a, void* stream) {
-    return decode::launch(decode::query, dim3(decode::kBlocks, a->heads + 1, a->tokens), decode::kThreads,
-                          sizeof(decode::QueryMemory), *a, stream, decode::kBlocks);
+  return decode::launch(decode::query, dim3(decode::kBlocks, a->heads + 1, a->tokens), decode::kThreads,
+                        sizeof(decode::QueryMemory), *a, stream, decode::kBlocks);
 }

@@ -3,12 +3,18 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "errors.cuh"
+
 namespace host {
 
-// Share of a multiprocessor's memory, in percent, that the launches of a decode step have it keep for their blocks, the rest
-// being L1 for loads in flight. Launches that ask for different shares do not overlap: the multiprocessor runs empty before
-// it is divided anew, which cost a layer 4 of 45 us. MLA's own launches and products of 5 to 8 tokens of 4096 columns or more
-// need more than this share and still do so.
+// Dynamic shared memory that a block may have on sm_90.
+constexpr size_t kMaxShared = 227 * 1024;
+static_assert(kMaxShared == 232448, "227 KiB: CUDA's limit a block on compute capability 9.0");
+
+// Share of a multiprocessor's memory, in percent, that the launches of a decode step have it keep for their blocks, the
+// rest being L1 for loads in flight. Launches that ask for different shares do not overlap: the multiprocessor runs
+// empty before it is divided anew, which cost a layer 4 of 45 us. MLA's own launches and products of 5 to 8 tokens of
+// 4096 columns or more need more than this share and still do so.
 constexpr int kDecodeShare = 58;
 
 struct Launch {
@@ -47,9 +53,9 @@ inline int launch(void (*kernel)(Parameters...), const Launch& how, const Argume
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-using EncodeFn = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeFn = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // The driver's cuTensorMapEncodeTiled, found at run time so that nothing links against the driver; null without it.
 inline EncodeFn tensor_map_encoder() {
@@ -60,6 +66,20 @@ inline EncodeFn tensor_map_encoder() {
     return reinterpret_cast<EncodeFn>(entry);
   }();
   return found;
+}
+
+// Tensor map of a row-major matrix, in boxes of `box_rows` rows of 128 bytes with 128-byte swizzle; what lies past the
+// end arrives as zeros. Returns 0 or an Error.
+inline int encode_rows(CUtensorMap* map, CUtensorMapDataType type, int value_bytes, const void* base, uint64_t columns,
+                       uint64_t rows, int box_rows) {
+  const auto encode_tiled = tensor_map_encoder();
+  if (!encode_tiled) return kNoEncoder;
+  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * value_bytes};
+  const cuuint32_t box[2] = {cuuint32_t(128 / value_bytes), cuuint32_t(box_rows)}, step[2] = {1, 1};
+  return encode_tiled(map, type, 2, const_cast<void*>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+             ? kNotEncoded
+             : 0;
 }
 
 }  // namespace host

@@ -5,29 +5,22 @@
 
 namespace moe {
 
-static int encode(CUtensorMap* map, const void* base, uint64_t cols, uint64_t rows) {
-  const auto encode_tiled = host::tensor_map_encoder();
-  if (!encode_tiled) return 1000;
-  const cuuint64_t dims[2] = {cols, rows}, strides[1] = {cols};
-  const cuuint32_t box[2] = {128, 128}, step[2] = {1, 1};
-  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), dims, strides, box, step,
-            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-             ? 1001
-             : 0;
+static int encode(CUtensorMap* map, const void* weights, uint64_t columns, uint64_t rows) {
+  return host::encode_rows(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, weights, columns, rows, kTileRows);
 }
 
 template <int NMAX, int STAGES, bool FUSED>
 static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorMap& m2, cudaStream_t stream) {
   auto kernel = moe_fp8_kernel<NMAX, STAGES, FUSED>;
   const size_t smem = sizeof(Fp8Smem<NMAX, STAGES, FUSED>);
-  static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= 232448, "shared memory of one block");
+  static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= host::kMaxShared,
+                "a block does not have so much shared memory");
   return host::launch(kernel, {dim3(a.grid), main_threads(FUSED, NMAX), smem, stream, bool(a.pdl)}, m13, m2, a);
 }
 
 }  // namespace moe
 
-// Returns 0, a cudaError_t, or 1000 and above for errors of our own.
+// Returns 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   using namespace moe;
   const Fp8Args& a = *args;
@@ -37,7 +30,7 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (int rc = encode(&m2, a.w2, a.inter, (uint64_t)a.experts * a.hidden)) return rc;
   if (a.fused) return launch_main<16, 6, true>(a, m13, m2, stream);
   if (int rc = host::launch(prepare_kernel, {dim3(a.grid), 1024, 0, stream, bool(a.pdl)}, a)) return rc;
-  int rc = 1002;
+  int rc = host::kNoInstance;
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
   if (a.nmax == 64) rc = launch_main<64, 4, false>(a, m13, m2, stream);
   if (a.nmax == 128) rc = launch_main<128, 3, false>(a, m13, m2, stream);

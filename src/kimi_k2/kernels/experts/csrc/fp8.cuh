@@ -4,10 +4,21 @@
 
 namespace moe {
 
+using namespace ptx;
+
 constexpr int kMaxExperts = 512;
 constexpr int kMaxFusedPairs = 512;  // token-expert pairs that a block aligns by itself
-constexpr int kTileBytes = 128 * 128;
-constexpr int kRing = 4;
+constexpr int kTileRows = 128;       // of weights, by 128 columns of one byte
+constexpr int kTileBytes = kTileRows * 128;
+constexpr int kRing = 4;  // work items announced ahead
+
+// A block's warps: one thread of the first requests weights, three fill the token operand, eight multiply, four may
+// sum.
+constexpr int kFillWarps = 3, kFillThreads = 32 * kFillWarps;
+constexpr int kFirstMultiplyWarp = 1 + kFillWarps, kMultiplyWarps = 8, kMultiplyThreads = 32 * kMultiplyWarps;
+constexpr int kFirstSumWarp = kFirstMultiplyWarp + kMultiplyWarps, kSumWarps = 4;
+static_assert(kFirstMultiplyWarp % 4 == 0, "wgmma needs warpgroups: four warps from a multiple of four on");
+static_assert(kMultiplyThreads == 2 * 128, "two warpgroups share an item's 256 rows");
 
 // Plain C layout: the Python side fills the same structure through ctypes.
 struct Fp8Args {
@@ -50,11 +61,12 @@ constexpr int kSlabwiseTokens = 32;
 __host__ __device__ inline bool sums_slabwise(const Fp8Args& a) {
   return a.nmax == kSlabwiseTokens && a.top_k * a.splits2 > 1 && output_bytes(a) > kCachedOutputBytes;
 }
-constexpr int main_threads(bool fused, int nmax) { return fused || nmax == kSlabwiseTokens ? 512 : 384; }
+constexpr int main_threads(bool fused, int nmax) {
+  return 32 * (kFirstSumWarp + (fused || nmax == kSlabwiseTokens ? kSumWarps : 0));
+}
 
 __device__ __forceinline__ int local_expert(const Fp8Args& a, int pair) {
-  long long id = a.ids64 ? static_cast<const long long*>(a.topk_ids)[pair]
-                         : static_cast<const int*>(a.topk_ids)[pair];
+  long long id = a.ids64 ? static_cast<const long long*>(a.topk_ids)[pair] : static_cast<const int*>(a.topk_ids)[pair];
   const float weight = a.topk_weights[pair];  // before the test: both loads in flight together
   if (id < 0 || id >= a.num_global || weight == 0.f) return -1;
   int e = a.expert_map ? a.expert_map[id] : static_cast<int>(id);
@@ -63,7 +75,7 @@ __device__ __forceinline__ int local_expert(const Fp8Args& a, int pair) {
 
 // What a block knows of the routing when it aligns by itself.
 struct FusedRouting {
-  float weight[kMaxFusedPairs];               // by slot
+  float weight[kMaxFusedPairs];  // by slot
   unsigned short slot_pair[kMaxFusedPairs];
   unsigned short tile_expert[kMaxFusedPairs];
   unsigned short tile_start[kMaxFusedPairs];
@@ -153,7 +165,7 @@ struct Fp8Smem {
   uint64_t weights_full[STAGES], full[STAGES], empty[STAGES];
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
-  Item ring_item[kRing];      // prepared mode: decoded by the thread that claims
+  Item ring_item[kRing];  // prepared mode: decoded by the thread that claims
   int4 ring_tile[kRing];
   int epi_tile[kRing], epi_slab[kRing];
   int last, epoch;

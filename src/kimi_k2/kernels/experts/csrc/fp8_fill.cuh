@@ -21,7 +21,7 @@ __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGE
     const int n = tile.z, nk = it.kb1 - it.kb0;
     if (it.stage == 1) wait_for_tile(a, it.tile, s.epoch, lane);
     for (int step = 0; step < it.slabs * nk; ++step, ++seq) {
-      if (seq % 3 != me) continue;
+      if (seq % kFillWarps != me) continue;
       const int kb = it.kb0 + step % nk;
       const int st = seq % STAGES;
       if (seq >= STAGES) mbar_wait(&s.empty[st], ((seq / STAGES) - 1) & 1);
@@ -35,10 +35,12 @@ __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGE
             if (it.stage == 0)
               v[i] = __ldg(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(a.x) +
                                                           (size_t)(s.route.slot_pair[sl] / a.top_k) * a.hidden +
-                                                          kb * 128) + lane);
+                                                          kb * 128) +
+                           lane);
             else
               v[i].x = __ldcg(reinterpret_cast<const unsigned*>(static_cast<const unsigned char*>(a.inter_q) +
-                                                                (size_t)sl * a.inter + kb * 128) + lane);
+                                                                (size_t)sl * a.inter + kb * 128) +
+                              lane);
           }
 #pragma unroll
         for (int i = 0; i < 4; ++i)

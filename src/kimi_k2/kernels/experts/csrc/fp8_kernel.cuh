@@ -17,8 +17,8 @@ namespace moe {
 
 // One thread: claim items, announce them to the block, request their weights.
 template <int NMAX, int STAGES, bool FUSED>
-__device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STAGES, FUSED>& s, const CUtensorMap& map13,
-                                             const CUtensorMap& map2, int tiles, int total) {
+__device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STAGES, FUSED>& s,
+                                             const CUtensorMap& map13, const CUtensorMap& map2, int tiles, int total) {
   const bool slabwise = !FUSED && NMAX == kSlabwiseTokens && sums_slabwise(a);
   int item = blockIdx.x, seq = 0;
   // Prepared mode claims an item, and looks up its tile, one item before it is needed.
@@ -104,13 +104,13 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
     prefetch_tensormap(&map2);
     for (int i = 0; i < STAGES; ++i) {
       mbar_init(&s.weights_full[i], 1);
-      mbar_init(&s.full[i], FUSED ? 1 : 97);
-      mbar_init(&s.empty[i], 8);
+      mbar_init(&s.full[i], FUSED ? 1 : 1 + kFillThreads);  // prepared: the weights, and each thread's copies
+      mbar_init(&s.empty[i], kMultiplyWarps);
     }
     for (int i = 0; i < kRing; ++i) {
       mbar_init(&s.item_full[i], 1);
-      mbar_init(&s.item_empty[i], 11);
-      mbar_init(&s.epi_full[i], 256);
+      mbar_init(&s.item_empty[i], kFillWarps + kMultiplyWarps);
+      mbar_init(&s.epi_full[i], kMultiplyThreads);
       mbar_init(&s.epi_empty[i], 1);
     }
     fence_mbar_init();
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
   else tiles = *a.num_tiles;
   const int total = tiles * (groups * a.splits1 + slab_items(a, slabwise) * a.splits2);
 
-  if (warp < 4) {
+  if (warp < kFirstMultiplyWarp) {
     if constexpr (!FUSED && NMAX >= 64) reg_dealloc<56>();
     if (warp == 0) {
       if (lane == 0) feed_weights(a, s, map13, map2, tiles, total);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
       if constexpr (FUSED) fill_fused(a, s, tiles);
       else fill_prepared(a, s);
     }
-  } else if (warp < 12) {
+  } else if (warp < kFirstSumWarp) {
     if constexpr (!FUSED && NMAX >= 64) reg_alloc<224>();
     int seq = 0, events = 0;
     for (int round = 0;; ++round) {
@@ -172,18 +172,18 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
       for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
         const int slot = events % kRing;
         if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
-        if (tid == 128) s.epi_tile[slot] = -1;
+        if (tid == 32 * kFirstMultiplyWarp) s.epi_tile[slot] = -1;
         mbar_arrive(&s.epi_full[slot]);
       }
     }
   } else if constexpr (FUSED) {
     for (int t = blockIdx.x; t < a.tokens; t += gridDim.x)
       if (s.route.token_pairs[t] == 0)
-        for (int i = tid - 384; i < a.hidden / 2; i += 128)
+        for (int i = tid - 32 * kFirstSumWarp; i < a.hidden / 2; i += 32 * kSumWarps)
           reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
-    if (a.top_k * a.splits2 > 1) sum_completed(a, s, warp - 12);
+    if (a.top_k * a.splits2 > 1) sum_completed(a, s, warp - kFirstSumWarp);
   } else if (slabwise) {
-    sum_slabs(a, warp - 12, tiles);
+    sum_slabs(a, warp - kFirstSumWarp, tiles);
   }
 }
 

@@ -55,9 +55,9 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
       float t0[R], t1[R];
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) Wgmma<NT>::e4m3(t0, da + 2 * k, db + 2 * k, k > 0);
+      for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t0, da + 2 * k, db + 2 * k, k > 0);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) Wgmma<NT>::e4m3(t1, da + (kTileBytes >> 4) + 2 * k, db + 2 * k, k > 0);
+      for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t1, da + (kTileBytes >> 4) + 2 * k, db + 2 * k, k > 0);
       wgmma_commit();
       wgmma_wait<0>();
       fence_regs(t0);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
         const uint64_t ap = da + p / kParts * (kTileBytes >> 4), bp = db + p % kParts * (kPart * 8);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) Wgmma<kPart>::e4m3(t[p & 1], ap + 2 * k, bp + 2 * k, k > 0);
+        for (int k = 0; k < 4; ++k) WgmmaE4m3<kPart>::go(t[p & 1], ap + 2 * k, bp + 2 * k, k > 0);
         wgmma_commit();
       };
       multiply(0);

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
   if (blockIdx.x < kSorters) {
     const int pairs = a.tokens * a.top_k;
-    if (blockIdx.x == 0 && tid < a.hidden / 256) a.count2[tid] = 0;  // fp8_slab.cuh counts a slab's halves of tiles there
+    if (blockIdx.x == 0 && tid < a.hidden / 256)
+      a.count2[tid] = 0;  // fp8_slab.cuh counts a slab's halves of tiles there
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
     for (int p = tid; p < pairs; p += kBatch * 1024) {
@@ -111,9 +112,8 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
 #pragma unroll
         for (int d = 8; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d, 16));
         const float scale = group_scale(m), inv = 1.f / scale;
-        static_cast<uint2*>(a.xq)[i] =
-            make_uint2(pack_e4m3(f[0] * inv, f[1] * inv, f[2] * inv, f[3] * inv),
-                       pack_e4m3(f[4] * inv, f[5] * inv, f[6] * inv, f[7] * inv));
+        static_cast<uint2*>(a.xq)[i] = make_uint2(pack_e4m3(f[0] * inv, f[1] * inv, f[2] * inv, f[3] * inv),
+                                                  pack_e4m3(f[4] * inv, f[5] * inv, f[6] * inv, f[7] * inv));
         if ((i & 15) == 0) a.xs[i >> 4] = scale;
       }
     }

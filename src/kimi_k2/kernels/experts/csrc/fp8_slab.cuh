@@ -1,7 +1,7 @@
 // Prepared mode: sums of the pairs' outputs, a slab of 256 values of a token at a time.
 #pragma once
-#include "fp8_item.cuh"
 #include "add_parts.cuh"
+#include "fp8_item.cuh"
 
 namespace moe {
 
@@ -27,9 +27,9 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
     for (int i = 0; i < 8; ++i) {
       const int r = __shfl_sync(0xffffffffu, row, i);
       const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
-      raw[i] = r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(
-                            from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
-                      : make_uint4(0, 0, 0, 0);
+      raw[i] = r >= 0
+                   ? __ldcg(reinterpret_cast<const uint4*>(from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
+                   : make_uint4(0, 0, 0, 0);
     }
     add_parts(acc, raw, row, weight);
     __syncwarp();  // the parts are read; the next launch writes them before it reads them

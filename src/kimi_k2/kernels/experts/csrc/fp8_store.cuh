@@ -118,10 +118,8 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
             for (int h = 0; h < 2; ++h) {
               const int r = it.group * 256 + m * 128 + row + 8 * h;
               const float v = acc[m][4 * j + 2 * h + i] * w;
-              if (direct)
-                static_cast<__nv_bfloat16*>(a.out)[(size_t)pair * a.hidden + r] = __float2bfloat16(v);
-              else
-                __stcg(static_cast<float*>(a.contrib) + ((size_t)pair * a.splits2 + it.split) * a.hidden + r, v);
+              if (direct) static_cast<__nv_bfloat16*>(a.out)[(size_t)pair * a.hidden + r] = __float2bfloat16(v);
+              else __stcg(static_cast<float*>(a.contrib) + ((size_t)pair * a.splits2 + it.split) * a.hidden + r, v);
             }
         }
       }
@@ -139,7 +137,7 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
     // 32-byte units of a slot are permuted so that no two lanes write one bank.
     unsigned char* mine = s.stage_out + wg * (NMAX * 256);
     const bool leader = (tid & 127) == 0;
-    if (leader) {  // the copy of the slab before
+    if (leader) {                               // the copy of the slab before
       if (NMAX == kSlabwiseTokens && events) {  // it ended an item, slabwise
         bulk_wait();
         announce_slabs(a, events);
@@ -157,9 +155,8 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
     for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        *reinterpret_cast<uint2*>(put[i] + j * 2048) =
-            make_uint2(pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
-                       pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
+        *reinterpret_cast<uint2*>(put[i] + j * 2048) = make_uint2(pack_bf16(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                                                                  pack_bf16(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
     fence_proxy_async();
     named_sync(2 + wg, 128);
     if (leader) {
@@ -172,8 +169,8 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
     constexpr int kCols = NT <= NMAX / 2 ? NT : NT / 2;
     constexpr int kPitch = Fp8Smem<NMAX, STAGES, FUSED>::kStagePitch;
     unsigned char* mine = s.stage_out + wg * (NMAX / 2) * kPitch;
-    const uint32_t put = smem_u32(mine) + ((lane >> 4) * 8 + (lane & 7)) * kPitch + (warp & 3) * 32 +
-                         ((lane >> 3) & 1) * 16;
+    const uint32_t put =
+        smem_u32(mine) + ((lane >> 4) * 8 + (lane & 7)) * kPitch + (warp & 3) * 32 + ((lane >> 3) & 1) * 16;
     named_sync(1, 256);  // the item's pairs and weights are in place
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -183,8 +180,7 @@ __device__ __forceinline__ void store_outputs(const Fp8Args& a, Fp8Smem<NMAX, ST
         for (int j = c0 / 8; j < (c0 + kCols) / 8; j += 2) {
           const float2 u = *reinterpret_cast<const float2*>(s.meta_w + 8 * j + 2 * q);
           const float2 v = *reinterpret_cast<const float2*>(s.meta_w + 8 * j + 8 + 2 * q);
-          stmatrix_x4_trans(put + (j - c0 / 8) * 8 * kPitch,
-                            pack_bf16(acc[m][4 * j] * u.x, acc[m][4 * j + 1] * u.y),
+          stmatrix_x4_trans(put + (j - c0 / 8) * 8 * kPitch, pack_bf16(acc[m][4 * j] * u.x, acc[m][4 * j + 1] * u.y),
                             pack_bf16(acc[m][4 * j + 2] * u.x, acc[m][4 * j + 3] * u.y),
                             pack_bf16(acc[m][4 * j + 4] * v.x, acc[m][4 * j + 5] * v.y),
                             pack_bf16(acc[m][4 * j + 6] * v.x, acc[m][4 * j + 7] * v.y));

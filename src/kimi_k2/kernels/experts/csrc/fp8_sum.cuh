@@ -34,8 +34,14 @@ __device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int slot) 
         if (s.route.pair_valid[t * a.top_k + c / a.splits2]) {
           const float4 x = __ldcg(reinterpret_cast<const float4*>(p + (size_t)c * a.hidden) + lane);
           const float4 y = __ldcg(reinterpret_cast<const float4*>(p + (size_t)c * a.hidden) + 32 + lane);
-          u.x += x.x; u.y += x.y; u.z += x.z; u.w += x.w;
-          v.x += y.x; v.y += y.y; v.z += y.z; v.w += y.w;
+          u.x += x.x;
+          u.y += x.y;
+          u.z += x.z;
+          u.w += x.w;
+          v.x += y.x;
+          v.y += y.y;
+          v.z += y.z;
+          v.w += y.w;
         }
       uint2* o = reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256);
       o[lane] = make_uint2(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w));

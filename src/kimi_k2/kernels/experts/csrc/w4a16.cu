@@ -12,9 +12,9 @@ static int launch(void (*kernel)(Args), dim3 grid, int threads, size_t smem, cud
 template <class C>
 static int launch_main(const Args& a, cudaStream_t stream) {
   constexpr size_t kSmem = sizeof(Smem<C>);
-  static_assert(kSmem <= 232448, "shared memory of one block");
-  if (a.splits1 > 1 && C::NMAX > 32) return 1004;
-  if (a.in_flight < 1 || a.in_flight > C::STAGES) return 1003;
+  static_assert(kSmem <= host::kMaxShared, "a block does not have so much shared memory");
+  if (a.splits1 > 1 && C::NMAX > 32) return host::kBadSplits;
+  if (a.in_flight < 1 || a.in_flight > C::STAGES) return host::kBadStages;
   return launch(w4a16_kernel<C>, dim3(a.grid), C::THREADS, kSmem, stream, a);
 }
 
@@ -28,7 +28,7 @@ static int launch_all(const Args& a, cudaStream_t stream) {
   const int blocks = min(a.grid, (a.tokens * a.top_k + kSortThreads - 1) / kSortThreads);
   if (int rc = launch(count_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   if (int rc = launch(scatter_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
-  int rc = 1002;
+  int rc = host::kNoInstance;
   if (a.nmax == 32) rc = launch_main<Config<32, W2_BF16 ? 8 : 6, W2_BF16 ? 4 : 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 64) rc = launch_main<Config<64, 6, 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 128) rc = launch_main<Config<128, 4, 2, false, W2_BF16>>(a, stream);
@@ -40,7 +40,7 @@ static int launch_all(const Args& a, cudaStream_t stream) {
 
 }  // namespace w4a16
 
-// Returns 0, a cudaError_t, or 1000 and above for errors of our own.
+// Returns 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_w4a16(const w4a16::Args* args, void* stream_ptr) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
   return args->w2_bf16 ? w4a16::launch_all<true>(*args, stream) : w4a16::launch_all<false>(*args, stream);

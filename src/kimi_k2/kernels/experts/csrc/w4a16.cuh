@@ -6,22 +6,24 @@
 // chunk's scales are 2 KB: for each tile, warp and row g of 8, the pairs (row g, row g + 8) of its 4 groups. Row g of a
 // first-stage tile is a gate row and g + 8 the same up row. Second-stage weights in bf16 have chunks of 32 columns.
 #pragma once
+#include "common/csrc/wgmma.cuh"
 #include "fp8_item.cuh"
-#include "w4a16_wgmma.cuh"
 
 namespace w4a16 {
+
+using namespace ptx;
 
 using moe::Item;
 using moe::kRing;
 
 constexpr int kChunkBytes = 16384;
 constexpr int kScaleBytes = 2048;
-constexpr int kFillThreads = 96;  // of tokens; of few in bf16, one warp
+constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
 // s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
-// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's tiles say last whether their expert has several
-// and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
+// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's tiles say last whether their expert has
+// several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
@@ -31,12 +33,12 @@ template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>
 struct Config {
   static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
   static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_;
-  static constexpr int TILES = 4 / WARPGROUPS;            // 64-row tiles of a warpgroup
+  static constexpr int TILES = 4 / WARPGROUPS;  // 64-row tiles of a warpgroup
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
-  static constexpr bool FEW = NMAX <= 32;                 // tokens: one lane each can request them
-  static constexpr bool E4M3 = FEW && !W2_BF16;           // see w4a16_e4m3.cuh
-  static constexpr bool ROWS = FEW && W2_BF16;            // tokens as rows of bf16, requested by one warp
-  static constexpr int PITCH = ROWS ? 272 : 256;          // bytes of a token's 128 columns in shared memory
+  static constexpr bool FEW = NMAX <= 32;         // tokens: one lane each can request them
+  static constexpr bool E4M3 = FEW && !W2_BF16;   // see w4a16_e4m3.cuh
+  static constexpr bool ROWS = FEW && W2_BF16;    // tokens as rows of bf16, requested by one warp
+  static constexpr int PITCH = ROWS ? 272 : 256;  // bytes of a token's 128 columns in shared memory
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
@@ -52,11 +54,11 @@ struct Smem {
   static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
   alignas(128) unsigned char offset[C::E4M3 ? C::STAGES : 1][CODED * 16];
   float factor[C::E4M3 ? C::STAGES : 1][CODED];
-  int held[C::E4M3 ? C::STAGES : 1];  // tokens that a stage held last, negative if paired
+  int held[C::E4M3 ? C::STAGES : 1];                            // tokens that a stage held last, negative if paired
   float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
-  alignas(16) unsigned char records[CODED][256];  // codes of an item's intermediate on their way out
-  unsigned amax[CODED];                           // of its float32 values, as bits
-  int sums[CODED][4];                             // of its codes, a group of 32 columns each; zero between items
+  alignas(16) unsigned char records[CODED][256];                // codes of an item's intermediate on their way out
+  unsigned amax[CODED];                                         // of its float32 values, as bits
+  int sums[CODED][4];  // of its codes, a group of 32 columns each; zero between items
   uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
@@ -83,21 +85,6 @@ __device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) 
   r.tile = item / per_tile;
   r.kb0 = r.split * chunks / splits;
   r.kb1 = (r.split + 1) * chunks / splits;
-  return r;
-}
-
-__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          moe::smem_u32(dst)),
-      "l"(src), "r"(bytes), "r"(moe::smem_u32(bar)), "l"(policy)
-      : "memory");
-}
-// Orders ordinary accesses of global memory with those of the copy engine.
-__device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
   return r;
 }
 
@@ -135,8 +122,8 @@ struct Unpack {
 // token 8j + g, rows 2q and 2q + 1.
 __device__ __forceinline__ uint32_t activate(const float* d, float factor = 1.f) {
   const float gate[2] = {d[0] * factor, d[1] * factor}, up[2] = {d[2] * factor, d[3] * factor};
-  return transpose_8x8(moe::pack_bf16(__fdividef(gate[0], 1.f + __expf(-gate[0])) * up[0],
-                                      __fdividef(gate[1], 1.f + __expf(-gate[1])) * up[1]));
+  return transpose_8x8(pack_bf16(__fdividef(gate[0], 1.f + __expf(-gate[0])) * up[0],
+                                 __fdividef(gate[1], 1.f + __expf(-gate[1])) * up[1]));
 }
 
 }  // namespace w4a16

@@ -1,7 +1,8 @@
 // INT4 experts for a few tokens, one token-expert pair at a time, in two launches: 8 gate rows and their 8 up rows a
 // block, whose warps share out the hidden dimension; then 16 output rows a block, whose warps share out the token's
-// experts. Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8 token
-// columns one is used. The second launch asks for its weights while the first still runs. Every sum has a fixed order.
+// experts. Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8
+// token columns one is used. The second launch asks for its weights while the first still runs. Every sum has a fixed
+// order.
 #include "routing.cuh"
 #include "w4a16_multiply.cuh"
 
@@ -17,7 +18,7 @@ struct DecodeArguments {
   const int* expert_map;      // [num_global] to the local expert or -1; may be null
   const uint4* gate_up;       // in chunks, see w4a16.cuh
   const uint4* gate_up_scale;
-  const uint4* down;          // int4, or bf16 if down_scale is null
+  const uint4* down;  // int4, or bf16 if down_scale is null
   const uint4* down_scale;
   __nv_bfloat16* intermediate;  // [tokens, top_k, inter]
   __nv_bfloat16* out;           // [tokens, hidden]
@@ -60,9 +61,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (
     const Unpack unpack(*reinterpret_cast<const __nv_bfloat162*>(&pair));
     uint32_t a[4];
     unpack(a, group & 1 ? four.z : four.x);
-    mma_16816(acc[0], a, x.x, x.y);
+    mma_bf16(acc[0], a[0], a[1], a[2], a[3], x.x, x.y);
     unpack(a, group & 1 ? four.w : four.y);
-    mma_16816(acc[1], a, x.z, x.w);
+    mma_bf16(acc[1], a[0], a[1], a[2], a[3], x.z, x.w);
   }
 }
 
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
         const int column = (first + i) * kColumns;
         if constexpr (BF16) {
           const uint4 x = take_steps(mine, column, lane), one = word[i][0], two = word[i][1];
-          mma_16816(acc[0], {one.x, one.y, one.z, one.w}, x.x, x.y);
-          mma_16816(acc[1], {two.x, two.y, two.z, two.w}, x.z, x.w);
+          mma_bf16(acc[0], one.x, one.y, one.z, one.w, x.x, x.y);
+          mma_bf16(acc[1], two.x, two.y, two.z, two.w, x.z, x.w);
         } else {
           multiply_chunk(acc, word[i], scale[i], mine, column, lane);
         }
@@ -196,10 +197,10 @@ int start(const DecodeArguments& a, void* stream) {
 }  // namespace w4a16
 
 extern "C" int kimi_w4a16_decode(const w4a16::DecodeArguments* a, void* stream) {
-  if (a->top_k >= decode::kMaxSlots) return 1000;
+  if (a->top_k >= decode::kMaxSlots) return host::kNoInstance;
   switch (a->hidden) {
     case 1024: return w4a16::start<1, 1>(*a, stream);
     case 7168: return w4a16::start<7, 2>(*a, stream);
-    default: return 1000;
+    default: return host::kNoInstance;
   }
 }

@@ -1,9 +1,10 @@
-// Few tokens an expert: INT4 weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is rounded.
+// Few tokens an expert: INT4 weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is
+// rounded.
 //
 // A nibble n with zeros above it is the e4m3 code of n / 512, so a word of 8 weights becomes two registers of the left
 // operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 codes: the upper half of
-// its significand and the lower. Products of a group of 32 columns are summed by the tensor cores; scales are applied to
-// the sums in float32, and the 8 that symmetric INT4 is stored with comes in with the activations:
+// its significand and the lower. Products of a group of 32 columns are summed by the tensor cores; scales are applied
+// to the sums in float32, and the 8 that symmetric INT4 is stored with comes in with the activations:
 //
 //     w . x = sum over groups of scale * (512 / c * acc - 8 / c * sum of codes),   c: the activations' power of two.
 //
@@ -21,7 +22,7 @@ __device__ __forceinline__ void hold(uint32_t (&a)[4]) {
 }
 // Descriptor of a right operand whose rows are 16 bytes, side by side, and serve as both halves of its 16 columns.
 __device__ __forceinline__ uint64_t desc_rows_of_16(const void* tile) {
-  return (uint64_t(8) << 32) | (moe::smem_u32(tile) & 0x3FFFF) >> 4;
+  return (uint64_t(8) << 32) | (smem_u32(tile) & 0x3FFFF) >> 4;
 }
 
 // sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both products of a
@@ -45,10 +46,10 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
     rows[m][0] = __byte_perm(pair, 0, 0x1010), rows[m][1] = __byte_perm(pair, 0, 0x3232);
     rows[m][2] = rows[m][3] = 0;
     hold(rows[m]);
-    moe::fence_regs(sum[tile + m]);
+    fence_regs(sum[tile + m]);
     scale[m] = *reinterpret_cast<const uint4*>(scales + m * 512);
   }
-  const uint32_t upper = WgmmaE4m3<N>::place(s.b[st]), lower = upper + C::NMAX * 8;
+  const uint32_t upper = WgmmaE4m3Rs<N>::place(s.b[st]), lower = upper + C::NMAX * 8;
   const uint64_t offsets = desc_rows_of_16(s.offset[st]);
   float chunk[TILES][N / 2];
 #pragma unroll
@@ -66,28 +67,28 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
         left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
         hold(left[i][m]);
       }
-    moe::wgmma_fence();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
 #pragma unroll
-      for (int m = 0; m < TILES; ++m) WgmmaE4m3<N>::go(part[i][m], left[i][m], upper + 2 * (first + i), 0);
+      for (int m = 0; m < TILES; ++m) WgmmaE4m3Rs<N>::go(part[i][m], left[i][m], upper + 2 * (first + i), 0);
       if constexpr (!PAIRED)
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) WgmmaE4m3<N>::go(part[i][m], left[i][m], lower + 2 * (first + i), 1);
+        for (int m = 0; m < TILES; ++m) WgmmaE4m3Rs<N>::go(part[i][m], left[i][m], lower + 2 * (first + i), 1);
     }
     if (round == 0)
 #pragma unroll
-      for (int m = 0; m < TILES; ++m) Wgmma<N>::bf16(sum[tile + m], rows[m], offsets);
-    moe::wgmma_commit();
+      for (int m = 0; m < TILES; ++m) WgmmaBf16Rs<N>::go(sum[tile + m], rows[m], offsets);
+    wgmma_commit();
     if (first + GROUPS == 2) fetch(1);
-    moe::wgmma_wait<0>();
+    wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
-      if (round == 0) moe::fence_regs(sum[tile + m]);
+      if (round == 0) fence_regs(sum[tile + m]);
       const uint32_t pair[4] = {scale[m].x, scale[m].y, scale[m].z, scale[m].w};
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
-        moe::fence_regs(part[i][m]);
+        fence_regs(part[i][m]);
         const float low = __uint_as_float(pair[first + i] << 16), high = __uint_as_float(pair[first + i] & 0xffff0000u);
 #pragma unroll
         for (int r = 0; r < N / 2; ++r) {
@@ -110,9 +111,9 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
   }
 }
 
-// acc += weights of the warpgroup's rows x tokens. The two warpgroups take turns at the chunks, all 256 rows of each, so
-// that what one waits for the other hides; then they exchange what belongs to the other's rows. Whose turn it is does
-// not change a sum of two.
+// acc += weights of the warpgroup's rows x tokens. The two warpgroups take turns at the chunks, all 256 rows of each,
+// so that what one waits for the other hides; then they exchange what belongs to the other's rows. Whose turn it is
+// does not change a sum of two.
 template <int NT, bool PAIRED, class C>
 __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
   static_assert(C::WARPGROUPS == 2 && C::TILES == 2, "two warpgroups");
@@ -125,22 +126,22 @@ __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, floa
   const int end = seq + nk;
   for (seq += (seq ^ wg) & 1; seq < end; seq += 2) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
-    moe::mbar_wait(&s.weights_full[st], parity);
-    moe::mbar_wait(&s.full[st], parity);
-    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
+    mbar_wait(&s.weights_full[st], parity);
+    mbar_wait(&s.full[st], parity);
+    fence_proxy_async();                                        // the tokens came by ordinary asynchronous copies
     constexpr int kTogether = NT <= 16 ? 4 : NT <= 24 ? 2 : 1;  // tiles that the registers hold at once
 #pragma unroll
     for (int m = 0; m < 4; m += kTogether) multiply_chunk<NT, kTogether, PAIRED, C>(s, st, m, sum);
     __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.empty[st]);
+    if (lane == 0) mbar_arrive(&s.empty[st]);
   }
   seq = end;
-  moe::named_sync(1, C::CONSUMERS);  // nobody reads what was exchanged before
+  named_sync(1, C::CONSUMERS);  // nobody reads what was exchanged before
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
     for (int r = 0; r < NT / 2; ++r) s.exchange[wg][m * (NT / 2) + r][t] = wg ? sum[m][r] : sum[2 + m][r];
-  moe::named_sync(1, C::CONSUMERS);
+  named_sync(1, C::CONSUMERS);
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
                                               const float (&acc)[C::TILES][NT / 2]) {
   const int tid = threadIdx.x - 128, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int first = (warp >> 2) * C::TILES, w = warp & 3, n = tile.z;  // a 64-row tile makes a group of 32 columns
-  float2 value[C::TILES][NT / 8];                                     // token 8j + g, columns 2q and 2q + 1 of 8
+  float2 value[C::TILES][NT / 8];                                      // token 8j + g, columns 2q and 2q + 1 of 8
 #pragma unroll
   for (int j = 0; j < NT / 8; ++j) {
     float amax = 0;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, 2));
     if (q == 0) atomicMax(&s.amax[8 * j + g], __float_as_uint(amax));
   }
-  moe::named_sync(1, C::CONSUMERS);
+  named_sync(1, C::CONSUMERS);
 #pragma unroll
   for (int j = 0; j < NT / 8; ++j) {
     const int c = 8 * j + g;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
       to[128] = lower, to[130] = lower >> 8;
     }
   }
-  moe::named_sync(1, C::CONSUMERS);
+  named_sync(1, C::CONSUMERS);
   const size_t pitch = (size_t)(a.inter / 128) * kRecord;
   unsigned char* to = static_cast<unsigned char*>(a.inter_q) + tile.y * pitch + it.group * kRecord;
   for (int i = tid; i < n * 16; i += C::CONSUMERS)

@@ -18,13 +18,13 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
       if (8 * j + 2 * q < n)
         __stcg(base + (size_t)split * (C::NMAX * 64) + (m * (NT / 8) + j) * C::CONSUMERS,
                make_float4(acc[m][4 * j], acc[m][4 * j + 1], acc[m][4 * j + 2], acc[m][4 * j + 3]));
-  moe::named_sync(1, C::CONSUMERS);
+  named_sync(1, C::CONSUMERS);
   if (tid == 0) {  // the barrier hands the block's stores to this thread; its fence publishes them all
-    moe::fence_gpu();
+    fence_gpu();
     s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
-    moe::fence_gpu();
+    fence_gpu();
   }
-  moe::named_sync(1, C::CONSUMERS);
+  named_sync(1, C::CONSUMERS);
   if (!s.last) return false;
 #pragma unroll
   for (int m = 0; m < C::TILES; ++m)
@@ -37,8 +37,7 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
 #pragma unroll
       for (int j = 0; j < NT / 8; ++j)
         if (8 * j + 2 * q < n) {
-          const float4 u =
-              __ldcg(base + (size_t)c * (C::NMAX * 64) + (m * (NT / 8) + j) * C::CONSUMERS);
+          const float4 u = __ldcg(base + (size_t)c * (C::NMAX * 64) + (m * (NT / 8) + j) * C::CONSUMERS);
           acc[m][4 * j] += u.x;
           acc[m][4 * j + 1] += u.y;
           acc[m][4 * j + 2] += u.z;
@@ -71,7 +70,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     } else {
 #pragma unroll
       for (int m = 0; m < C::TILES; ++m) {
-        __nv_bfloat16* column = static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
+        __nv_bfloat16* column =
+            static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
           const uint32_t u = activate(acc[m] + 4 * j, Unpack::kUp);
@@ -80,11 +80,11 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
       }
     }
     if constexpr (C::ROWS) fence_proxy_global();  // the copy engine reads it
-    moe::named_sync(1, C::CONSUMERS);
-    if (tid == 0) moe::st_release(a.flags + cell, s.epoch);
+    named_sync(1, C::CONSUMERS);
+    if (tid == 0) st_release(a.flags + cell, s.epoch);
   } else if constexpr (C::FUSED) {
     const int event = events % kRing;
-    if (events >= kRing) moe::mbar_wait(&s.epi_empty[event], ((events / kRing) - 1) & 1);
+    if (events >= kRing) mbar_wait(&s.epi_empty[event], ((events / kRing) - 1) & 1);
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
@@ -98,7 +98,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
           for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              __stcg(dst + (first + m) * 64 + w * 16 + 4 * (g >> 1) + 2 * h + (g & 1), acc[m][4 * j + 2 * h + i] * weight);
+              __stcg(dst + (first + m) * 64 + w * 16 + 4 * (g >> 1) + 2 * h + (g & 1),
+                     acc[m][4 * j + 2 * h + i] * weight);
         }
       }
     if (tid == 0) {
@@ -106,16 +107,16 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
       s.epi_slab[event] = it.group;
     }
     __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.epi_full[event]);
+    if (lane == 0) mbar_arrive(&s.epi_full[event]);
     ++events;
   } else {
     // As the registers hold them: of a slot's 256 values those of a lane, of two 64-row tiles, are neighbours. Nobody
-    // but the sums reads them, and those know the order and the pairs' weights. A token's only pair is weighed here: its
-    // part would be rounded once more than by a kernel all in bf16, and no other part would make up for that.
+    // but the sums reads them, and those know the order and the pairs' weights. A token's only pair is weighed here:
+    // its part would be rounded once more than by a kernel all in bf16, and no other part would make up for that.
     const int half = C::TILES == 1 ? first / 2 * 128 + first % 2 * 2 : (warp >> 2) * 128;
     __nv_bfloat16* dst = static_cast<__nv_bfloat16*>(a.contrib) +
-                         (((size_t)it.group * a.tokens * a.top_k + tile.y) * a.splits2 + it.split) * 256 +
-                         half + w * 32 + g * 4;
+                         (((size_t)it.group * a.tokens * a.top_k + tile.y) * a.splits2 + it.split) * 256 + half +
+                         w * 32 + g * 4;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
@@ -127,11 +128,9 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         uint32_t rows[C::TILES];
 #pragma unroll
         for (int m = 0; m < C::TILES; ++m)
-          rows[m] = moe::pack_bf16(acc[m][4 * j + i] * weight, acc[m][4 * j + 2 + i] * weight);
-        if constexpr (C::TILES == 2)
-          __stcg(reinterpret_cast<uint2*>(at), make_uint2(rows[0], rows[1]));
-        else
-          __stcg(reinterpret_cast<uint32_t*>(at), rows[0]);
+          rows[m] = pack_bf16(acc[m][4 * j + i] * weight, acc[m][4 * j + 2 + i] * weight);
+        if constexpr (C::TILES == 2) __stcg(reinterpret_cast<uint2*>(at), make_uint2(rows[0], rows[1]));
+        else __stcg(reinterpret_cast<uint32_t*>(at), rows[0]);
       }
   }
 }

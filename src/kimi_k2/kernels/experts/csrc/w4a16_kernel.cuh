@@ -16,14 +16,14 @@ namespace w4a16 {
 template <class C>
 __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total) {
   // With few tokens most experts have one tile: what the L2 need not keep of weights it keeps of the pairs' outputs.
-  constexpr uint64_t kPolicy = C::FUSED || C::E4M3 ? moe::kEvictFirst : moe::kEvictNormal;
+  constexpr uint64_t kPolicy = C::FUSED || C::E4M3 ? kEvictFirst : kEvictNormal;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
   int item = blockIdx.x, seq = 0;
   for (int round = 0;; ++round) {
     const int slot = round % kRing;
-    if (round >= kRing) moe::mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
+    if (round >= kRing) mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
     s.ring[slot] = item < total ? item : -1;
-    moe::mbar_arrive(&s.item_full[slot]);
+    mbar_arrive(&s.item_full[slot]);
     if (item >= total) break;
     const int next = gridDim.x + atomicAdd(a.ctrl, 1);
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
@@ -36,9 +36,9 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
       const size_t row = (size_t)expert * (it.stage ? slabs : groups) + it.group + slab;
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
         const int st = seq % C::STAGES, before = seq - a.in_flight;
-        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
-        if (before >= 0) moe::mbar_wait(&s.weights_full[before % C::STAGES], (before / C::STAGES) & 1);
-        moe::mbar_arrive_expect_tx(&s.weights_full[st], kChunkBytes + (packed ? kScaleBytes : 0));
+        if (seq >= C::STAGES) mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (before >= 0) mbar_wait(&s.weights_full[before % C::STAGES], (before / C::STAGES) & 1);
+        mbar_arrive_expect_tx(&s.weights_full[st], kChunkBytes + (packed ? kScaleBytes : 0));
         bulk_load(s.w[st], weights + (row * chunks + kb) * kChunkBytes, kChunkBytes, &s.weights_full[st], kPolicy);
         if (packed)
           bulk_load(s.scale[st], scales + (row * chunks + kb) * kScaleBytes, kScaleBytes, &s.weights_full[st], kPolicy);
@@ -67,13 +67,13 @@ template <class C, class Work>
 __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int tiles, int lane, Work work) {
   for (int round = 0;; ++round) {
     const int slot = round % kRing;
-    moe::mbar_wait(&s.item_full[slot], (round / kRing) & 1);
+    mbar_wait(&s.item_full[slot], (round / kRing) & 1);
     const int item = s.ring[slot];
     if (item < 0) break;
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
     work(it, moe::load_tile<C::FUSED>(a, s, it.tile));
     __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.item_empty[slot]);
+    if (lane == 0) mbar_arrive(&s.item_empty[slot]);
   }
 }
 
@@ -92,12 +92,12 @@ __device__ __forceinline__ void feed_few_tokens(const Args& a, Smem<C>& s, int t
     for (int slab = 0; slab < it.slabs; ++slab)
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
         const int st = seq % C::STAGES;
-        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (seq >= C::STAGES) mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
         __syncwarp();
-        if (lane == 0) moe::mbar_arrive_expect_tx(&s.full[st], tile.z * columns * 2);
+        if (lane == 0) mbar_arrive_expect_tx(&s.full[st], tile.z * columns * 2);
         __syncwarp();
         if (lane < tile.z)
-          bulk_load(s.b[st] + lane * C::PITCH, src + kb * columns * 2, columns * 2, &s.full[st], moe::kEvictNormal);
+          bulk_load(s.b[st] + lane * C::PITCH, src + kb * columns * 2, columns * 2, &s.full[st], kEvictNormal);
       }
   });
 }
@@ -115,10 +115,10 @@ __device__ __forceinline__ void feed_records(const Args& a, Smem<C>& s, int tile
       for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
         const int st = seq % C::STAGES;
         if (st % 3 != me) continue;
-        if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+        if (seq >= C::STAGES) mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
         if (seq - begin < C::STAGES) clear_unused<C>(a, s, st, tile, lane);
         copy(s, st, kb, lane);
-        moe::cp_async_arrive(&s.full[st]);
+        cp_async_arrive(&s.full[st]);
       }
   });
 }
@@ -140,20 +140,20 @@ __device__ __forceinline__ void fill_item(const Args& a, Smem<C>& s, const Item&
   for (int slab = 0; slab < it.slabs; ++slab)
     for (int kb = 0; kb < nk; ++kb, ++seq) {
       const int st = seq % C::STAGES;
-      if (seq >= C::STAGES) moe::mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
+      if (seq >= C::STAGES) mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
       // Where the ring holds a whole number of slabs, an earlier one left the same columns in this stage.
       if (slab * nk < C::STAGES || C::STAGES % nk) {
-        const uint32_t even = moe::smem_u32(s.b[st]) + place, odd = moe::smem_u32(s.b[st]) + other;
+        const uint32_t even = smem_u32(s.b[st]) + place, odd = smem_u32(s.b[st]) + other;
         const char* at = from + (it.kb0 + kb) * PARTS * kHalves * 16;
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
           if (c0 + kStep * i < n)
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-              moe::cp_async_16((i & 1 ? odd : even) + i * kStep * 128 + half * C::NMAX * 128,
-                               at + (size_t)rows[i] * 16 + half * 128);
+              cp_async_16((i & 1 ? odd : even) + i * kStep * 128 + half * C::NMAX * 128,
+                          at + (size_t)rows[i] * 16 + half * 128);
       }
-      moe::cp_async_arrive(&s.full[st]);
+      cp_async_arrive(&s.full[st]);
     }
 }
 
@@ -204,10 +204,10 @@ __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
   if constexpr (C::FUSED) {
     for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
       const int slot = events % kRing;
-      if (events >= kRing) moe::mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+      if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
       if (threadIdx.x == 128) s.epi_tile[slot] = -1;
       __syncwarp();
-      if (lane == 0) moe::mbar_arrive(&s.epi_full[slot]);
+      if (lane == 0) mbar_arrive(&s.epi_full[slot]);
     }
   }
 }
@@ -219,19 +219,19 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   constexpr bool kMoveRegisters = C::WARPGROUPS == 2;
   if (tid == 0) {
-    if (moe::smem_u32(raw) & 1023) __trap();
+    if (smem_u32(raw) & 1023) __trap();
     for (int i = 0; i < C::STAGES; ++i) {
-      moe::mbar_init(&s.weights_full[i], 1);
-      moe::mbar_init(&s.full[i], C::ROWS ? 1 : C::E4M3 ? 32 : kFillThreads);
-      moe::mbar_init(&s.empty[i], C::E4M3 ? 4 : C::CONSUMERS / 32);  // e4m3: one warpgroup a chunk
+      mbar_init(&s.weights_full[i], 1);
+      mbar_init(&s.full[i], C::ROWS ? 1 : C::E4M3 ? 32 : kFillThreads);
+      mbar_init(&s.empty[i], C::E4M3 ? 4 : C::CONSUMERS / 32);  // e4m3: one warpgroup a chunk
     }
     for (int i = 0; i < kRing; ++i) {
-      moe::mbar_init(&s.item_full[i], 1);
-      moe::mbar_init(&s.item_empty[i], (C::ROWS ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
-      moe::mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
-      moe::mbar_init(&s.epi_empty[i], 1);
+      mbar_init(&s.item_full[i], 1);
+      mbar_init(&s.item_empty[i], (C::ROWS ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
+      mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
+      mbar_init(&s.epi_empty[i], 1);
     }
-    moe::fence_mbar_init();
+    fence_mbar_init();
   }
   if constexpr (C::E4M3) {
     if (tid < C::STAGES) s.held[tid] = 0;
@@ -241,19 +241,19 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     }
   }
   if (a.pdl) {
-    moe::pdl_launch();
-    moe::pdl_wait();
+    pdl_launch();
+    pdl_wait();
   }
   if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
   int tiles;
   if constexpr (C::FUSED) {
     if constexpr (C::ROWS) {  // the tokens go to the L2 before the weights' requests queue up in front of them
       const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
-      if (line < (size_t)a.tokens * a.hidden / 64) moe::prefetch_l2(static_cast<const char*>(a.x) + line * 128);
+      if (line < (size_t)a.tokens * a.hidden / 64) prefetch_l2(static_cast<const char*>(a.x) + line * 128);
     }
     static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "needs of the sort");
     moe::align_fused(a, s.route, s.w[0], C::NMAX);
-    moe::fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
+    fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
     __syncthreads();
     tiles = s.route.num_tiles;
   } else {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
   }
 
   if (warp < 4) {
-    if constexpr (kMoveRegisters) moe::reg_dealloc<56>();
+    if constexpr (kMoveRegisters) reg_dealloc<56>();
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
       feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
@@ -272,10 +272,10 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
       else feed_many_tokens<C>(a, s, tiles, tid - 32);
     }
   } else if (warp < 4 + C::CONSUMERS / 32) {
-    if constexpr (kMoveRegisters) moe::reg_alloc<C::FUSED ? 200 : 224>();
+    if constexpr (kMoveRegisters) reg_alloc<C::FUSED ? 200 : 224>();
     consume<C>(a, s, tiles);
   } else if constexpr (C::FUSED) {
-    if constexpr (kMoveRegisters) moe::reg_dealloc<56>();
+    if constexpr (kMoveRegisters) reg_dealloc<56>();
     for (int t = blockIdx.x; t < a.tokens; t += gridDim.x)
       if (s.route.token_pairs[t] == 0)
         for (int i = tid - 128 - C::CONSUMERS; i < a.hidden / 2; i += 128)

@@ -4,20 +4,6 @@
 
 namespace w4a16 {
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr)
-               : "memory");
-}
-__device__ __forceinline__ void mma_16816(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // One step's left operand: the words as they are (bf16), or word k of four unpacked.
 template <bool BF16>
 __device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, const uint4& scales, int k) {
@@ -25,7 +11,7 @@ __device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, 
     a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
   } else {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w}, pair[4] = {scales.x, scales.y, scales.z, scales.w};
-    Unpack(*reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]))(a, word[k & 3]);
+    Unpack (*reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]))(a, word[k & 3]);
   }
 }
 
@@ -37,7 +23,7 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
   const int token = lane & 7, part = lane >> 3;
   for (int kb = 0; kb < nk; ++kb, ++seq) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
-    moe::mbar_wait(&s.weights_full[st], parity);
+    mbar_wait(&s.weights_full[st], parity);
     const uint4* w = reinterpret_cast<const uint4*>(s.w[st]) + wg * C::TILES * 256 + t;
     uint4 scale[C::TILES], word[C::TILES][2];
 #pragma unroll
@@ -47,14 +33,13 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
       word[m][0] = w[m * 256];
       word[m][1] = w[m * 256 + 128];
     }
-    moe::mbar_wait(&s.full[st], parity);
-    const uint32_t row = moe::smem_u32(s.b[st]) + token * C::PITCH + part * 16;
+    mbar_wait(&s.full[st], parity);
+    const uint32_t row = smem_u32(s.b[st]) + token * C::PITCH + part * 16;
 #pragma unroll
     for (int k = 0; k < STEPS; k += 2) {
       uint32_t b[NT / 8][4];  // two steps
 #pragma unroll
-      for (int j = 0; j < NT / 8; ++j)
-        ldmatrix_x4(b[j], row + j * 8 * C::PITCH + k * 32);
+      for (int j = 0; j < NT / 8; ++j) ldmatrix_x4(b[j], row + j * 8 * C::PITCH + k * 32);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -62,11 +47,12 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
           uint32_t a[4];
           load_step<BF16>(a, word[m][BF16 ? i : k >> 2], scale[m], k + i);
 #pragma unroll
-          for (int j = 0; j < NT / 8; ++j) mma_16816(acc[m] + 4 * j, a, b[j][2 * i], b[j][2 * i + 1]);
+          for (int j = 0; j < NT / 8; ++j)
+            mma_bf16(acc[m] + 4 * j, a[0], a[1], a[2], a[3], b[j][2 * i], b[j][2 * i + 1]);
         }
     }
     __syncwarp();
-    if (lane == 0) moe::mbar_arrive(&s.empty[st]);
+    if (lane == 0) mbar_arrive(&s.empty[st]);
   }
 }
 
@@ -79,12 +65,12 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
   uint32_t a[DEPTH][4];
   for (int kb = 0; kb < nk; ++kb, ++seq) {
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
-    moe::mbar_wait(&s.weights_full[st], parity);
+    mbar_wait(&s.weights_full[st], parity);
     const unsigned char* w = s.w[st] + wg * C::TILES * 4096 + t * 16;
     const unsigned char* scales = s.scale[st] + wg * C::TILES * 512 + (t >> 2) * 16;
-    moe::mbar_wait(&s.full[st], parity);
-    moe::fence_proxy_async();  // the tokens came by ordinary asynchronous copies
-    const uint64_t b = moe::desc_sw128(moe::smem_u32(s.b[st]));
+    mbar_wait(&s.full[st], parity);
+    fence_proxy_async();  // the tokens came by ordinary asynchronous copies
+    const uint64_t b = desc_sw128(smem_u32(s.b[st]));
     uint2 word[C::TILES];
     Unpack unpack[C::TILES];
 #pragma unroll
@@ -92,7 +78,7 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
 #pragma unroll
       for (int m = 0; m < C::TILES; ++m) {
         const int step = k * C::TILES + m;
-        uint32_t(&now)[4] = a[step % DEPTH];
+        uint32_t (&now)[4] = a[step % DEPTH];
         uint4 bf16;
         if constexpr (BF16) {
           bf16 = *reinterpret_cast<const uint4*>(w + m * 4096 + k * 2048);
@@ -100,19 +86,19 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
           word[m] = *reinterpret_cast<const uint2*>(w + m * 4096 + (k >> 2) * 2048 + (k & 2) * 4);
           unpack[m] = Unpack(*reinterpret_cast<const __nv_bfloat162*>(scales + m * 512 + k * 2));
         }
-        moe::wgmma_wait<DEPTH - 1>();
-        if (step == DEPTH - 1 && kb > 0 && lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+        wgmma_wait<DEPTH - 1>();
+        if (step == DEPTH - 1 && kb > 0 && lane == 0) mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
         if constexpr (BF16) now[0] = bf16.x, now[1] = bf16.y, now[2] = bf16.z, now[3] = bf16.w;
         else unpack[m](now, k % 2 ? word[m].y : word[m].x);
-        moe::wgmma_fence();
-        Wgmma<NT>::bf16(acc[m], now, b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
-        moe::wgmma_commit();
+        wgmma_fence();
+        WgmmaBf16Rs<NT>::go(acc[m], now, b + (k >> 2) * (C::NMAX * 8) + 2 * (k & 3));
+        wgmma_commit();
       }
   }
-  moe::wgmma_wait<0>();
+  wgmma_wait<0>();
 #pragma unroll
-  for (int m = 0; m < C::TILES; ++m) moe::fence_regs(acc[m]);
-  if (lane == 0) moe::mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
+  for (int m = 0; m < C::TILES; ++m) fence_regs(acc[m]);
+  if (lane == 0) mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
 }
 
 // acc[m] += weights of 64-row tile m x tokens.

@@ -34,17 +34,17 @@ __global__ void __launch_bounds__(kSortThreads, 1) count_kernel(const __grid_con
   SortScratch& scratch = *static_cast<SortScratch*>(a.xq);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (a.pdl) {
-    moe::pdl_launch();
-    moe::pdl_wait();
+    pdl_launch();
+    pdl_wait();
   }
   count_pairs(a, count);
   if (tid < moe::kMaxExperts && count[tid]) atomicAdd(&scratch.count[tid], count[tid]);
-  moe::fence_gpu();
+  fence_gpu();
   __syncthreads();
   if (tid == 0) last = atomicInc(&scratch.arrived, gridDim.x - 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
-  moe::fence_gpu();
+  fence_gpu();
   int n = 0;
   if (tid < moe::kMaxExperts) {
     n = __ldcg(&scratch.count[tid]);
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) scatter_kernel(const __grid_c
   SortScratch& scratch = *static_cast<SortScratch*>(a.xq);
   const int tid = threadIdx.x, pairs = a.tokens * a.top_k, stride = gridDim.x * kSortThreads;
   if (a.pdl) {
-    moe::pdl_launch();
-    moe::pdl_wait();
+    pdl_launch();
+    pdl_wait();
   }
   count_pairs(a, cursor);
   if (tid < moe::kMaxExperts && cursor[tid]) cursor[tid] = atomicAdd(&scratch.cursor[tid], cursor[tid]);
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
   const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
   const int t = blockIdx.x * 8 + (threadIdx.x >> 5), slab = blockIdx.y;
   if (a.pdl) {
-    moe::pdl_launch();
-    moe::pdl_wait();
+    pdl_launch();
+    pdl_wait();
   }
   if (t >= a.tokens) return;
   const bool discard = moe::output_bytes(a) <= moe::kCachedOutputBytes;  // the parts should not reach memory
@@ -117,15 +117,15 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     moe::add_parts(sum, raw, row, weight);
     __syncwarp();  // the parts are read; the next call writes them before it reads them
     const int r = __shfl_sync(0xffffffffu, row, lane >> 2);
-    if (discard && r >= 0) moe::discard_l2(from + (size_t)r * 256 + (lane & 3) * 64);
+    if (discard && r >= 0) discard_l2(from + (size_t)r * 256 + (lane & 3) * 64);
   }
   // A lane has rows 4a + 2h + b of 16, and those 64 further, as sum[4 * b + 2 * (+64) + h].
-  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 +
-                       (lane & 15) * 4;
+  __nv_bfloat16* out =
+      static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 4) * 128 + (lane & 15) * 4;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
-    __stcs(reinterpret_cast<uint2*>(out + m * 64), make_uint2(moe::pack_bf16(sum[2 * m], sum[4 + 2 * m]),
-                                                             moe::pack_bf16(sum[2 * m + 1], sum[5 + 2 * m])));
+    __stcs(reinterpret_cast<uint2*>(out + m * 64),
+           make_uint2(pack_bf16(sum[2 * m], sum[4 + 2 * m]), pack_bf16(sum[2 * m + 1], sum[5 + 2 * m])));
 }
 
 }  // namespace w4a16

@@ -1,8 +1,8 @@
 // Tokens of the INT4 experts' e4m3 products (w4a16_e4m3.cuh) as records, and how they come into the ring.
 //
 // An activation chunk (128 columns of a token) is a record: the upper codes, the lower ones, the four groups' offsets
-// -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, code 4q + 2p + h is column 8h + 2q + p, as
-// the weights' words have it.
+// -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, code 4q + 2p + h is column 8h + 2q + p,
+// as the weights' words have it.
 #pragma once
 #include "w4a16.cuh"
 
@@ -19,7 +19,7 @@ struct Power {
   __device__ __forceinline__ float product_factor() const { return 512.f * down; }
   __device__ __forceinline__ uint32_t offset(float sum_of_codes) const {
     const float all = -8.f * down * sum_of_codes;
-    return moe::pack_bf16(all, all - __bfloat162float(__float2bfloat16_rn(all)));
+    return pack_bf16(all, all - __bfloat162float(__float2bfloat16_rn(all)));
   }
 };
 
@@ -27,15 +27,15 @@ struct Power {
 __device__ __forceinline__ void split(float a, float b, const Power& power, uint32_t& upper, uint32_t& lower,
                                       float& sum) {
   a *= power.up, b *= power.up;
-  upper = moe::to_e4m3(a, b);
-  const float2 u = moe::from_e4m3(upper);
-  lower = moe::to_e4m3(a - u.x, b - u.y);
-  const float2 l = moe::from_e4m3(lower);
+  upper = to_e4m3(a, b);
+  const float2 u = from_e4m3(upper);
+  lower = to_e4m3(a - u.x, b - u.y);
+  const float2 l = from_e4m3(lower);
   sum += (u.x + l.x) + (u.y + l.y);
 }
 
-// One record by one warp, whose lane holds 4 columns as bf16. `factor` is for lane 0, `offset`, two bf16 whose sum it is,
-// for every eighth lane.
+// One record by one warp, whose lane holds 4 columns as bf16. `factor` is for lane 0, `offset`, two bf16 whose sum it
+// is, for every eighth lane.
 struct Encoded {
   uint32_t upper, lower;  // word (lane / 4) * 4 + `word` of the 32
   int word;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
   const int lane = threadIdx.x & 31;
   const size_t record = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5);
   if (a.pdl) {
-    moe::pdl_launch();
-    moe::pdl_wait();
+    pdl_launch();
+    pdl_wait();
   }
   if (record >= (size_t)a.tokens * (a.hidden / 128)) return;
   const Encoded e(__ldcg(reinterpret_cast<const uint2*>(a.x) + record * 32 + lane), lane);
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
   if (lane == 0) *reinterpret_cast<float*>(to + 272) = e.factor;
 }
 
-// Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both sums,
-// which are added in the end. That rounds otherwise, so it is not done where a token may come into either of an expert's
-// several tiles: in the prepared mode.
+// Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both
+// sums, which are added in the end. That rounds otherwise, so it is not done where a token may come into either of an
+// expert's several tiles: in the prepared mode.
 constexpr int kPaired = 4;
 __device__ __forceinline__ bool is_paired(const int4& tile) { return tile.z <= kPaired && !tile.w; }
 
@@ -107,19 +107,19 @@ __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, 
   const int n = tile.z, held = paired ? -n : n;
   if (s.held[st] == held) return;
   const int rows = paired ? kPaired : (n + 7) / 8 * 8, part = lane & 15;
-  const uint32_t b = moe::smem_u32(s.b[st]);
+  const uint32_t b = smem_u32(s.b[st]);
 #pragma unroll 1
   for (int c = n + (lane >> 4); c < rows; c += 2)
-    moe::cp_async_16_or_zero(b + place_of<C>(c, part & 7, part >> 3, paired), a.xs, false);
+    cp_async_16_or_zero(b + place_of<C>(c, part & 7, part >> 3, paired), a.xs, false);
   if (paired && lane >= kPaired && lane < 2 * kPaired)
-    moe::cp_async_16_or_zero(moe::smem_u32(s.offset[st] + lane * 16), a.xs, false);
+    cp_async_16_or_zero(smem_u32(s.offset[st] + lane * 16), a.xs, false);
   __syncwarp();
   if (lane == 0) s.held[st] = held;
   __syncwarp();
 }
 
-// Copies an item's records chunk by chunk, asynchronously: a lane every other token's 16 bytes `lane & 15` of the codes,
-// and its own token's offsets and factor.
+// Copies an item's records chunk by chunk, asynchronously: a lane every other token's 16 bytes `lane & 15` of the
+// codes, and its own token's offsets and factor.
 template <class C>
 struct RecordCopy {
   const unsigned char* from;  // chunk 0 of row 0
@@ -133,7 +133,7 @@ struct RecordCopy {
     mine = unsigned(row) * pitch * (kRecord / 16);
   }
   __device__ __forceinline__ void operator()(Smem<C>& s, int st, int kb, int lane) const {
-    const uint32_t tile = moe::smem_u32(s.b[st]);
+    const uint32_t tile = smem_u32(s.b[st]);
     const unsigned char* chunk = from + kb * kRecord;
     asm volatile("" : "+l"(chunk));  // one multiplication with addition a row
 #pragma unroll
@@ -142,11 +142,11 @@ struct RecordCopy {
       const int c = 2 * i + (lane >> 4);
       const unsigned piece = __shfl_sync(0xffffffffu, mine, c) + (lane & 15);
       // Rows 2 apart: place_of's swizzle differs in known bits.
-      moe::cp_async_16_or_zero(tile + (place ^ ((2 * i & 6) << 4)) + i * 256, chunk + (size_t)piece * 16, c < n);
+      cp_async_16_or_zero(tile + (place ^ ((2 * i & 6) << 4)) + i * 256, chunk + (size_t)piece * 16, c < n);
     }
     if (lane < n) {
-      moe::cp_async_16(moe::smem_u32(s.offset[st] + lane * 16), chunk + (size_t)mine * 16 + 256);
-      moe::cp_async_4(moe::smem_u32(&s.factor[st][lane]), chunk + (size_t)mine * 16 + 272);
+      cp_async_16(smem_u32(s.offset[st] + lane * 16), chunk + (size_t)mine * 16 + 256);
+      cp_async_4(smem_u32(&s.factor[st][lane]), chunk + (size_t)mine * 16 + 272);
     }
   }
 };

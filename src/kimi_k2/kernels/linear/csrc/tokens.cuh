@@ -5,84 +5,84 @@
 namespace decode {
 
 struct LinearArguments {
-    const __nv_bfloat16* x;
-    const __nv_bfloat16* delta;
-    const void* weight;
-    const float* scale;  // null with bf16 weights
-    const __nv_bfloat16* norm;
-    __nv_bfloat16* out;
-    __nv_bfloat16* total;  // x + delta, written by the first block or the first cluster's
-    int tokens, rows, columns;
-    float eps;
+  const __nv_bfloat16* x;
+  const __nv_bfloat16* delta;
+  const void* weight;
+  const float* scale;  // null with bf16 weights
+  const __nv_bfloat16* norm;
+  __nv_bfloat16* out;
+  __nv_bfloat16* total;  // x + delta, written by the first block or the first cluster's
+  int tokens, rows, columns;
+  float eps;
 };
 
 // Shared memory of a product: the tokens, then the norm's weight.
 template <int TOKENS, int COLUMNS>
 constexpr size_t token_bytes() {
-    return size_t(TOKENS + 1) * COLUMNS * 2;
+  return size_t(TOKENS + 1) * COLUMNS * 2;
 }
 
 // The norm's weight on its way to shared memory: it depends on no launch.
 template <int TOKENS, int COLUMNS>
 __device__ __forceinline__ void request_norm(const LinearArguments& a, uint4* token) {
-    constexpr int kGroups = COLUMNS / 8;
-    if (a.norm == nullptr) return;
-    for (int v = threadIdx.x; v < kGroups; v += kThreads)
-        copy_async(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
+  constexpr int kGroups = COLUMNS / 8;
+  if (a.norm == nullptr) return;
+  for (int v = threadIdx.x; v < kGroups; v += kThreads)
+    copy_async(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
 }
 
 // Tokens to shared memory, after the launches before this one; ends with a barrier. SPLIT: as `place_of` says.
 template <int TOKENS, int COLUMNS, bool SPLIT>
 __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, float (&sums)[TOKENS][kWarps]) {
-    constexpr int kGroups = COLUMNS / 8, kEach = (kGroups + kThreads - 1) / kThreads;
-    const int thread = threadIdx.x;
+  constexpr int kGroups = COLUMNS / 8, kEach = (kGroups + kThreads - 1) / kThreads;
+  const int thread = threadIdx.x;
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        // All loads before the first use: their latencies would add up.
-        uint4 value[kEach], delta[kEach];
+  for (int t = 0; t < TOKENS; ++t) {
+    // All loads before the first use: their latencies would add up.
+    uint4 value[kEach], delta[kEach];
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int v = thread + i * kThreads, at = t * kGroups + v;
-            const bool here = v < kGroups && t < a.tokens;
-            value[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.x) + at) : make_uint4(0, 0, 0, 0);
-            if (a.delta != nullptr)
-                delta[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
-        }
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int v = thread + i * kThreads;
-            if (v >= kGroups) continue;
-            if (a.delta != nullptr) {
-                value[i] = add8(value[i], delta[i]);
-                if (blockIdx.x == 0 && t < a.tokens) reinterpret_cast<uint4*>(a.total)[t * kGroups + v] = value[i];
-            }
-            sum += squares8(value[i]);
-            token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)] = value[i];
-        }
-        if (a.norm != nullptr) {
-            sum = sum_lanes(sum);
-            if (thread % 32 == 0) sums[t][thread / 32] = sum;
-        }
+    for (int i = 0; i < kEach; ++i) {
+      const int v = thread + i * kThreads, at = t * kGroups + v;
+      const bool here = v < kGroups && t < a.tokens;
+      value[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.x) + at) : make_uint4(0, 0, 0, 0);
+      if (a.delta != nullptr)
+        delta[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
     }
-    wait_for_copies();
-    __syncthreads();
-    if (a.norm == nullptr) return;
+    float sum = 0;
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += sums[t][w];
-        const float inverse = rsqrtf(sum / COLUMNS + a.eps);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int v = thread + i * kThreads;
-            if (v >= kGroups) continue;
-            uint4& value = token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)];
-            value = normed8(value, inverse, token[TOKENS * kGroups + v]);
-        }
+    for (int i = 0; i < kEach; ++i) {
+      const int v = thread + i * kThreads;
+      if (v >= kGroups) continue;
+      if (a.delta != nullptr) {
+        value[i] = add8(value[i], delta[i]);
+        if (blockIdx.x == 0 && t < a.tokens) reinterpret_cast<uint4*>(a.total)[t * kGroups + v] = value[i];
+      }
+      sum += squares8(value[i]);
+      token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)] = value[i];
     }
-    __syncthreads();
+    if (a.norm != nullptr) {
+      sum = sum_lanes(sum);
+      if (thread % 32 == 0) sums[t][thread / 32] = sum;
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+  if (a.norm == nullptr) return;
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += sums[t][w];
+    const float inverse = rsqrtf(sum / COLUMNS + a.eps);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int v = thread + i * kThreads;
+      if (v >= kGroups) continue;
+      uint4& value = token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)];
+      value = normed8(value, inverse, token[TOKENS * kGroups + v]);
+    }
+  }
+  __syncthreads();
 }
 
 }  // namespace decode

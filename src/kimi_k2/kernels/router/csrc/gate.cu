@@ -1,14 +1,14 @@
 // Host side of the gate and of the router: the choice of a kernel's instance, behind two C functions.
+#include "common/csrc/launch.cuh"
 #include "gate_packed.cuh"
 #include "router_gemm.cuh"
-#include "common/csrc/launch.cuh"
 
 namespace gate {
 
 template <int EXPERTS, int KP, int WARPS>
 static int launch_packed(const GateArgs& a, cudaStream_t stream) {
   constexpr size_t smem = sizeof(PackedSmem<EXPERTS, WARPS>);
-  static_assert(smem <= 232448, "shared memory of one block");
+  static_assert(smem <= host::kMaxShared, "a block does not have so much shared memory");
   const int groups = (a.tokens + 3) / 4, grid = groups < a.multiprocessors ? groups : a.multiprocessors;
   return host::launch(gate_packed_kernel<EXPERTS, KP, WARPS>,
                       {dim3(grid), WARPS * 32, smem, stream, bool(a.programmatic)}, a);
@@ -31,27 +31,27 @@ static int launch_router(const RouterArgs& a, cudaStream_t stream) {
   auto kernel = a.fused ? router_kernel<MT, NT, RESIDENT, true, false> : router_kernel<MT, NT, RESIDENT, false, false>;
   if (a.delta != nullptr) {
     if constexpr (NT == 1) kernel = router_kernel<MT, NT, RESIDENT, true, true>;
-    if (NT > 1 || !a.fused || a.gate.experts < 32 * MT) return 1000;
+    if (NT > 1 || !a.fused || a.gate.experts < 32 * MT) return host::kNoInstance;
   }
   const dim3 grid(a.gate.experts / (16 * MT) * kSplits);
   constexpr size_t smem = sizeof(RouterSmem<MT, NT>);
-  return host::launch(
-      kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic), 1, host::kDecodeShare}, a);
+  return host::launch(kernel, {grid, kRouterWarps * 32, smem, stream, bool(a.gate.programmatic), 1, host::kDecodeShare},
+                      a);
 }
 
 }  // namespace gate
 
-// Both return 0, a cudaError_t, or 1000 for sizes without an instance.
+// Both return 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_gate(const gate::GateArgs* args, void* stream_ptr) {
   using namespace gate;
   const GateArgs& a = *args;
   cudaStream_t stream = static_cast<cudaStream_t>(stream_ptr);
   if (a.packed && a.experts == 384) return launch_packed<384>(a, stream);
-  if (a.packed) return a.experts == 256 ? launch_packed<256>(a, stream) : 1000;
+  if (a.packed) return a.experts == 256 ? launch_packed<256>(a, stream) : host::kNoInstance;
   if (a.experts <= 128) return launch_warp<4>(a, stream);
   if (a.experts <= 256) return launch_warp<8>(a, stream);
   if (a.experts <= 384) return launch_warp<12>(a, stream);
-  return a.experts <= 512 ? launch_warp<16>(a, stream) : 1000;
+  return a.experts <= 512 ? launch_warp<16>(a, stream) : host::kNoInstance;
 }
 
 extern "C" int kimi_router(const gate::RouterArgs* args, void* stream_ptr) {
@@ -61,5 +61,5 @@ extern "C" int kimi_router(const gate::RouterArgs* args, void* stream_ptr) {
   if (a.gate.tokens <= 8) return launch_router<1, 1, 2>(a, stream);
   if (a.gate.tokens <= 16) return launch_router<1, 2, 2>(a, stream);
   if (a.gate.tokens <= 32) return launch_router<2, 4, 1>(a, stream);
-  return a.gate.tokens <= 64 ? launch_router<2, 8, 1>(a, stream) : 1000;
+  return a.gate.tokens <= 64 ? launch_router<2, 8, 1>(a, stream) : host::kNoInstance;
 }

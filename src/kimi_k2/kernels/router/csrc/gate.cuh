@@ -10,11 +10,11 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kMaxTopK = 16;
 
 struct GateArgs {
-  const float* logits;  // [tokens, experts]
-  const float* bias;    // [experts], for the choice only
+  const float* logits;   // [tokens, experts]
+  const float* bias;     // [experts], for the choice only
   const int* num_valid;  // null, or one value: tokens from it on are padding
-  void* indices;        // int32 or int64 [tokens, top_k]
-  float* weights;       // [tokens, top_k]
+  void* indices;         // int32 or int64 [tokens, top_k]
+  float* weights;        // [tokens, top_k]
   int tokens, experts, top_k, normalize, indices64, packed, warps, multiprocessors, programmatic;
   float scale;
 };
@@ -52,10 +52,8 @@ __device__ __forceinline__ float routing_weight(const GateArgs& a, float score, 
 
 __device__ __forceinline__ void store_choice(const GateArgs& a, int token, int rank, int expert, float weight) {
   const int64_t at = static_cast<int64_t>(token) * a.top_k + rank;
-  if (a.indices64)
-    static_cast<int64_t*>(a.indices)[at] = expert;
-  else
-    static_cast<int*>(a.indices)[at] = expert;
+  if (a.indices64) static_cast<int64_t*>(a.indices)[at] = expert;
+  else static_cast<int*>(a.indices)[at] = expert;
   a.weights[at] = weight;
 }
 

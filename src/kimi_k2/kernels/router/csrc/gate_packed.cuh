@@ -46,7 +46,7 @@ __device__ __forceinline__ float upper_half_minimum(float (&m)[G], int l) {
 template <int EXPERTS>
 struct PackedScratch {
   float row[4][EXPERTS];
-  float value[4][kCandidates + 4];  // scores of candidates, then -inf; four more keep the tokens in different banks
+  float value[4][kCandidates + 4];    // scores of candidates, then -inf; four more keep the tokens in different banks
   int candidate[4][kCandidates + 4];  // their experts
   float logit[4][kMaxTopK];           // by rank
   int expert[4][kMaxTopK];
@@ -63,8 +63,7 @@ __device__ __forceinline__ void copy_group(const GateArgs& a, int group, PackedS
   const int slot = lane >> 3, l = lane & 7, token = min(group * 4 + slot, a.tokens - 1);
   const float* from = a.logits + static_cast<int64_t>(token) * EXPERTS + 4 * l;
 #pragma unroll
-  for (int c = 0; c < EXPERTS / 32; ++c)
-    __pipeline_memcpy_async(&s.row[slot][32 * c + 4 * l], from + 32 * c, 16);
+  for (int c = 0; c < EXPERTS / 32; ++c) __pipeline_memcpy_async(&s.row[slot][32 * c + 4 * l], from + 32 * c, 16);
   __pipeline_commit();
 }
 
@@ -159,8 +158,8 @@ __device__ __forceinline__ void gate_group(const GateArgs& a, const float* bias,
     }
   }
   __syncwarp();
-  rank_candidates<KP / 4>(s.value[slot], s.candidate[slot], row, listed ? total : 0, longest, a.top_k, l,
-                          s.logit[slot], s.expert[slot]);
+  rank_candidates<KP / 4>(s.value[slot], s.candidate[slot], row, listed ? total : 0, longest, a.top_k, l, s.logit[slot],
+                          s.expert[slot]);
   const bool valid = token < valid_tokens;
   unsigned unlisted = __ballot_sync(kAll, valid && !listed) & 0x01010101u;
   while (unlisted) {  // the whole warp for one token
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gate_packed_kernel(GateArgs a) 
   const int groups = (a.tokens + 3) / 4, step = gridDim.x * WARPS;
   const int valid_tokens = a.num_valid == nullptr ? a.tokens : min(a.tokens, *a.num_valid);
   int group = warp * gridDim.x + blockIdx.x;  // neighbouring groups go to different multiprocessors
-  for (; group < groups; group += step) {  // while this warp waits for its rows, others work
+  for (; group < groups; group += step) {     // while this warp waits for its rows, others work
     copy_group(a, group, scratch, lane);
     __pipeline_wait_prior(0);
     __syncwarp();

@@ -134,10 +134,8 @@ __global__ void __launch_bounds__(256, 2) gate_warp_kernel(GateArgs a) {
   cudaGridDependencySynchronize();
   if (token >= a.tokens) return;
   load_row<VALUES>(a.logits + static_cast<int64_t>(token) * a.experts, a.experts, lane, z);
-  if (a.num_valid != nullptr && token >= *a.num_valid)
-    store_padding(a, token, lane);
-  else
-    gate_token<VALUES>(a, z, bias, token, scratch[warp], lane);
+  if (a.num_valid != nullptr && token >= *a.num_valid) store_padding(a, token, lane);
+  else gate_token<VALUES>(a, z, bias, token, scratch[warp], lane);
 }
 
 }  // namespace gate

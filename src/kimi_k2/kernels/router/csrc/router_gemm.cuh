@@ -8,45 +8,38 @@
 // each logit is its own flag, a NaN that no arithmetic produces until it is written. That saves a fence, an atomic
 // counter and the wait for both; it needs all blocks resident at once, which the caller makes sure of.
 //
-// NORMED: x is the residual and the product is of RMSNorm(x + delta). The norm's quotient is applied to the finished sums,
-// so that the product need not wait for it: the blocks' sums of squares travel with their parts of the product. The
-// second cluster writes the residual sum and its norm.
+// NORMED: x is the residual and the product is of RMSNorm(x + delta). The norm's quotient is applied to the finished
+// sums, so that the product need not wait for it: the blocks' sums of squares travel with their parts of the product.
+// The second cluster writes the residual sum and its norm.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 
 #include <utility>
 
-#include "rowwise/csrc/norm.cuh"
+#include "common/csrc/ptx.cuh"
 #include "gate_warp.cuh"
+#include "rowwise/csrc/norm.cuh"
 
 namespace gate {
 
 constexpr int kSplits = 8;  // blocks of a cluster
 constexpr int kStep = 32;   // columns that a warp takes at a time
 constexpr int kRouterWarps = 7;
-constexpr int kDepth = 4;   // steps whose weights are in flight together; 7 * 4 * 8 steps are the model's 7168 columns
+constexpr int kDepth = 4;  // steps whose weights are in flight together; 7 * 4 * 8 steps are the model's 7168 columns
 
 struct RouterArgs {
-  GateArgs gate;            // but for tokens, experts and programmatic used only if fused; its logits never
-  const __nv_bfloat16* x;   // [tokens, hidden]
+  GateArgs gate;                // but for tokens, experts and programmatic used only if fused; its logits never
+  const __nv_bfloat16* x;       // [tokens, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
-  float* logits;            // [tokens, experts]; if fused all absent before the launch, and again after it
-  const __nv_bfloat16* delta;  // null, or [tokens, hidden], with a norm before the product
-  const __nv_bfloat16* norm;   // [hidden]
-  __nv_bfloat16* total;        // [tokens, hidden], x + delta
-  __nv_bfloat16* normed;       // [tokens, hidden]
-  int hidden, fused;        // fused: the gate follows in the same launch
+  float* logits;                // [tokens, experts]; if fused all absent before the launch, and again after it
+  const __nv_bfloat16* delta;   // null, or [tokens, hidden], with a norm before the product
+  const __nv_bfloat16* norm;    // [hidden]
+  __nv_bfloat16* total;         // [tokens, hidden], x + delta
+  __nv_bfloat16* normed;        // [tokens, hidden]
+  int hidden, fused;            // fused: the gate follows in the same launch
   float eps;
 };
-
-__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // A logit that has not been written yet: a NaN whose bits no arithmetic produces.
 constexpr unsigned kAbsent = 0xffffffffu;
@@ -123,8 +116,8 @@ __device__ __forceinline__ void store_normed(const RouterArgs& a, int split, con
     const uint4 total = decode::add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at),
                                      __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
     reinterpret_cast<uint4*>(a.total)[at] = total;
-    reinterpret_cast<uint4*>(a.normed)[at] = decode::normed8(total, inverse_norm(a, token, all_squares),
-                                                             __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
+    reinterpret_cast<uint4*>(a.normed)[at] =
+        decode::normed8(total, inverse_norm(a, token, all_squares), __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
   }
 }
 
@@ -175,8 +168,8 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
             const uint4 lo = w[part + d][2 * m], hi = w[part + d][2 * m + 1];
-            mma_bf16(acc[m][n], lo.x, hi.x, lo.y, hi.y, t[d][n].x, t[d][n].y);
-            mma_bf16(acc[m][n], lo.z, hi.z, lo.w, hi.w, t[d][n].z, t[d][n].w);
+            ptx::mma_bf16(acc[m][n], lo.x, hi.x, lo.y, hi.y, t[d][n].x, t[d][n].y);
+            ptx::mma_bf16(acc[m][n], lo.z, hi.z, lo.w, hi.w, t[d][n].z, t[d][n].w);
           }
     }
   }
@@ -226,10 +219,8 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
   for (int slot = warp; slot < mine; slot += kRouterWarps) {
     const int token = slot * kSplits + split;
     take_row<kValues>(a.logits + static_cast<int64_t>(token) * experts, experts, lane, z);
-    if (a.gate.num_valid != nullptr && token >= *a.gate.num_valid)
-      store_padding(a.gate, token, lane);
-    else
-      gate_token<kValues>(a.gate, z, bias, token, smem.gate[warp], lane);
+    if (a.gate.num_valid != nullptr && token >= *a.gate.num_valid) store_padding(a.gate, token, lane);
+    else gate_token<kValues>(a.gate, z, bias, token, smem.gate[warp], lane);
     __syncwarp();
   }
 }

@@ -4,43 +4,47 @@
 namespace decode {
 
 struct NormArguments {
-    const __nv_bfloat16* x;
-    const __nv_bfloat16* delta;
-    const __nv_bfloat16* weight;
-    __nv_bfloat16* total;
-    __nv_bfloat16* normed;
-    int columns;
-    float eps;
+  const __nv_bfloat16* x;
+  const __nv_bfloat16* delta;
+  const __nv_bfloat16* weight;
+  __nv_bfloat16* total;
+  __nv_bfloat16* normed;
+  int columns;
+  float eps;
 };
 
 __global__ void __launch_bounds__(1024) add_norm(const NormArguments a) {
-    __shared__ float sums[32];
-    let_next_start();
-    const int v = threadIdx.x, groups = a.columns / 8;
-    const bool here = v < groups;
-    const int64_t at = int64_t(blockIdx.x) * groups + v;
-    const uint4 weight = here ? __ldg(reinterpret_cast<const uint4*>(a.weight) + v) : make_uint4(0, 0, 0, 0);
-    wait_for_previous();
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (here) {
-        value = add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at), __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-        reinterpret_cast<uint4*>(a.total)[at] = value;
-    }
-    const float sum = sum_lanes(squares8(value));
-    if (v % 32 == 0) sums[v / 32] = sum;
-    __syncthreads();
-    const float whole = sum_lanes(v % 32 < blockDim.x / 32 ? sums[v % 32] : 0.f);
-    if (here)
-        reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, rsqrtf(whole / a.columns + a.eps), weight);
+  __shared__ float sums[32];
+  let_next_start();
+  const int v = threadIdx.x, groups = a.columns / 8;
+  const bool here = v < groups;
+  const int64_t at = int64_t(blockIdx.x) * groups + v;
+  const uint4 weight = here ? __ldg(reinterpret_cast<const uint4*>(a.weight) + v) : make_uint4(0, 0, 0, 0);
+  wait_for_previous();
+  uint4 value = make_uint4(0, 0, 0, 0);
+  if (here) {
+    value =
+        add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at), __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
+    reinterpret_cast<uint4*>(a.total)[at] = value;
+  }
+  const float sum = sum_lanes(squares8(value));
+  if (v % 32 == 0) sums[v / 32] = sum;
+  __syncthreads();
+  const float whole = sum_lanes(v % 32 < blockDim.x / 32 ? sums[v % 32] : 0.f);
+  if (here) reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, rsqrtf(whole / a.columns + a.eps), weight);
 }
 
 }  // namespace decode
 
 extern "C" int kimi_add_norm(const void* x, const void* delta, const void* weight, void* total, void* normed,
                              int tokens, int columns, float eps, void* stream) {
-    const decode::NormArguments a{static_cast<const __nv_bfloat16*>(x),      static_cast<const __nv_bfloat16*>(delta),
-                                  static_cast<const __nv_bfloat16*>(weight), static_cast<__nv_bfloat16*>(total),
-                                  static_cast<__nv_bfloat16*>(normed),       columns, eps};
-    const int threads = (columns / 8 + 31) / 32 * 32;
-    return threads > 1024 ? 1000 : decode::launch(decode::add_norm, dim3(tokens), threads, 0, a, stream);
+  const decode::NormArguments a{static_cast<const __nv_bfloat16*>(x),
+                                static_cast<const __nv_bfloat16*>(delta),
+                                static_cast<const __nv_bfloat16*>(weight),
+                                static_cast<__nv_bfloat16*>(total),
+                                static_cast<__nv_bfloat16*>(normed),
+                                columns,
+                                eps};
+  const int threads = (columns / 8 + 31) / 32 * 32;
+  return threads > 1024 ? host::kNoInstance : decode::launch(decode::add_norm, dim3(tokens), threads, 0, a, stream);
 }

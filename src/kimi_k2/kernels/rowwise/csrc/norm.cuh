@@ -5,34 +5,35 @@
 namespace decode {
 
 __device__ __forceinline__ uint4 add8(const uint4 a, const uint4 b) {
-    uint4 sum;
-    const __nv_bfloat162 *p = reinterpret_cast<const __nv_bfloat162*>(&a), *q = reinterpret_cast<const __nv_bfloat162*>(&b);
+  uint4 sum;
+  const __nv_bfloat162 *p = reinterpret_cast<const __nv_bfloat162*>(&a),
+                       *q = reinterpret_cast<const __nv_bfloat162*>(&b);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) reinterpret_cast<__nv_bfloat162*>(&sum)[i] = __hadd2(p[i], q[i]);
-    return sum;
+  for (int i = 0; i < 4; ++i) reinterpret_cast<__nv_bfloat162*>(&sum)[i] = __hadd2(p[i], q[i]);
+  return sum;
 }
 
 // The quotient is rounded before the norm's weight is applied, as the plain norm does.
 __device__ __forceinline__ uint4 normed8(const uint4 value, float inverse, const uint4 weight) {
-    uint4 out;
+  uint4 out;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = (&value.x)[i];
-        reinterpret_cast<__nv_bfloat162*>(&out)[i] =
-            __hmul2(__floats2bfloat162_rn(low(pair) * inverse, high(pair) * inverse),
-                    reinterpret_cast<const __nv_bfloat162*>(&weight)[i]);
-    }
-    return out;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = (&value.x)[i];
+    reinterpret_cast<__nv_bfloat162*>(&out)[i] =
+        __hmul2(__floats2bfloat162_rn(low(pair) * inverse, high(pair) * inverse),
+                reinterpret_cast<const __nv_bfloat162*>(&weight)[i]);
+  }
+  return out;
 }
 
 __device__ __forceinline__ float squares8(const uint4 value) {
-    float sum = 0;
+  float sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = (&value.x)[i];
-        sum += low(pair) * low(pair) + high(pair) * high(pair);
-    }
-    return sum;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = (&value.x)[i];
+    sum += low(pair) * low(pair) + high(pair) * high(pair);
+  }
+  return sum;
 }
 
 }  // namespace decode

@@ -1,0 +1,70 @@
+"""How Python calls a kernel library: checked tensors, argument structures, the launch and its error."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import load_library
+
+# `host::Error` of csrc/errors.cuh.
+ERRORS = {
+    1000: "no instance of the kernel for these sizes",
+    1001: "the driver has no encoder of tensor maps",
+    1002: "the driver refuses the tensor map",
+    1003: "more requests in flight than the kernel has stages",
+    1004: "the first stage is split for many tokens an expert",
+}
+
+Argument = Tensor | ctypes.Structure | float | None
+
+
+def expect(name: str, tensor: Tensor, device: torch.device, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """KernelError naming the tensor unless it is contiguous, on `device`, of this shape and one of these dtypes."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
+    if not tensor.is_contiguous() or tensor.device != device:
+        raise KernelError(f"{name} must be contiguous and on {device}")
+
+
+def fields(
+    pointers: Sequence[str], integers: Sequence[str], floats: Sequence[str] = ()
+) -> list[tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int] | type[ctypes.c_float]]]:
+    """`_fields_` of a structure: pointers, then 32-bit integers, then floats."""
+    return [
+        *[(name, ctypes.c_void_p) for name in pointers],
+        *[(name, ctypes.c_int) for name in integers],
+        *[(name, ctypes.c_float) for name in floats],
+    ]
+
+
+def _passed(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+def launch(library: str, function: str, operation: str, device: torch.device, *arguments: Argument) -> None:
+    """Call a library's C function, whose last argument is the device's current stream.
+
+    Args:
+        library: as `load_library` takes it.
+        operation: named in the error.
+        arguments: tensors and None become pointers, structures are passed by reference, floats as 32-bit ones.
+
+    Raises:
+        KernelError: the library cannot be built, or the launch failed.
+    """
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    if status := getattr(load_library(library), function)(*map(_passed, arguments), stream):
+        raise KernelError(f"{operation} could not be launched: {ERRORS.get(status) or f'CUDA error {status}'}")
