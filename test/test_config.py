@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kimi_k2.config import PRESET_DIR, KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.synthetic.config import hf_config, tiny_config
 
 PRESETS = sorted(path.stem for path in PRESET_DIR.glob("*.json"))
@@ -26,11 +27,11 @@ def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
 
 # name: (max_position, eps, factor, beta_fast, quantization, prefix, softmax scale), from the facts file
 EXPECTED = {
-    "kimi-k2-instruct": (131072, 1e-6, 32, 1, Fp8BlockQuantization, "", 0.13086),
-    "kimi-k2-instruct-0905": (262144, 1e-6, 64, 1, Fp8BlockQuantization, "", 0.14468),
-    "kimi-k2-thinking": (262144, 1e-5, 64, 1, Int4GroupQuantization, "", 0.14468),
-    "kimi-k2.5": (262144, 1e-5, 64, 32, Int4GroupQuantization, "language_model.", 0.14468),
-    "kimi-k2.6": (262144, 1e-5, 64, 32, Int4GroupQuantization, "language_model.", 0.14468),
+    "kimi-k2-instruct": (131072, 1e-6, 32, 1, Fp8BlockFormat, "", 0.13086),
+    "kimi-k2-instruct-0905": (262144, 1e-6, 64, 1, Fp8BlockFormat, "", 0.14468),
+    "kimi-k2-thinking": (262144, 1e-5, 64, 1, Int4GroupFormat, "", 0.14468),
+    "kimi-k2.5": (262144, 1e-5, 64, 32, Int4GroupFormat, "language_model.", 0.14468),
+    "kimi-k2.6": (262144, 1e-5, 64, 32, Int4GroupFormat, "language_model.", 0.14468),
 }
 
 
@@ -94,7 +95,7 @@ def test_quantization_under_either_name_and_place(holder: str) -> None:
     raw["text_config"].pop("quantization_config")
     for place in (raw, raw["text_config"]):
         place[holder] = quantization
-        assert isinstance(KimiK2Config.from_dict(raw).quantization, Int4GroupQuantization)
+        assert isinstance(KimiK2Config.from_dict(raw).quantization, Int4GroupFormat)
         del place[holder]
 
 

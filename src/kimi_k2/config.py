@@ -19,12 +19,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     ValidationError,
     model_validator,
 )
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.config import Quantization, parse_quantization
+from kimi_k2.quantization.stored import StoredFormat, parse_quantization
 
 # Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
 # config.rms_norm_eps on. The checkpoints were trained and are served that way.
@@ -111,7 +112,7 @@ class KimiK2Config(BaseModel):
     pad_token_id: int | None = None
     num_nextn_predict_layers: NonNegativeInt = 0
     initializer_range: PositiveFloat = 0.02
-    quantization: Quantization | None = None
+    quantization: SerializeAsAny[StoredFormat] | None = None
     tensor_prefix: Literal["", "language_model."] = ""
     chat_style: Literal["instruct", "thinking", "k2.5"] | None = None
 

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kimi_k2.checkpoint.finite import is_finite, value_fault
+from kimi_k2.checkpoint.finite import is_finite, nonfinite
 from kimi_k2.errors import NonfiniteError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.sharding.layout import ExpertOutput, Layout
+from kimi_k2.quantization.stored import formats
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,11 +46,36 @@ def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int) -> No
 def test_the_fault_counts() -> None:
     tensor = torch.ones(4, 5)
     tensor[1, 2], tensor[3, 0], tensor[3, 1] = torch.nan, torch.inf, -torch.inf
-    assert value_fault("a.weight", tensor) == "1 NaN and 2 Inf among 20 values, the first at [1, 2]"
-    assert value_fault("a.weight", -torch.ones(3)) is None
-    assert value_fault("a.weight_scale", -torch.ones(3)) == "3 of 3 scales are negative"
-    assert "above" in str(value_fault("a.weight_scale_inv", torch.full((2,), 1e37)))
-    assert value_fault("a.weight_packed", torch.full((2,), -1, dtype=torch.int32)) is None
+    assert nonfinite(tensor) == "1 NaN and 2 Inf among 20 values, the first at [1, 2]"
+    assert nonfinite(-torch.ones(3)) is None
+    assert nonfinite(torch.full((2,), -1, dtype=torch.int32)) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_scales_that_no_quantizer_makes(name: str) -> None:
+    held = formats()[name]()
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] = 0
+    stored = held.quantize(weight)
+    (suffix,) = held.scales
+    scale = stored[suffix]
+    assert held.impossible_scales(stored) is None
+    for factor, says in ((-1.0, "negative"), (1e38, "above")):
+        found = held.impossible_scales({**stored, suffix: (scale.float() * factor).to(scale.dtype)})
+        assert found is not None
+        assert found[0] == suffix
+        assert says in found[1]
+    # Zero is right where all values are, and nowhere else.
+    zero = scale.clone()
+    zero[0, 0] = 0
+    assert held.impossible_scales({**stored, suffix: zero}) is None
+    zero[-1, -1] = 0
+    count = {"fp8": 128 * 128, "int4": 32}[name]
+    found = held.impossible_scales({**stored, suffix: zero})
+    assert found is not None
+    assert found[1].startswith("2 of ")
+    lost = int(found[1].split("and ")[1].split()[0])
+    assert 0.8 * count < lost <= count
 
 
 def put(value: float) -> Callable[[Tensor], None]:
@@ -86,7 +112,7 @@ def test_conversion_and_loading_refuse(
 ) -> None:
     directory = Path(shutil.copytree(checkpoints[source], tmp_path / "source"))
     shard = spoil(directory, name, change)
-    outputs: list[ExpertOutput] = ["bf16", "blockwise", "per_channel"]
+    outputs = ["bf16", "blockwise", "per_channel"]
     layouts = [Layout(2, experts=experts) for experts in outputs] + [Layout(1, 1, "cuda", "stored")]
     layouts = layouts if EXPERT in name else layouts[-2:-1]
     for number, layout in enumerate(layouts):
@@ -122,7 +148,7 @@ def test_the_command_says_where(checkpoints: dict[str, Path], tmp_path: Path) ->
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     for word in (shard.name, name, "1 NaN among 16 values"):
-        assert word in done.output.replace("\n", "")
+        assert word in str(done.exception)
     assert (
         CliRunner().invoke(app, [*command[:2], str(tmp_path / "any"), *command[3:], "--allow-nonfinite"]).exit_code == 0
     )

@@ -14,7 +14,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
-from kimi_k2.quantization.config import Int4GroupQuantization
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_bf16_down
 
@@ -76,7 +76,7 @@ def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: py
     experts.prepare(torch.bfloat16)
     assert takers(x, experts) == ["moe_w4a16"]
     assert takers(x.float(), experts) == []
-    assert isinstance(experts.quantization, Int4GroupQuantization)
+    assert isinstance(experts.quantization, Int4GroupFormat)
     experts.quantization = experts.quantization.model_copy(update={"group_size": 64})
     assert takers(x, experts) == []
     plain = experts_of(KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16))

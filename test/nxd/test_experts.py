@@ -12,6 +12,9 @@ from harness import expected_logits, launch, neuron_config, plain_model, sequenc
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -21,12 +24,9 @@ LAYOUTS = {"TP2": (2, 1), "EP2": (1, 2)}
 
 def formats(layout: str) -> dict[str, Any]:
     """Expert formats for a layout of the tiny model."""
-    quantized = environment.contrib("quantized")
-    width = tiny_config().moe_intermediate_size // LAYOUTS[layout][0]
-    return {
-        "blockwise": quantized.BlockwiseFp8Experts.for_rank_width(width),
-        "per_channel": quantized.ChannelFp8Experts(),
-    }
+    tp, ep = LAYOUTS[layout]
+    known = expert_formats()
+    return {name: known[name].for_layout(tiny_config(), Layout(tp, ep)) for name in ("blockwise", "per_channel")}
 
 
 def requantized(directory: Path, experts: Any) -> Any:
@@ -122,7 +122,6 @@ def test_a_capacity_factor_is_refused() -> None:
 
 
 def test_block_scales_stay_whole_where_a_rank_is_narrower_than_a_block(checkpoints: dict[str, Path]) -> None:
-    quantized = environment.contrib("quantized")
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     for ranks, block in ((8, 128), (16, 128), (32, 64), (64, 32)):
-        assert quantized.BlockwiseFp8Experts.for_rank_width(config.moe_intermediate_size // ranks).block_size == block
+        assert BlockwiseExperts.for_layout(config, Layout(ranks)).block == block

@@ -9,6 +9,8 @@ import environment
 import pytest
 from harness import WORKER, launch, neuron_config, sequences
 
+from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
+
 WITHOUT = """
 import environment
 environment.prepare()
@@ -37,7 +39,7 @@ def test_without_cpu_expert_groups(checkpoints: dict[str, Path], tmp_path: Path,
 
 
 def test_without_cpu_fp8_expert_gather(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    experts = environment.contrib("quantized").BlockwiseFp8Experts()
+    experts = BlockwiseExperts(128)
     options = neuron_config(1, 1, 1, **experts.neuron_options())
     job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
     with pytest.raises(AssertionError, match="not implemented for 'Float8_e4m3fn'"):
@@ -61,9 +63,8 @@ def test_guard_names_what_is_gone() -> None:
 
 def test_narrow_blocks_would_be_cut_wrongly_without_repeated_scales(checkpoints: dict[str, Path]) -> None:
     """With blocks of 128 and a rank's width of 64, NxD gives gate and up one common scale: the shapes no longer fit."""
-    quantized = environment.contrib("quantized")
     with pytest.raises(AssertionError, match=r"expected shape|mismatch|divisible"):
-        experts = quantized.BlockwiseFp8Experts(128)
+        experts = BlockwiseExperts(128)
         options = neuron_config(2, 1, 1, **experts.neuron_options())
         job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
         launch(job, Path(checkpoints["fp8"]).parent / "narrow")

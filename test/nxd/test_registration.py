@@ -13,6 +13,7 @@ import pytest
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import held_format
 
 PLAIN = {"fp8": "blockwise", "bf16": "bf16", "thinking": "per_channel", "k2.5": "per_channel"}
 
@@ -68,10 +69,8 @@ def test_configuration_and_experts_come_from_the_checkpoint(
     assert config.hf == plain.model_copy(update={"quantization": None, "tensor_prefix": "", "model_type": "kimi_k2"})
     neuron = config.neuron_config
     assert neuron.experts == PLAIN[name]
-    held = environment.contrib("quantized").expert_format(neuron)
-    assert type(held).__name__ == {
-        "bf16": "FloatExperts", "blockwise": "BlockwiseFp8Experts", "per_channel": "ChannelFp8Experts"
-    }[PLAIN[name]]  # fmt: skip
+    held = held_format(neuron)
+    assert held.name == PLAIN[name]
     # The plugin's next step; upstream's raises NotImplementedError in load_hf_model.
     model_class.save_quantized_state_dict(str(checkpoints[name]), config)
     # What is saved beside the compiled model is read back as it was, whatever the checkpoint says then.

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kimi_k2.sharding.layout import Layout, expert_block
+from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
@@ -112,7 +113,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_synthetic_checkpoint(root / name, tiny_config(**heads | size))
     for case in CASES:
         size, tp, ep, experts = case
-        block = expert_block(tiny_config(**heads | SIZES[size]), Layout(tp, ep))
+        layout, config = Layout(tp, ep, experts=experts), tiny_config(**heads | SIZES[size])
+        block = BlockwiseExperts.for_layout(config, layout).block
         options, out = neuron_options(experts, block), str(root / f"theirs-{label(case)}")
         job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}
         jobs.append({**job, "source": str(root / size), "out": out})

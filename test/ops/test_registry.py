@@ -15,7 +15,8 @@ from kimi_k2.errors import KernelError
 from kimi_k2.ops import linear, registry, router
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.weights import Weight
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 
 
 @pytest.fixture(autouse=True)
@@ -191,10 +192,10 @@ def test_every_expert_kernel_takes_what_the_plain_gate_returns(name: str) -> Non
         if name == "moe_w4a16":
             packed = torch.empty(count, rows, columns // 8, dtype=torch.int32)
             scale = torch.empty(count, rows, columns // 32, dtype=torch.bfloat16)
-            return Weight({"weight_packed": packed, "weight_scale": scale}, Int4GroupQuantization())
+            return Weight({"weight_packed": packed, "weight_scale": scale}, Int4GroupFormat())
         values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
         scale = torch.empty(count, rows // 128, columns // 128)
-        return Weight({"weight": values, "weight_scale_inv": scale}, Fp8BlockQuantization())
+        return Weight({"weight": values, "weight_scale_inv": scale}, Fp8BlockFormat())
 
     registry.load_providers()
     call = next(entry.call for entry in registry.TABLE["routed_experts"].entries if entry.name == name)

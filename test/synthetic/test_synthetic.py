@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kimi_k2.checkpoint.names import TensorSpec, expected_tensors
+from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.writer import SafetensorsWriter
 from kimi_k2.config import KimiK2Config
@@ -22,6 +22,7 @@ from kimi_k2.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.synthetic.checkpoint import shard_plan, write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 from kimi_k2.synthetic.weights import SyntheticWeights, iter_state

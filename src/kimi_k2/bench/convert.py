@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.layout import ExpertOutput, Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
 
@@ -128,7 +128,7 @@ def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, f
         sizes = sizes[1:2]
         straightforward(source, work, tp, ep)
     else:
-        experts: ExpertOutput = "per_channel" if job.startswith("per_channel") else "blockwise"
+        experts = "per_channel" if job.startswith("per_channel") else "blockwise"
         Presharder(source, work, Layout(tp, ep, experts=experts), report=job.endswith("report")).run()
     seconds = time.perf_counter() - start
     peak = peak_bytes()

@@ -7,61 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
-from kimi_k2.quantization.fp8_block import block_grid
-from kimi_k2.quantization.int4_group import VALUES_PER_WORD
+from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of
 
 # Present in published checkpoints but no part of the language model: inv_freq is a leftover that even has
 # the wrong size, the others belong to K2.5's vision tower.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(vision_tower|mm_projector|multi_modal_projector)\.")
 
-# What each stored suffix needs beside it; used to tell a lone scale or a lone weight.
-COMPANIONS: dict[str, tuple[str, ...]] = {
-    "weight_scale_inv": ("weight",),
-    "weight_packed": ("weight_scale", "weight_shape"),
-    "weight_scale": ("weight_packed", "weight_shape"),
-    "weight_shape": ("weight_packed", "weight_scale"),
-}
-
 EXPERT = re.compile(r"^(?P<moe>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<proj>\w+)\.(?P<kind>\w+)$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-class TensorSpec(NamedTuple):
-    """Name, dtype and shape of one stored tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's data in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
-
-
 def linear_specs(config: KimiK2Config, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
     """The stored tensors of the Linear `module` with a [rows, columns] weight, in the checkpoint's format."""
-    quantization = config.quantization
-    if quantization is None or not quantization.quantizes(module):
-        yield TensorSpec(f"{module}.weight", torch.bfloat16, (rows, columns))
-    elif isinstance(quantization, Fp8BlockQuantization):
-        grid = block_grid((rows, columns), quantization.weight_block_size)
-        yield TensorSpec(f"{module}.weight", torch.float8_e4m3fn, (rows, columns))
-        yield TensorSpec(f"{module}.weight_scale_inv", torch.float32, grid)
-    elif isinstance(quantization, Int4GroupQuantization):
-        words, groups = -(-columns // VALUES_PER_WORD), columns // quantization.group_size
-        yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
-        yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
-        yield TensorSpec(f"{module}.weight_shape", torch.int32, (2,))
+    yield from format_of(config.quantization, module).specs(module, rows, columns)
 
 
 def _mlp_specs(config: KimiK2Config, module: str, intermediate: int) -> Iterator[TensorSpec]:
@@ -111,7 +73,9 @@ def expected_tensors(config: KimiK2Config) -> Iterator[TensorSpec]:
     yield TensorSpec("lm_head.weight", torch.bfloat16, embedding)
 
 
-def companions(name: str) -> list[str]:
-    """Names of the tensors that must stand beside `name`: its scales, its packed weight or its shape."""
+def companions(quantization: StoredFormat | None, name: str) -> list[str]:
+    """Names of the tensors that must stand beside `name`, one that only a quantized Linear has."""
     module, _, suffix = name.rpartition(".")
-    return [f"{module}.{other}" for other in COMPANIONS.get(suffix, ())]
+    if quantization is None or suffix == "weight" or suffix not in quantization.suffixes:
+        return []
+    return [f"{module}.{other}" for other in quantization.suffixes if other != suffix]

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kimi_k2.checkpoint.finite import value_fault
+from kimi_k2.checkpoint.finite import nonfinite
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
 from kimi_k2.config import KimiK2Config
@@ -28,6 +28,7 @@ from kimi_k2.errors import (
     TruncatedShardError,
     UnexpectedTensorError,
 )
+from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
 # after this many bytes keeps a 17 GB shard from counting as 17 GB.
@@ -49,6 +50,11 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 }
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Place(TypedDict):
+    file: Path
+    tensor: str
 
 
 class StoredTensor(NamedTuple):
@@ -87,6 +93,7 @@ class CheckpointReader:
         self.directory = self.index.directory
         self.prefix = prefix
         self.allow_nonfinite = allow_nonfinite
+        self.quantization: StoredFormat | None = None  # known when `validate` has seen the configuration
         self.tensors: dict[str, StoredTensor] = {}
         self._by_shard: dict[str, list[str]] = {}
         self._shard_of: dict[str, str] = {}  # by stored name, ignored tensors included
@@ -160,8 +167,10 @@ class CheckpointReader:
         Raises:
             OrphanScaleError, MissingTensorError, UnexpectedTensorError, TensorShapeError, TensorDtypeError.
         """
+        self.quantization = config.quantization
+        suffixes = config.quantization.suffixes if config.quantization else ()
         for name, lone in self.tensors.items():
-            for other in companions(name):
+            for other in companions(config.quantization, name):
                 if other not in self.tensors:
                     raise OrphanScaleError(
                         f"stands alone; expected '{self.prefix}{other}' beside it",
@@ -172,10 +181,9 @@ class CheckpointReader:
         for name, spec in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
-                is_scale = name.endswith("weight_scale_inv")
-                kind = (
-                    OrphanScaleError if is_scale and name[: -len("_scale_inv")] in self.tensors else MissingTensorError
-                )
+                module, _, suffix = name.rpartition(".")
+                beside = suffix != "weight" and any(f"{module}.{other}" in self.tensors for other in suffixes)
+                kind = OrphanScaleError if beside else MissingTensorError
                 raise kind(
                     f"missing from the checkpoint; expected {_describe(spec.dtype, spec.shape)}",
                     file=self.directory,
@@ -224,32 +232,49 @@ class CheckpointReader:
         """One tensor, mapped from its shard.
 
         Args:
-            check: look at the values now; otherwise pages are read when touched, and `check_values` is the caller's.
+            check: look at the values now; otherwise pages are read when touched, and `check_module` is the caller's.
 
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
-            NonfiniteError: see `check_values`.
+            NonfiniteError: the tensor holds NaN or Inf.
         """
         tensor = self._fetch(name, lambda handle, key: handle.get_tensor(key))
         if check:
-            self.check_values(name, tensor)
+            self._check_values(name, tensor)
         return tensor
 
-    def check_values(self, name: str, tensor: Tensor) -> None:
-        """Refuse NaN, Inf and impossible scales in what `get` or `get_slice` gave; safe to call from any thread.
+    def check_module(self, module: str, stored: Stored, *, values: bool = True) -> None:
+        """Refuse values of one module's tensors (by suffix) that cannot be right; safe to call from any thread.
+
+        Args:
+            values: look for NaN and Inf; False if `get` has done so.
 
         Raises:
-            NonfiniteError: naming file, tensor and how many values.
+            NonfiniteError: NaN, Inf or scales that no quantizer makes: which tensor, and how many.
+            TensorShapeError: values that state a shape state another one.
         """
-        if self.allow_nonfinite:
-            return
-        if fault := value_fault(name, tensor):
-            raise NonfiniteError(fault, file=self.directory / self.tensors[name].shard, tensor=self.prefix + name)
+        if values:
+            for suffix, tensor in stored.items():
+                self._check_values(f"{module}.{suffix}", tensor)
+        held = format_holding(self.quantization, stored)
+        if set(stored) != set(held.suffixes):
+            return  # the router: a weight and a bias
+        if found := held.contradiction(stored):
+            raise TensorShapeError(found[1], **self._place(f"{module}.{found[0]}"))
+        if not self.allow_nonfinite and (found := held.impossible_scales(stored)):
+            raise NonfiniteError(found[1], **self._place(f"{module}.{found[0]}"))
+
+    def _check_values(self, name: str, tensor: Tensor) -> None:
+        if not self.allow_nonfinite and (fault := nonfinite(tensor)):
+            raise NonfiniteError(fault, **self._place(name))
+
+    def _place(self, name: str) -> _Place:
+        return {"file": self.directory / self.tensors[name].shard, "tensor": self.prefix + name}
 
     def get_slice(self, name: str, *index: slice) -> Tensor:
         """A rectangular part of a tensor, e.g. `get_slice(name, slice(0, 128))`; only that part is read."""
         tensor = self._fetch(name, lambda handle, key: handle.get_slice(key)[index])
-        self.check_values(name, tensor)
+        self._check_values(name, tensor)
         return tensor
 
     def stream(self, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.index import INDEX_NAME
-from kimi_k2.checkpoint.names import TensorSpec
 from kimi_k2.checkpoint.reader import SAFETENSORS_DTYPES
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
+from kimi_k2.quantization.stored import TensorSpec
 
 DTYPE_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 PARTIAL_SUFFIX = ".partial"

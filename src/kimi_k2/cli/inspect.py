@@ -65,7 +65,7 @@ def _print_contents(checkpoint: Path, config: KimiK2Config, reader: CheckpointRe
         summary.add_row(category, f"{count:,}", f"{size / 1e9:.3f}")
     summary.add_row("all", f"{len(reader.tensors):,}", f"{reader.total_bytes / 1e9:.3f}", style="bold")
     console.print(summary)
-    quantization = config.quantization.quant_method if config.quantization else "none"
+    quantization = config.quantization.method if config.quantization else "none"
     console.print(
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts top-"
         f"{config.num_experts_per_tok}, cache {config.cache_dim} values a token a layer, quantization {quantization}"

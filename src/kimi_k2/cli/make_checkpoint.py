@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption
 
 
 def make_checkpoint(
     out: Annotated[Path, typer.Argument(help="Directory to write.", file_okay=False)],
     model: Model = DEFAULT_MODEL,
-    fmt: Annotated[
-        Literal["fp8", "int4", "bf16"] | None,
-        typer.Option("--format", help="How weights are stored; the model's own if not given."),
-    ] = None,
+    fmt: StoredFormatOption = None,
     full: Annotated[
         bool, typer.Option("--full", help="Start from the published sizes instead of the tiny ones.")
     ] = False,

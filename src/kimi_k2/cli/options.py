@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +11,6 @@ import typer
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
-ExpertFormat = Literal["bf16", "blockwise", "per_channel", "stored"]
 
 
 def published_models() -> list[str]:
@@ -23,6 +23,35 @@ def _known_model(name: str) -> str:
     if name not in published_models():
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(published_models())}")
     return name
+
+
+def expert_names() -> list[str]:
+    """Formats of routed experts that `convert` writes."""
+    from kimi_k2.sharding.experts.format import expert_formats
+    from kimi_k2.sharding.layout import STORED
+
+    return [*expert_formats(), STORED]
+
+
+def format_names() -> list[str]:
+    """Formats that a checkpoint is stored in."""
+    from kimi_k2.quantization.stored import formats
+
+    return list(formats())
+
+
+def _one_of(name: str | None, known: Callable[[], list[str]]) -> str | None:
+    if name is not None and name not in known():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known())}")
+    return name
+
+
+def _known_experts(name: str | None) -> str | None:
+    return _one_of(name, expert_names)
+
+
+def _known_format(name: str | None) -> str | None:
+    return _one_of(name, format_names)
 
 
 DEFAULT_MODEL = "kimi-k2-instruct-0905"
@@ -62,8 +91,23 @@ Ranks = Annotated[
 ]
 TargetOption = Annotated[Target, typer.Option(help="neuron: NxDI's names and layouts; cuda: the checkpoint's own.")]
 ExpertsOption = Annotated[
-    ExpertFormat | None,
-    typer.Option(help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default)."),
+    str | None,
+    typer.Option(
+        callback=_known_experts,
+        autocompletion=expert_names,
+        metavar="FORMAT",
+        help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default).",
+    ),
+]
+StoredFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        callback=_known_format,
+        autocompletion=format_names,
+        metavar="FORMAT",
+        help="How weights are stored (fp8, int4, bf16); the model's own if not given.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
 ChunkSize = Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")]

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kimi_k2.cli.options import ExpertFormat, Target
+from kimi_k2.cli.options import Target
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
     from kimi_k2.sharding.layout import Layout
 
 
-def make_layout(
-    tp: int, ep: int, target: Target, experts: ExpertFormat | None, spmd_rank: bool | None = None
-) -> Layout:
+def make_layout(tp: int, ep: int, target: Target, experts: str | None, spmd_rank: bool | None = None) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 

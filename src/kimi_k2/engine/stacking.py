@@ -8,9 +8,6 @@ from torch import Tensor
 from kimi_k2.model.linear import Linear
 from kimi_k2.ops.weights import Weight
 
-# What says shapes again, of which a stacked weight has others.
-_IMPLIED = "weight_shape"
-
 
 def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
     """The rows of `first`, then those of `second`, as stored: both become views of it, so that nothing is held twice.
@@ -19,16 +16,16 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
     """
     one, other = first.stored(), second.stored()
     rows = first.rows
-    blocks = one.fp8_block
-    if one.quantization != other.quantization or (blocks is not None and rows % blocks[0]):
+    held = one.quantization
+    if held != other.quantization or (held is not None and rows % held.block[0]):
         return Weight({"weight": torch.cat((first.dequantized(dtype), second.dequantized(dtype)))})
     both: dict[str, Tensor] = {}
     for suffix, top in one.tensors.items():
-        if suffix != _IMPLIED:
+        if held is None or suffix not in held.implied:
             both[suffix] = _join(top, other.tensors[suffix])
     first.hold({suffix: tensor[: len(one.tensors[suffix])] for suffix, tensor in both.items()})
     second.hold({suffix: tensor[len(one.tensors[suffix]) :] for suffix, tensor in both.items()})
-    return Weight(both, one.quantization)
+    return Weight(both, held)
 
 
 def _join(top: Tensor, bottom: Tensor) -> Tensor:

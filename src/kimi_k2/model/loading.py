@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.names import EXPERT, companions
+from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import Experts
@@ -29,12 +29,13 @@ def load_checkpoint(
         CheckpointError: (subclasses) see `CheckpointReader`.
     """
     with CheckpointReader.for_config(directory, model.config) as reader:
+        sizes = Counter(name.rpartition(".")[0] for name in reader.names())
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in reader.stream():
             module, _, suffix = name.rpartition(".")
             group = waiting.setdefault(module, {})
             group[suffix] = tensor
-            if len(group) == _group_size(reader, name):
+            if len(group) == sizes[module]:
                 _assign(model, module, waiting.pop(module), reader)
             else:
                 # A view would keep its whole shard mapped while the other half may lie in another shard.
@@ -43,15 +44,8 @@ def load_checkpoint(
                 on_tensor(name, tensor.nbytes)
 
 
-def _group_size(reader: CheckpointReader, name: str) -> int:
-    if name.endswith(".weight"):
-        return 2 if f"{name}_scale_inv" in reader.tensors else 1
-    return 1 + len(companions(name))
-
-
 def _assign(model: KimiK2ForCausalLM, module: str, stored: dict[str, Tensor], reader: CheckpointReader) -> None:
-    if "weight_shape" in stored:
-        _check_int4_shape(module, stored, reader)
+    reader.check_module(module, stored, values=False)
     if match := EXPERT.match(f"{module}.weight"):
         experts = model.get_submodule(match["moe"] + ".experts")
         assert isinstance(experts, Experts)
@@ -63,16 +57,3 @@ def _assign(model: KimiK2ForCausalLM, module: str, stored: dict[str, Tensor], re
         return
     for suffix, tensor in stored.items():
         getattr(target, suffix).copy_(tensor)
-
-
-def _check_int4_shape(module: str, stored: dict[str, Tensor], reader: CheckpointReader) -> None:
-    """`weight_shape` is data, not a header: a wrong one passes the header checks."""
-    rows, words = stored["weight_packed"].shape
-    shape = stored["weight_shape"].tolist()
-    if shape[0] != rows or -(-shape[1] // 8) != words:
-        name = f"{module}.weight_shape"
-        raise TensorShapeError(
-            f"says {shape}, but weight_packed is {[rows, words]}",
-            file=reader.directory / reader.tensors[name].shard,
-            tensor=reader.prefix + name,
-        )

@@ -75,7 +75,7 @@ class Experts(nn.Module):
                 continue
             for spec in specs:
                 suffix = spec.name.rpartition(".")[2]
-                if suffix != "weight_shape":
+                if self.quantization and suffix not in self.quantization.implied:
                     stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
                     self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
 
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             destination = getattr(self, target)[expert]
             stored = {"weight": dequantize_stored(stored, self.quantization, destination.dtype)}
         for suffix, tensor in stored.items():
-            if suffix == "weight_shape":
+            if self.quantization and suffix in self.quantization.implied:
                 continue
             rows = getattr(self, target + suffix.removeprefix("weight"))[expert]
             half = rows.shape[0] // 2

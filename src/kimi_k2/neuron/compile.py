@@ -23,6 +23,7 @@ from kimi_k2.plan.hlo import GraphCounts, count
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, make_target
+from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS
 
@@ -86,14 +87,9 @@ def build_application(preset: Deployment, config: KimiK2Config, model: str, **ov
     """
     import torch
 
-    quantized, config_module = contrib.load("quantized"), contrib.load("config")
-    width = config.moe_intermediate_size // preset.moe_tp_degree
-    formats = {
-        "bf16": quantized.FloatExperts,
-        "per_channel": quantized.ChannelFp8Experts,
-        "blockwise": lambda: quantized.BlockwiseFp8Experts.for_rank_width(width),
-    }
-    options = {**preset.neuron_arguments(), **formats[preset.experts]().neuron_options(), **overrides}
+    config_module = contrib.load("config")
+    experts = expert_formats()[preset.experts].for_layout(config, preset.layout(config))
+    options = {**preset.neuron_arguments(), **experts.neuron_options(), **overrides}
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
     arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
     neuron = config_module.KimiK2NeuronConfig(compiler_args=arguments, **options)

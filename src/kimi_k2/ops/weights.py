@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kimi_k2.ops.registry import operation
 from kimi_k2.quantization import fp8_block
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization, Quantization
-from kimi_k2.quantization.stored import dequantize_stored
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.stored import StoredFormat
 
 dequantize_fp8_block = operation(fp8_block.dequantize_fp8_block)
 
@@ -36,13 +36,13 @@ class Weight:
     """
 
     tensors: dict[str, Tensor]
-    quantization: Quantization | None = None
+    quantization: StoredFormat | None = None
     order: Order | None = None
 
     @property
     def fp8_block(self) -> tuple[int, int] | None:
         """(rows, columns) of a block that shares a scale, if this is an FP8 weight."""
-        return self.quantization.weight_block_size if isinstance(self.quantization, Fp8BlockQuantization) else None
+        return self.quantization.weight_block_size if isinstance(self.quantization, Fp8BlockFormat) else None
 
     def expert(self, number: int) -> Weight:
         """The matrix [N, K] of one expert of [E, N, K]."""
@@ -56,7 +56,4 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         return tensors["weight"].to(dtype)
     if (block := weight.fp8_block) is not None:
         return dequantize_fp8_block(tensors["weight"], tensors["weight_scale_inv"], block, dtype)
-    if isinstance(weight.quantization, Int4GroupQuantization) and "weight_shape" not in tensors:
-        groups = tensors["weight_scale"].shape
-        tensors = {**tensors, "weight_shape": torch.tensor([groups[0], groups[1] * weight.quantization.group_size])}
-    return dequantize_stored(tensors, weight.quantization, dtype)
+    return weight.quantization.dequantize(tensors, dtype)

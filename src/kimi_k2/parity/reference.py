@@ -18,7 +18,7 @@ from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.quantization.config import Fp8BlockQuantization
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 
 class MissingLibraryError(KimiK2Error, ImportError):
@@ -64,7 +64,7 @@ def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config,
     if "weight_scale_inv" in stored:
         fp8 = _import("transformers.integrations.finegrained_fp8")
         quantization = config.quantization
-        assert isinstance(quantization, Fp8BlockQuantization)
+        assert isinstance(quantization, Fp8BlockFormat)
         block = list(quantization.weight_block_size)
         if not hasattr(fp8, "_dequantize_fp8_weight"):
             raise MissingLibraryError("the comparison of FP8 needs transformers 5.x, which can dequantize it on a CPU")

@@ -9,7 +9,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan, reported_scratch
 from kimi_k2.plan.target import GIB, Target
-from kimi_k2.sharding.layout import ExpertOutput
 
 MAX_RANKS = {"neuron": 64, "cuda": 8}
 
@@ -70,7 +69,7 @@ def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
 def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:
     layout = target.layout
     if layout.target == "neuron":
-        formats: tuple[ExpertOutput, ...] = ("blockwise", "per_channel")
+        formats = ("blockwise", "per_channel")
         for experts in formats:
             if experts != layout.experts:
                 yield f"experts in {experts} FP8", replace(target, layout=replace(layout, experts=experts))

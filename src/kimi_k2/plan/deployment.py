@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.instance import INSTANCES, Instance
-from kimi_k2.sharding.layout import ExpertOutput, Layout
+from kimi_k2.sharding.layout import Layout
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
@@ -95,7 +95,7 @@ class Deployment(_Part):
 
     name: str
     instance: InstanceName
-    experts: ExpertOutput
+    experts: str
     tp_degree: PositiveInt
     moe_tp_degree: PositiveInt
     moe_ep_degree: PositiveInt = 1

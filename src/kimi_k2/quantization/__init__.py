@@ -1,1 +1,1 @@
-"""Weight formats: FP8 128x128 blocks, INT4 groups, and what Neuron makes of FP8."""
+"""Weight formats: one class a stored quantization (`stored.StoredFormat`), and what Neuron makes of FP8."""

@@ -6,17 +6,23 @@ The last block of a row or column may be partial (kv_a_proj_with_mqa has 576 row
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.draw import filled, scale_factors
+from kimi_k2.quantization.rows import CHUNK_VALUES, work_rows
+from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
 
 E4M3_MAX = 448.0
 _NAN = 0x7F
 _SCALED = 256.0
-# Values that are worked on at a time: float32, they stay in a core's cache; fewer, and threads wait for one another.
-CHUNK_VALUES = 2**19
 
 
 def block_grid(shape: tuple[int, ...] | torch.Size, block_size: tuple[int, int]) -> tuple[int, int]:
@@ -119,32 +125,6 @@ def dequantized_chunks(
         yield slice(start, end), values
 
 
-class _Buffers(threading.local):
-    """A thread's scratch memory: fresh pages for every matrix would take longer than the arithmetic."""
-
-    def __init__(self) -> None:
-        self.by_use: dict[tuple[int, torch.device], Tensor] = {}
-
-
-_BUFFERS = _Buffers()
-
-
-def work_rows(use: int, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scratch [rows, columns of `like`] on its device, the thread's own; the next call with the same `use` gets it too.
-
-    What is larger than a chunk is not kept.
-    """
-    columns = like.shape[1]
-    if rows * columns > CHUNK_VALUES:
-        return torch.empty(rows, columns, dtype=dtype, device=like.device)
-    key = (use, like.device)
-    if key not in _BUFFERS.by_use:
-        # Made in inference mode it could be written in inference mode only.
-        with torch.inference_mode(False):
-            _BUFFERS.by_use[key] = torch.empty(CHUNK_VALUES, dtype=dtype, device=like.device)
-    return _BUFFERS.by_use[key][: rows * columns].view(rows, columns)
-
-
 def _spans(rows: int, block: int, step: int) -> Iterator[tuple[int, int]]:
     """Cuts of `rows`: of `step` whole blocks' rows, or parts of one block if `step` is less than a block."""
     whole = rows // block * block
@@ -180,3 +160,97 @@ def quantize_fp8_block(weight: Tensor, block_size: tuple[int, int] = (128, 128))
     scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
     quantized = (blocks / scale[..., :, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return quantized.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous(), scale
+
+
+@register
+class Fp8BlockFormat(StoredFormat):
+    """DeepSeek-style FP8: every Linear but lm_head and the router is e4m3 with one scale a block.
+
+    `weight_block_size` is (output rows, input columns) of a block.
+    """
+
+    name = "fp8"
+    method = "fp8"
+    suffixes = ("weight", "weight_scale_inv")
+    scales = ("weight_scale_inv",)
+
+    quant_method: Literal["fp8"] = "fp8"
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[PositiveInt, PositiveInt] = (128, 128)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> Fp8BlockFormat | None:
+        """Read Hugging Face's `fp8` method."""
+        if raw.get("quant_method") != "fp8":
+            return None
+        block = raw.get("weight_block_size")
+        if not isinstance(block, (list, tuple)):
+            raise ConfigError("expected a list of two block sizes", field=f"{field}.weight_block_size")
+        return cls.model_validate({**raw, "weight_block_size": tuple(block)})
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as Hugging Face writes it."""
+        return self.model_dump() | {"weight_block_size": list(self.weight_block_size)}
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """`weight_block_size`."""
+        return self.weight_block_size
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """FP8 values, and a float32 scale a block (the last of a row or column may be partial)."""
+        yield TensorSpec(f"{module}.weight", torch.float8_e4m3fn, (rows, columns))
+        yield TensorSpec(f"{module}.weight_scale_inv", torch.float32, block_grid((rows, columns), self.block))
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """See `dequantize_fp8_block`."""
+        return dequantize_fp8_block(stored["weight"], stored["weight_scale_inv"], self.block, dtype)
+
+    def dequantized_rows(self, stored: Stored) -> Iterator[tuple[slice, Tensor]]:
+        """See `dequantized_chunks`."""
+        return dequantized_chunks(stored["weight"], stored["weight_scale_inv"].to(torch.float32), self.block)
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """See `quantize_fp8_block`."""
+        return dict(zip(self.suffixes, quantize_fp8_block(weight, self.block), strict=True))
+
+    @property
+    def e4m3_block(self) -> tuple[int, int]:
+        """`weight_block_size`."""
+        return self.weight_block_size
+
+    def e4m3_blocks(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """What is stored."""
+        return stored["weight"], stored["weight_scale_inv"].to(torch.float32)
+
+    def draw(
+        self, suffix: str, rows: int, columns: int, std: float, generator: Callable[[str], torch.Generator]
+    ) -> Tensor:
+        """Gaussian FP8 values that just reach 448 in a block, and scales to match."""
+        own = generator(suffix)
+        if suffix == "weight":
+            table = _gaussian_e4m3()
+            values = filled(rows * columns, torch.uint8, lambda size: _draw_from(table, size, own))
+            return values.view(torch.float8_e4m3fn).view(rows, columns)
+        grid = block_grid((rows, columns), self.block)
+        return scale_factors(math.prod(grid), std / (E4M3_MAX / _BLOCK_SIGMAS), own).view(grid)
+
+
+# The largest of 128 x 128 Gaussian values is typically 4.2 standard deviations out.
+_BLOCK_SIGMAS = 4.2
+
+
+@functools.cache
+def _gaussian_e4m3() -> Tensor:
+    """65536 FP8 values as bytes whose quantiles are a Gaussian's, scaled so that a 128x128 block just reaches 448."""
+    quantiles = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536)
+    values = (quantiles * (E4M3_MAX / _BLOCK_SIGMAS)).clamp(-E4M3_MAX, E4M3_MAX)
+    return values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _draw_from(table: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    # 64 random bits give four table indices; the generator is the slow part.
+    words = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    indices = words.view(torch.int16)[:size].to(torch.int32) & 0xFFFF
+    return table[indices]

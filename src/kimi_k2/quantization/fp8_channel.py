@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_block import CHUNK_VALUES, dequantized_chunks, e4m3_to_float32, work_rows
+from kimi_k2.quantization.fp8_block import dequantized_chunks, e4m3_to_float32
 from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX
+from kimi_k2.quantization.rows import row_chunks, work_rows
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -24,7 +25,7 @@ def quantize_fp8_channel(weight: Tensor, observe: Observer | None = None) -> tup
         (float8_e4m3fn [..., N, K], float32 scale [..., N, 1]).
     """
     rows = weight.reshape(-1, weight.shape[-1])
-    codes, scale = _quantize(rows.shape, _row_chunks(rows), observe)
+    codes, scale = quantize_chunks(rows.shape, row_chunks(rows), observe)
     return codes.view(weight.shape), scale.view(*weight.shape[:-1], 1)
 
 
@@ -40,19 +41,13 @@ def requantize_fp8_channel(
         observe: as in `quantize_fp8_channel`.
     """
     chunks = dequantized_chunks(weight, weight_scale_inv.to(torch.float32), block_size)
-    return _quantize(weight.shape, chunks, observe)
+    return quantize_chunks(weight.shape, chunks, observe)
 
 
-def _row_chunks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    step = max(1, CHUNK_VALUES // rows.shape[1])
-    for first in range(0, rows.shape[0], step):
-        part = slice(first, first + step)
-        yield part, rows[part].to(torch.float32)
-
-
-def _quantize(
-    shape: torch.Size, chunks: Iterable[tuple[slice, Tensor]], observe: Observer | None
+def quantize_chunks(
+    shape: torch.Size, chunks: Iterable[tuple[slice, Tensor]], observe: Observer | None = None
 ) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8_channel` of a [N, K] weight whose float32 rows come a few at a time, with where they lie."""
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn)
     scale = torch.empty(shape[0], 1, dtype=torch.float32)
     for part, plain in chunks:

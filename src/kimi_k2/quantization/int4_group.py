@@ -5,8 +5,18 @@ Eight values share an int32, the least significant nibble first, each stored as 
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.draw import filled, scale_factors
+from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
 
 VALUES_PER_WORD = 8
 OFFSET = 8
@@ -93,3 +103,157 @@ def quantize_int4_group(
     values = (groups / scale.to(torch.float32).unsqueeze(-1)).round_().clamp_(-MAX_VALUE, MAX_VALUE)
     packed = pack_int4(values.to(torch.int8).flatten(-2))
     return packed, scale, torch.tensor([rows, columns], dtype=torch.int32)
+
+
+DEFAULT_INT4_IGNORE = (
+    "lm_head",
+    r"re:.*self_attn.*",
+    r"re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+)
+
+
+@register
+class Int4GroupFormat(StoredFormat):
+    """compressed-tensors `pack-quantized` INT4, symmetric, one scale a group along the input dimension.
+
+    `ignore` lists exact module names, or regular expressions after `re:`, that stay unquantized.
+    """
+
+    name = "int4"
+    method = "compressed-tensors"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape")
+    scales = ("weight_scale",)
+    implied = ("weight_shape",)
+
+    quant_method: Literal["compressed-tensors"] = "compressed-tensors"
+    format: Literal["pack-quantized"] = "pack-quantized"
+    num_bits: Literal[4] = 4
+    group_size: PositiveInt = 32
+    strategy: Literal["group"] = "group"
+    symmetric: Literal[True] = True
+    type: Literal["int"] = "int"
+    dynamic: Literal[False] = False
+    actorder: None = None
+    ignore: tuple[str, ...] = DEFAULT_INT4_IGNORE
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> Int4GroupFormat | None:
+        """Read compressed-tensors' object; older exports name the method only by its format."""
+        method = raw.get("quant_method")
+        if method == "compressed-tensors" or (method is None and raw.get("format") == "pack-quantized"):
+            return _parse_compressed_tensors(raw, field)
+        return None
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the Linear called `module` (no `.weight`, no prefix) is stored in this format."""
+        return super().quantizes(module) and not any(
+            re.match(pattern[3:], module) if pattern.startswith("re:") else pattern == module for pattern in self.ignore
+        )
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        weights = {
+            "num_bits": self.num_bits,
+            "group_size": self.group_size,
+            "strategy": self.strategy,
+            "symmetric": self.symmetric,
+            "type": self.type,
+            "dynamic": self.dynamic,
+            "actorder": self.actorder,
+        }
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+        }
+        return {
+            "quant_method": self.quant_method,
+            "format": self.format,
+            "config_groups": {"group_0": group},
+            "ignore": list(self.ignore),
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+        }
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """One row of `group_size` columns."""
+        return 1, self.group_size
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """Eight values a word, a BF16 scale a group, and the weight's shape."""
+        words, groups = -(-columns // VALUES_PER_WORD), columns // self.group_size
+        yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
+        yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
+        yield TensorSpec(f"{module}.weight_shape", torch.int32, (2,))
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """See `dequantize_int4_group`."""
+        packed, scale = stored["weight_packed"], stored["weight_scale"]
+        if "weight_shape" in stored:
+            rows, columns = stored["weight_shape"].tolist()
+        else:
+            rows, columns = packed.shape[-2], scale.shape[-1] * self.group_size
+        return dequantize_int4_group(packed, scale, (rows, columns), self.group_size, dtype)
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """See `quantize_int4_group`."""
+        return dict(zip(self.suffixes, quantize_int4_group(weight, self.group_size), strict=True))
+
+    def draw(
+        self, suffix: str, rows: int, columns: int, std: float, generator: Callable[[str], torch.Generator]
+    ) -> Tensor:
+        """Values uniform over -7..7, and scales to match."""
+        if suffix == "weight_shape":
+            return torch.tensor([rows, columns], dtype=torch.int32)
+        own = generator(suffix)
+        if suffix == "weight_scale":
+            shape = (rows, columns // self.group_size)
+            return scale_factors(math.prod(shape), std / _VALUE_STD, own).to(torch.bfloat16).view(shape)
+
+        def words(size: int) -> Tensor:
+            nibbles = torch.randint(1, 16, (size, 4, 2), dtype=torch.uint8, generator=own)
+            return (nibbles[..., 0] | (nibbles[..., 1] << 4)).view(torch.int32).view(-1)
+
+        shape = (rows, -(-columns // VALUES_PER_WORD))
+        return filled(math.prod(shape), torch.int32, words).view(shape)
+
+    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
+        """`weight_shape` is data, not a header: a wrong one passes the header checks."""
+        rows, words = stored["weight_packed"].shape
+        shape = stored["weight_shape"].tolist()
+        if shape[0] == rows and -(-shape[1] // VALUES_PER_WORD) == words:
+            return None
+        return "weight_shape", f"says {shape}, but weight_packed is {[rows, words]}"
+
+
+# Standard deviation of integers uniform over -7..7.
+_VALUE_STD = math.sqrt(56 / 3)
+
+
+def _parse_compressed_tensors(raw: Mapping[str, Any], field: str) -> Int4GroupFormat:
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise ConfigError("expected exactly one config group", field=f"{field}.config_groups")
+    name, group = next(iter(groups.items()))
+    where = f"{field}.config_groups.{name}"
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise ConfigError("expected an object of quantization arguments", field=f"{where}.weights")
+    if group.get("input_activations") is not None:
+        raise ConfigError("expected null (weight-only)", field=f"{where}.input_activations")
+    if list(group.get("targets", ["Linear"])) != ["Linear"]:
+        raise ConfigError(f"expected ['Linear'], got {group['targets']!r}", field=f"{where}.targets")
+    weights = group["weights"]
+    for key in ("num_bits", "group_size", "strategy", "symmetric"):
+        if key not in weights:
+            raise ConfigError("missing", field=f"{where}.weights.{key}")
+    keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
+    return Int4GroupFormat.model_validate(
+        {
+            "format": raw.get("format", "pack-quantized"),
+            "ignore": tuple(raw.get("ignore") or ()),
+            **{key: weights[key] for key in keys if key in weights},
+        }
+    )

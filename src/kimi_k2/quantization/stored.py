@@ -1,32 +1,226 @@
-"""A Linear's weight from its stored tensors, whatever the format."""
+"""What a stored quantization is: a subclass of `StoredFormat` in a file of its own, which registers itself.
+
+All modules of this package are searched for formats when the first is asked for; a format that lives elsewhere is known
+once its module is imported.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization, Quantization
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block
-from kimi_k2.quantization.int4_group import dequantize_int4_group
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.registry import Registry
+from kimi_k2.quantization.rows import row_chunks
+
+Stored = dict[str, Tensor]
+# Linears that no format quantizes.
+_FLOAT_MODULES = ("lm_head", "model.embed_tokens")
+_FLOAT_ENDINGS = ("norm", ".mlp.gate")
 
 
-def dequantize_stored(stored: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype) -> Tensor:
+class TensorSpec(NamedTuple):
+    """Name, dtype and shape of one stored tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+class StoredFormat(BaseModel, ABC):
+    """How a checkpoint stores a Linear's [rows, columns] weight: as tensors `<module>.<suffix>`.
+
+    Fields of a subclass are the arguments of the checkpoint's `quantization_config`. Every suffix starts with `weight`.
+
+    Attributes:
+        name: the project's name, as in `make-checkpoint --format`.
+        method: `quant_method` in `quantization_config`; None for unquantized weights.
+        suffixes: of the stored tensors, in file order.
+        scales: those of `suffixes` whose values are scales: positive, or zero where all values are zero.
+        implied: those of `suffixes` that say what shapes say already; ranks' files and models leave them out.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    name: ClassVar[str]
+    method: ClassVar[str | None] = None
+    suffixes: ClassVar[tuple[str, ...]] = ("weight",)
+    scales: ClassVar[tuple[str, ...]] = ()
+    implied: ClassVar[tuple[str, ...]] = ()
+
+    # -- quantization_config -------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat | None:
+        """Read a `quantization_config`; None if it is another format's.
+
+        Raises:
+            ConfigError, ValidationError: a member is missing, mistyped or unsupported; `field` is the object's name.
+        """
+
+    @abstractmethod
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as Hugging Face's libraries write it."""
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the Linear called `module` (no `.weight`, no prefix) is stored in this format."""
+        return module not in _FLOAT_MODULES and not module.endswith(_FLOAT_ENDINGS)
+
+    # -- tensors -------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the weight that share a scale; a rank's slice may not cut them."""
+        return 1, 1
+
+    @abstractmethod
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """The stored tensors of a Linear with a [rows, columns] weight, one a suffix."""
+
+    def cut(self, module: str, rows: int, columns: int, dim: int | None, parts: int) -> Iterator[TensorSpec]:
+        """The stored tensors that ranks hold; each is cut along the weight's dimension `dim` into `parts`.
+
+        Raises:
+            ConfigError: a rank's slice would cut a block.
+        """
+        if dim is not None and parts > 1:
+            share, block = (rows, columns)[dim] // parts, self.block[dim]
+            if share % block:
+                raise ConfigError(f"{module}: a rank's {share} of dimension {dim} cut a scale block of {block}")
+        implied = tuple(f".{suffix}" for suffix in self.implied)
+        yield from (spec for spec in self.specs(module, rows, columns) if not spec.name.endswith(implied))
+
+    # -- values --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The weight [..., rows, columns] in `dtype` from tensors by suffix; `implied` ones may be missing.
+
+        Raises:
+            ValueError: shapes contradict each other.
+        """
+
+    def dequantized_rows(self, stored: Stored) -> Iterator[tuple[slice, Tensor]]:
+        """The float32 weight of one Linear, some rows at a time, with where they lie; the next overwrite them."""
+        yield from row_chunks(self.dequantize(stored, torch.float32))
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> Stored:
+        """Stored tensors by suffix of a floating [rows, columns] weight."""
+
+    @property
+    def e4m3_block(self) -> tuple[int, int] | None:
+        """`block` if FP8 values with a float32 scale a block are what is stored; None otherwise."""
+        return None
+
+    def e4m3_blocks(self, stored: Stored) -> tuple[Tensor, Tensor] | None:
+        """(float8_e4m3fn weight, float32 scale a block) where there is an `e4m3_block`; None otherwise."""
+        return None
+
+    def draw(
+        self, suffix: str, rows: int, columns: int, std: float, generator: Callable[[str], torch.Generator]
+    ) -> Tensor:
+        """One stored tensor of a random weight with standard deviation `std`.
+
+        Args:
+            generator: a random generator of the tensor with the suffix; that of "" is the same for all of a Linear.
+        """
+        return self.quantize(torch.randn(rows, columns, generator=generator("")).mul_(std))[suffix]
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
+        """A suffix and what is wrong with it, if stored values contradict the shapes; None if none does."""
+        return None
+
+    def impossible_scales(self, stored: Stored) -> tuple[str, str] | None:
+        """A suffix and what is wrong with its scales, if no quantizer would write them; None if none is."""
+        for suffix in self.scales:
+            scale = stored[suffix]
+            if not scale.numel():
+                continue
+            low, high = (float(value) for value in scale.aminmax())
+            if low < 0:
+                return suffix, f"{int((scale < 0).sum())} of {scale.numel()} scales are negative"
+            if high > _LARGEST_SCALE:
+                count = int((scale > _LARGEST_SCALE).sum())
+                return suffix, f"{count} of {scale.numel()} scales are above {_LARGEST_SCALE:.3g}"
+            if low == 0:
+                # With 1 for each zero scale and 0 for the others, what is left are values that zero scales wipe out.
+                wiped = self.dequantize({**stored, suffix: (scale == 0).to(scale.dtype)}, torch.float32)
+                if lost := int(wiped.count_nonzero()):
+                    zeros = int((scale == 0).sum())
+                    return suffix, f"{zeros} of {scale.numel()} scales are 0, and {lost} of their values are not"
+        return None
+
+
+# Times the largest FP8 value this is the largest BF16 number: a larger scale makes Inf of a finite weight.
+_LARGEST_SCALE = torch.finfo(torch.bfloat16).max / torch.finfo(torch.float8_e4m3fn).max
+
+_REGISTRY: Registry[StoredFormat] = Registry("kimi_k2.quantization")
+register = _REGISTRY.register
+
+
+def formats() -> Mapping[str, type[StoredFormat]]:
+    """All known formats by name."""
+    return _REGISTRY.known()
+
+
+def parse_quantization(raw: Any, *, field: str = "quantization_config") -> StoredFormat:
+    """Read a `quantization_config` or `compression_config` object.
+
+    Raises:
+        ConfigError: the object is of another method, or a member is missing, mistyped or unsupported.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
+    try:
+        for candidate in formats().values():
+            if (found := candidate.parse(raw, field)) is not None:
+                return found
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join([field, *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{first['msg']}, got {first['input']!r}", field=name) from None
+    known = " or ".join(repr(one.method) for one in formats().values() if one.method)
+    raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
+
+
+def format_of(quantization: StoredFormat | None, module: str) -> StoredFormat:
+    """The format of the Linear `module` in a checkpoint with that quantization."""
+    if quantization is not None and quantization.quantizes(module):
+        return quantization
+    return formats()["bf16"]()
+
+
+def format_holding(quantization: StoredFormat | None, suffixes: Sequence[str] | Stored) -> StoredFormat:
+    """The format of a Linear that is stored as these suffixes: `weight` alone is unquantized."""
+    if quantization is not None and len(suffixes) > 1:
+        return quantization
+    return formats()["bf16"]()
+
+
+def dequantize_stored(stored: Stored, quantization: StoredFormat | None, dtype: torch.dtype) -> Tensor:
     """A Linear's weight from its stored tensors.
 
     Args:
-        stored: by suffix: `weight`, with `weight_scale_inv` for FP8; or `weight_packed`, `weight_scale` and
-            `weight_shape` for INT4. Leading dimensions (experts) are allowed.
-        quantization: of the checkpoint; None or an unquantized module needs `weight` alone.
+        stored: by suffix, as the quantization's `suffixes`, or `weight` alone where a module is unquantized. Leading
+            dimensions (experts) are allowed.
+        quantization: of the checkpoint.
         dtype: of the result.
     """
-    if "weight_packed" in stored:
-        assert isinstance(quantization, Int4GroupQuantization)
-        shape = tuple(stored["weight_shape"].tolist())
-        return dequantize_int4_group(
-            stored["weight_packed"], stored["weight_scale"], shape, quantization.group_size, dtype
-        )
-    if "weight_scale_inv" in stored:
-        assert isinstance(quantization, Fp8BlockQuantization)
-        block = quantization.weight_block_size
-        return dequantize_fp8_block(stored["weight"], stored["weight_scale_inv"], block, dtype)
-    return stored["weight"].to(dtype)
+    return format_holding(quantization, stored).dequantize(stored, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,23 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import EXPERT
+from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.quantization.config import Fp8BlockQuantization
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block, quantize_fp8_block
-from kimi_k2.quantization.fp8_channel import (
-    dequantize_fp8_channel,
-    quantize_fp8_channel,
-    requantize_fp8_channel,
-)
-from kimi_k2.quantization.neuron_e4m3 import halve_blocks, halve_codes
-from kimi_k2.quantization.stored import dequantize_stored
-from kimi_k2.sharding.errors import ConversionError, compare, halving_error
-from kimi_k2.sharding.layout import Layout, expert_block
+from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
+from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats
+from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
 from kimi_k2.sharding.planned import PlannedTensor
 
-Stored = dict[str, Tensor]
 _ROWS = 32
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -44,6 +37,15 @@ class Unit:
 
     modules: tuple[str, ...]
     expert: int | None = None
+
+
+def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
+    """Stored names by decoder layer (or GLOBAL_LAYER) and module, in their order."""
+    layers: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        match = LAYER.match(name)
+        layers[int(match[1]) if match else GLOBAL_LAYER][name.rpartition(".")[0]].append(name)
+    return layers
 
 
 def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
@@ -69,15 +71,24 @@ class Converter:
     """Converts units; safe to call from several threads.
 
     Args:
-        planned: the output's tensors by name, at least those that experts make.
+        planned: the output's tensors by name.
+        experts: format of the routed experts; None for the layout's own.
         report: measure the error of every expert.
     """
 
     def __init__(
-        self, config: KimiK2Config, layout: Layout, planned: Mapping[str, PlannedTensor], *, report: bool = True
+        self,
+        config: KimiK2Config,
+        layout: Layout,
+        planned: Mapping[str, PlannedTensor],
+        experts: ExpertFormat | None = None,
+        *,
+        report: bool = True,
     ) -> None:
         self.config, self.layout, self.planned, self.report = config, layout, planned, report
-        self.block = expert_block(config, layout)
+        self.experts = experts
+        if experts is None and layout.experts != STORED:
+            self.experts = expert_formats()[layout.experts].for_layout(config, layout)
 
     def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
         """Output tensors of a unit from its modules' stored tensors by suffix, and the error of what was requantized.
@@ -118,15 +129,22 @@ class Converter:
     def _cuda(self, module: str, stored: Stored) -> list[Part]:
         if self.layout.experts == "bf16" and len(stored) > 1 and "e_score_correction_bias" not in stored:
             return [Part(f"{module}.weight", None, self._float(stored))]
-        kept = {suffix: tensor for suffix, tensor in stored.items() if suffix != "weight_shape"}
-        quantized = len(kept) > 1 and "e_score_correction_bias" not in kept
-        return [
-            Part(f"{module}.{suffix}", None, tensor.to(_kept_dtype(tensor, suffix, quantized, self.layout.dtype)))
-            for suffix, tensor in kept.items()
-        ]
+        implied = format_holding(self.config.quantization, stored).implied
+        made = []
+        for suffix, tensor in stored.items():
+            if suffix not in implied:
+                name = f"{module}.{suffix}"
+                made.append(Part(name, None, self._kept(tensor, self.planned[name].dtype, exact=len(stored) > 1)))
+        return made
+
+    @staticmethod
+    def _kept(tensor: Tensor, dtype: torch.dtype, *, exact: bool) -> Tensor:
+        """In the planned dtype; left alone, and refused where it is written, if an exact value would be rounded."""
+        return tensor if exact and torch.promote_types(tensor.dtype, dtype) != dtype else tensor.to(dtype)
 
     def _expert(self, unit: Unit, stored: dict[str, Stored], error: ConversionError) -> list[Part]:
-        gate, up, down = (self._matrix(stored[module], error) for module in unit.modules)
+        measured = error if self.report else None
+        gate, up, down = (self._matrix(module, stored[module], measured) for module in unit.modules)
         neuron = self.layout.target == "neuron"
         if neuron:
             moe = unit.modules[0].removeprefix("model.").rpartition(".experts.")[0]
@@ -150,45 +168,14 @@ class Converter:
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
         return first + [part("down_proj", suffix, down[suffix]) for suffix in down]
 
-    def _matrix(self, stored: Stored, error: ConversionError) -> Stored:
+    def _matrix(self, module: str, stored: Stored, error: ConversionError | None) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
-        layout, quantization = self.layout, self.config.quantization
-        if layout.experts == "stored":
-            return {suffix: tensor for suffix, tensor in stored.items() if suffix != "weight_shape"}
-        if layout.experts == "per_channel":
-            codes, scale = self._per_channel(stored, error)
-            return {"weight": codes, "scale": scale}
-        if layout.experts == "blockwise":
-            codes, scale = self._blockwise(stored, error)
-            return {"weight": codes, "scale": scale}
-        return {"weight": dequantize_stored(stored, quantization, layout.dtype)}
-
-    def _per_channel(self, stored: Stored, error: ConversionError) -> tuple[Tensor, Tensor]:
-        def observe(plain: Tensor, codes: Tensor, scale: Tensor) -> None:
-            error.add(compare(plain, dequantize_fp8_channel(codes, scale)))
-
-        quantization, observer = self.config.quantization, observe if self.report else None
-        if "weight_scale_inv" in stored:
-            assert isinstance(quantization, Fp8BlockQuantization)
-            block = quantization.weight_block_size
-            return requantize_fp8_channel(stored["weight"], stored["weight_scale_inv"], block, observer)
-        return quantize_fp8_channel(dequantize_stored(stored, quantization, torch.float32), observer)
-
-    def _blockwise(self, stored: Stored, error: ConversionError) -> tuple[Tensor, Tensor]:
-        quantization = self.config.quantization
-        square = (self.block, self.block)
-        if "weight_scale_inv" in stored:
-            assert isinstance(quantization, Fp8BlockQuantization)
-            weight, scale = stored["weight"], stored["weight_scale_inv"]
-            if self.report:
-                error.add(halving_error(weight, scale.to(torch.float32), quantization.weight_block_size))
-            return halve_blocks(weight, scale, quantization.weight_block_size, self.block, allow_nan=True)
-        plain = dequantize_stored(stored, quantization, torch.float32)
-        weight, scale = quantize_fp8_block(plain, square)
-        halved, doubled = halve_codes(weight, allow_nan=True), scale * 2.0
-        if self.report:
-            error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
-        return halved, doubled
+        source = format_holding(self.config.quantization, stored)
+        if self.experts is None:
+            return {suffix: tensor for suffix, tensor in stored.items() if suffix not in source.implied}
+        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
+        rows, columns = (hidden, width) if module.endswith("down_proj") else (width, hidden)
+        return self.experts.convert(Matrix(stored, source, rows, columns), self.layout.dtype, error)
 
 
 def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:
@@ -206,10 +193,3 @@ def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:
             column = place * width + first
             target[:, :, column : column + some.shape[1]] = some.transpose(0, 2, 1)
     return out
-
-
-def _kept_dtype(tensor: Tensor, suffix: str, quantized: bool, dtype: torch.dtype) -> torch.dtype:
-    """Stored dtypes stay for quantized weights, scales and the router's bias; other floats become `dtype`."""
-    if suffix == "weight_scale_inv" or suffix == "e_score_correction_bias":
-        return torch.float32
-    return tensor.dtype if quantized else dtype

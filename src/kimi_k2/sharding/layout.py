@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import expert_formats
 
 Target = Literal["neuron", "cuda"]
-ExpertOutput = Literal["bf16", "blockwise", "per_channel", "stored"]
+STORED = "stored"  # experts in the checkpoint's own format
 GLOBAL_LAYER = -1  # embedding, final norm and head
 
 
@@ -24,7 +23,8 @@ class Layout:
         moe_tp: ranks that share an expert.
         moe_ep: groups that the experts are divided among.
         target: whose names and layouts.
-        experts: format of the routed experts. `stored` keeps the checkpoint's (cuda only, whole model).
+        experts: format of the routed experts, one of `experts.format.expert_formats`; for cuda `bf16`, or `stored`: the
+            whole model keeps the checkpoint's.
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
     """
@@ -32,7 +32,7 @@ class Layout:
     moe_tp: int
     moe_ep: int = 1
     target: Target = "neuron"
-    experts: ExpertOutput = "per_channel"
+    experts: str = "per_channel"
     dtype: torch.dtype = torch.bfloat16
     spmd_rank: bool | None = None
 
@@ -40,7 +40,7 @@ class Layout:
         for field in ("moe_tp", "moe_ep"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"expected a positive number, got {getattr(self, field)}", field=field)
-        allowed = ("bf16", "stored") if self.target == "cuda" else ("bf16", "blockwise", "per_channel")
+        allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
 
@@ -53,12 +53,3 @@ class Layout:
     def has_spmd_rank(self) -> bool:
         """Whether expert MLPs hold their rank."""
         return self.target == "neuron" and (self.moe_ep > 1 if self.spmd_rank is None else self.spmd_rank)
-
-
-def expert_block(config: KimiK2Config, layout: Layout) -> int:
-    """Side of a scale block for neuron: the largest that divides the checkpoint's 128 and a rank's share of an expert.
-
-    A rank's width may be less than 128 (64 rows at 32 ranks, 32 at 64); scales are then repeated for smaller blocks, so
-    that no block crosses a rank's border.
-    """
-    return math.gcd(128, config.moe_intermediate_size // layout.moe_tp)

@@ -16,23 +16,28 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.plan_cuda import cuda_layer
 from kimi_k2.sharding.plan_neuron import neuron_layer
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 
-def make_plan(config: KimiK2Config, layout: Layout) -> ShardingPlan:
+def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None = None) -> ShardingPlan:
     """The plan of a model.
+
+    Args:
+        experts: of the routed experts for neuron; None for the layout's own.
 
     Raises:
         ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
     """
     _check_divisible(config, layout)
-    builder = neuron_layer if layout.target == "neuron" else cuda_layer
+    if layout.target == "neuron":
+        experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
     for layer in range(config.num_hidden_layers):
-        tensors += builder(config, layout, layer)
+        tensors += neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, layer)
     plan = ShardingPlan(config, layout, tuple(tensors))
     for tensor in plan.tensors:
         if tensor.dim is not None and tensor.shape[tensor.dim] % (tensor.stride * tensor.parts):

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.fp8_block import block_grid
-from kimi_k2.sharding.layout import Layout, expert_block
+from kimi_k2.sharding.experts.format import ExpertFormat
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.modules import linears, norms
 from kimi_k2.sharding.planned import PlannedTensor
 
 
-def neuron_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
+def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: ExpertFormat) -> Iterator[PlannedTensor]:
     """All tensors of decoder layer `layer`."""
     root, ranks, dtype = f"layers.{layer}", layout.ranks, layout.dtype
     for name, size in norms(config).items():
@@ -24,26 +24,24 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[P
         yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
     if not config.is_moe_layer(layer):
         return
-    experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
-    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, (experts, hidden), layer)
-    yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (experts,), layer)
+    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, (count, hidden), layer)
+    yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
     mlps = f"{root}.mlp.expert_mlps"
     if layout.has_spmd_rank:
         yield PlannedTensor(f"{mlps}.spmd_rank.rank", torch.int32, (ranks,), layer, 0, 1, ranks)
         if ep > 1:
             yield PlannedTensor(
-                f"{mlps}.spmd_rank.local_expert_indices", torch.int32, (ranks, experts // ep), layer, 0, 1, ranks
+                f"{mlps}.spmd_rank.local_expert_indices", torch.int32, (ranks, count // ep), layer, 0, 1, ranks
             )
-    code = layout.dtype if layout.experts == "bf16" else torch.float8_e4m3fn
-    up, down = f"{mlps}.mlp_op.gate_up_proj", f"{mlps}.mlp_op.down_proj"
-    yield PlannedTensor(f"{up}.weight", code, (experts, hidden, 2 * width), layer, 2, 2, tp, ep)
-    yield PlannedTensor(f"{down}.weight", code, (experts, width, hidden), layer, 1, 1, tp, ep)
-    if layout.experts == "per_channel":
-        yield PlannedTensor(f"{up}.scale", torch.float32, (experts, 1, 2 * width), layer, 2, 2, tp, ep)
-        yield PlannedTensor(f"{down}.scale", torch.float32, (experts, 1, hidden), layer, None, 1, tp, ep)
-    elif layout.experts == "blockwise":
-        block = expert_block(config, layout)
-        rows, columns = block_grid((width, hidden), (block, block))
-        yield PlannedTensor(f"{up}.scale", torch.float32, (experts, columns, 2 * rows), layer, 2, 2, tp, ep)
-        yield PlannedTensor(f"{down}.scale", torch.float32, (experts, rows, columns), layer, 1, 1, tp, ep)
+    # A suffix after the other, as NxD's modules hold them.
+    up, down = experts.specs(width, hidden, dtype), experts.specs(hidden, width, dtype)
+    for suffix in up:
+        held, (rows, columns) = up[suffix]
+        fused = (count, columns, 2 * rows)
+        yield PlannedTensor(f"{mlps}.mlp_op.gate_up_proj.{suffix}", held, fused, layer, 2, 2, tp, ep)
+        held, (rows, columns) = down[suffix]
+        dim = 1 if columns > 1 else None  # a scale of whole channels is every rank's
+        name = f"{mlps}.mlp_op.down_proj.{suffix}"
+        yield PlannedTensor(name, held, (count, columns, rows), layer, dim, 1, tp, ep)

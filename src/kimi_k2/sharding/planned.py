@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import TensorSpec
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
+from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.layout import Layout
 
 Region = tuple[slice, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from kimi_k2.checkpoint.names import LAYER
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.convert import Converter, Part, Stored, Unit, units
+from kimi_k2.quantization.stored import Stored
+from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.layer_sink import LayerSink
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, rank_file_name
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
@@ -82,10 +82,7 @@ class Presharder:
         self.errors: dict[int, dict[str, float]] = {}
         self.checksums: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
         self._ranks: list[RankFile] = []
-        self._modules: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name in self.reader.names():
-            match = LAYER.match(name)
-            self._modules[int(match[1]) if match else GLOBAL_LAYER][name.rpartition(".")[0]].append(name)
+        self._modules = modules_by_layer(self.reader.names())
 
     def run(self) -> dict[str, Any]:
         """Convert what is not yet converted; returns the manifest."""
@@ -236,8 +233,7 @@ class Presharder:
         self, converter: Converter, unit: Unit, stored: dict[str, Stored]
     ) -> tuple[list[Part], ConversionError]:
         for module, tensors in stored.items():
-            for suffix, tensor in tensors.items():
-                self.reader.check_values(f"{module}.{suffix}", tensor)
+            self.reader.check_module(module, tensors)
         return converter.convert(unit, stored)
 
     def _stream_rows(

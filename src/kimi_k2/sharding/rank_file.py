@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kimi_k2.checkpoint.names import TensorSpec
 from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX, encode_header
 from kimi_k2.errors import CheckpointError
+from kimi_k2.quantization.stored import TensorSpec
 
 _AT_ONCE = os.sysconf("SC_IOV_MAX")
 RESUME = "what is finished is kept; make room or mend the disk and run the same command again"

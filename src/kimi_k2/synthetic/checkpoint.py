@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.names import LAYER, TensorSpec, expected_tensors
+from kimi_k2.checkpoint.names import LAYER, expected_tensors
 from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.synthetic.config import IM_END, hf_config
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.synthetic.weights import SyntheticWeights

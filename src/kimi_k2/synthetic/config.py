@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.config import Fp8BlockQuantization, Int4GroupQuantization
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.stored import formats
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
-
-Format = Literal["fp8", "int4", "bf16"]
 
 # Offsets into the special slots at the end of the vocabulary.
 BOS, EOS, IM_END, PAD = 0, 1, 2, 255
@@ -46,12 +45,12 @@ def tiny_config(preset: str = "kimi-k2-instruct-0905", **overrides: Any) -> Kimi
     return KimiK2Config.from_preset(preset, **{**TINY, **special, **overrides})
 
 
-def with_format(config: KimiK2Config, fmt: Format) -> KimiK2Config:
-    """The same model stored as `fp8` (128x128 blocks), `int4` (groups of 32) or `bf16`."""
-    quantization = {"fp8": Fp8BlockQuantization(), "int4": Int4GroupQuantization(), "bf16": None}
-    if fmt not in quantization:
-        raise ConfigError(f"expected one of {', '.join(quantization)}, got {fmt!r}", field="format")
-    return config.model_copy(update={"quantization": quantization[fmt]})
+def with_format(config: KimiK2Config, fmt: str) -> KimiK2Config:
+    """The same model stored in a format of `quantization.stored.formats`: `fp8`, `int4`, `bf16` ..."""
+    if fmt not in formats():
+        raise ConfigError(f"expected one of {', '.join(formats())}, got {fmt!r}", field="format")
+    chosen = formats()[fmt]
+    return config.model_copy(update={"quantization": chosen() if chosen.method else None})
 
 
 def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
@@ -61,7 +60,7 @@ def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
         ConfigError: the model is not stored in INT4.
     """
     quantization = config.quantization
-    if not isinstance(quantization, Int4GroupQuantization):
+    if not isinstance(quantization, Int4GroupFormat):
         raise ConfigError("expected INT4 groups", field="quantization_config")
     ignore = (*quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
     return config.model_copy(update={"quantization": quantization.model_copy(update={"ignore": ignore})})

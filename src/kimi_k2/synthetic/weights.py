@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import TensorSpec, expected_tensors
+from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.fp8_block import E4M3_MAX
+from kimi_k2.quantization.draw import filled
+from kimi_k2.quantization.stored import TensorSpec, format_of
 
 # Sigmoid scores of unit-variance logits spread over about 0.2; a bias of half of that decides many selections.
 ROUTER_BIAS_STD = 0.1
-# The largest of 128 x 128 Gaussian values is typically 4.2 standard deviations out.
-_BLOCK_SIGMAS = 4.2
-# Root mean square of a scale factor uniform over 0.5 to 1.5.
-_SPREAD_RMS = math.sqrt(13 / 12)
-_CHUNK = 2**24
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def _e4m3_table() -> Tensor:
-    """65536 e4m3 codes whose quantiles are a Gaussian's, scaled so that a 128x128 block just reaches 448."""
-    quantiles = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536)
-    values = (quantiles * (E4M3_MAX / _BLOCK_SIGMAS)).clamp(-E4M3_MAX, E4M3_MAX)
-    return values.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _fill(count: int, dtype: torch.dtype, draw: Callable[[int], Tensor]) -> Tensor:
-    """Draw a flat tensor in chunks, since an intermediate of 4 to 8 bytes a value would dwarf the result."""
-    flat = torch.empty(count, dtype=dtype)
-    for start in range(0, count, _CHUNK):
-        size = min(_CHUNK, count - start)
-        flat[start : start + size] = draw(size)
-    return flat
 
 
 class SyntheticWeights:
@@ -54,47 +34,34 @@ class SyntheticWeights:
     def __init__(self, config: KimiK2Config, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self._table: Tensor | None = None
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The tensor of `spec`, in its dtype and shape."""
-        generator = _generator(self.seed, spec.name)
-        count = torch.Size(spec.shape).numel()
-        suffix = spec.name.rpartition(".")[2]
-
-        def normal(std: float, mean: float = 0.0) -> Tensor:
-            def draw(size: int) -> Tensor:
-                return torch.randn(size, generator=generator).mul_(std).add_(mean)
-
-            return _fill(count, spec.dtype, draw).view(spec.shape)
-
-        if suffix == "weight_shape":
-            return torch.tensor(self._linear_shape(spec), dtype=torch.int32)
+        module, _, suffix = spec.name.rpartition(".")
+        held = format_of(self.config.quantization, module)
+        if len(held.suffixes) > 1:
+            rows, columns = self._linear_shape(module)
+            std = self._linear_std(module, columns)
+            return held.draw(suffix, rows, columns, std, lambda own: _generator(self.seed, f"{module}.{own}"))
         if suffix == "e_score_correction_bias":
-            return normal(ROUTER_BIAS_STD)
-        if suffix in ("weight_scale_inv", "weight_scale"):
-            # One standard deviation of the stored codes: Gaussian e4m3, or int4 uniform over -7..7.
-            code_std = E4M3_MAX / _BLOCK_SIGMAS if suffix == "weight_scale_inv" else math.sqrt(56 / 3)
-            spread = torch.rand(count, generator=generator).add_(0.5).div_(_SPREAD_RMS)
-            return (spread * (self._linear_std(spec) / code_std)).to(spec.dtype).view(spec.shape)
-        if suffix == "weight_packed":
-            return self._packed_int4(count, generator).view(spec.shape)
-        if spec.dtype == torch.float8_e4m3fn:
-            codes = _fill(count, torch.uint8, lambda size: self._e4m3_codes(size, generator))
-            return codes.view(torch.float8_e4m3fn).view(spec.shape)
+            return self._normal(spec, ROUTER_BIAS_STD)
         if len(spec.shape) == 1:
-            return normal(0.1, mean=1.0)
-        return normal(1.0 if "embed_tokens" in spec.name else self._linear_std(spec))
+            return self._normal(spec, 0.1, mean=1.0)
+        return self._normal(spec, 1.0 if "embed_tokens" in module else self._linear_std(module, spec.shape[-1]))
 
-    def _linear_std(self, spec: TensorSpec) -> float:
-        """Standard deviation of the dequantized weight that `spec` is, or scales."""
-        is_scale = "scale" in spec.name.rpartition(".")[2]
-        columns = self._linear_shape(spec)[1] if is_scale else spec.shape[-1]
-        yarn = self.config.rope_scaling if "q_b_proj" in spec.name else None
+    def _normal(self, spec: TensorSpec, std: float, mean: float = 0.0) -> Tensor:
+        generator = _generator(self.seed, spec.name)
+
+        def draw(size: int) -> Tensor:
+            return torch.randn(size, generator=generator).mul_(std).add_(mean)
+
+        return filled(math.prod(spec.shape), spec.dtype, draw).view(spec.shape)
+
+    def _linear_std(self, module: str, columns: int) -> float:
+        yarn = self.config.rope_scaling if "q_b_proj" in module else None
         return 1 / (math.sqrt(columns) * (yarn.softmax_multiplier if yarn else 1.0))
 
-    def _linear_shape(self, spec: TensorSpec) -> tuple[int, int]:
-        module = spec.name.rpartition(".")[0]
+    def _linear_shape(self, module: str) -> tuple[int, int]:
         projection = module.rpartition(".")[2]
         config = self.config
         heads = config.num_attention_heads
@@ -114,22 +81,6 @@ class SyntheticWeights:
             "up_proj": (intermediate, config.hidden_size),
             "down_proj": (config.hidden_size, intermediate),
         }[projection]
-
-    def _e4m3_codes(self, size: int, generator: torch.Generator) -> Tensor:
-        if self._table is None:
-            self._table = _e4m3_table()
-        # 64 random bits give four table indices; the generator is the slow part.
-        words = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
-        indices = words.view(torch.int16)[:size].to(torch.int32) & 0xFFFF
-        return self._table[indices]
-
-    @staticmethod
-    def _packed_int4(count: int, generator: torch.Generator) -> Tensor:
-        def draw(size: int) -> Tensor:
-            nibbles = torch.randint(1, 16, (size, 4, 2), dtype=torch.uint8, generator=generator)
-            return (nibbles[..., 0] | (nibbles[..., 1] << 4)).view(torch.int32).view(-1)
-
-        return _fill(count, torch.int32, draw)
 
 
 def iter_state(config: KimiK2Config, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

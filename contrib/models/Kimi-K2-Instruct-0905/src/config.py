@@ -11,10 +11,10 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import quantization_types
 
 from .quantized import MODULES_TO_NOT_CONVERT
 
-EXPERT_QUANTIZATION = ("blockwise_symmetric", "expert_wise_per_channel_symmetric")
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
 HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
 
@@ -48,8 +48,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
                 "expected False: the latent attention is not sequence-parallel", field="sequence_parallel_enabled"
             )
         if kwargs.get("quantized"):
-            if kwargs.get("quantization_type") not in EXPERT_QUANTIZATION:
-                expected = " or ".join(EXPERT_QUANTIZATION)
+            if kwargs.get("quantization_type") not in quantization_types():
+                expected = " or ".join(quantization_types())
                 raise ConfigError(
                     f"expected {expected}, got {kwargs.get('quantization_type')!r}", field="quantization_type"
                 )

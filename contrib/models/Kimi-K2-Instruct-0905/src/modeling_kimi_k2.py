@@ -23,6 +23,8 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.sharding.experts.format import held_format
+
 from . import patches
 from .attention import KimiK2Attention
 from .checkpoint import convert_state_dict, load_neuron_state_dict
@@ -31,7 +33,7 @@ from .experts import KimiK2ExpertMLPs
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
 from .presharding import preshard
-from .quantized import expert_format, q_config
+from .quantized import q_config
 from .router import KimiK2Router
 
 
@@ -237,13 +239,13 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
         neuron = config.neuron_config
-        return load_neuron_state_dict(model_name_or_path, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
+        return load_neuron_state_dict(model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree)
 
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
-        return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, expert_format(neuron), neuron.tp_degree)
+        return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree)
 
     def shard_weights(
         self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None

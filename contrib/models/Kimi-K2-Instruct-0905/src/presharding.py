@@ -7,11 +7,10 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.layout import ExpertOutput, Layout, expert_block
+from kimi_k2.sharding.experts.format import expert_formats, held_format
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.presharder import Presharder
-
-from .quantized import BlockwiseFp8Experts, ChannelFp8Experts, expert_format
 
 
 def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
@@ -20,23 +19,18 @@ def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
     Raises:
         ConfigError: the scale blocks are not the ones that the files have.
     """
-    held = expert_format(neuron_config)
-    experts: ExpertOutput = "bf16"
-    if isinstance(held, ChannelFp8Experts):
-        experts = "per_channel"
-    elif isinstance(held, BlockwiseFp8Experts):
-        experts = "blockwise"
+    held = held_format(neuron_config)
     expert_parallel = neuron_config.moe_ep_degree > 1
     layout = Layout(
         neuron_config.moe_tp_degree if expert_parallel else neuron_config.tp_degree,
         neuron_config.moe_ep_degree,
-        experts=experts,
+        experts=held.name,
         dtype=neuron_config.torch_dtype,
         spmd_rank=expert_parallel or neuron_config.blockwise_matmul_config.parallelize_token_to_block_mapping,
     )
-    if isinstance(held, BlockwiseFp8Experts) and held.block_size != expert_block(config, layout):
+    if held != (written := expert_formats()[held.name].for_layout(config, layout)):
         raise ConfigError(
-            f"expected {expert_block(config, layout)}, the block of the files, got {held.block_size}",
+            f"expected {written.neuron_options()}, the options of the files, got {held.neuron_options()}",
             field="quantization_block_size",
         )
     return layout

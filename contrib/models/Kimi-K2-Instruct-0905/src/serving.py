@@ -16,11 +16,12 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compiler_args import compiler_args, environment
 from kimi_k2.plan.deployment import STAGES, Deployment
-from kimi_k2.quantization.config import Fp8BlockQuantization
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
-from .quantized import MODULES_TO_NOT_CONVERT, BlockwiseFp8Experts, ChannelFp8Experts, ExpertFormat, FloatExperts
+from .quantized import MODULES_TO_NOT_CONVERT
 
 FROM_CHECKPOINT = "checkpoint"
 # Lists of lengths that belong to a preset's own sequence length; NxDI makes others for other lengths.
@@ -49,9 +50,9 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
             experts = experts or deployment.experts
             os.environ.update(environment(deployment))
         self.experts = experts or FROM_CHECKPOINT
-        if self.experts not in (FROM_CHECKPOINT, "bf16", "blockwise", "per_channel"):
+        if self.experts not in (FROM_CHECKPOINT, *expert_formats()):
             raise ConfigError(
-                f"expected bf16, blockwise, per_channel or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
+                f"expected {', '.join(expert_formats())} or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
             )
         super().__init__(**options)
 
@@ -76,7 +77,7 @@ def checkpoint_experts(config: KimiK2Config) -> str:
     """The form that keeps what a checkpoint stores: its FP8 blocks exactly, INT4 as FP8 a channel, else BF16."""
     if config.quantization is None:
         return "bf16"
-    return "blockwise" if isinstance(config.quantization, Fp8BlockQuantization) else "per_channel"
+    return "blockwise" if config.quantization.e4m3_block else "per_channel"
 
 
 def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] | None) -> None:
@@ -87,14 +88,9 @@ def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] 
     if neuron.experts == FROM_CHECKPOINT:
         stored = {**config.hf.to_hf_dict(), "quantization_config": quantization}
         neuron.experts = checkpoint_experts(KimiK2Config.from_dict(stored))
-    width = config.hf.moe_intermediate_size
     ranks = neuron.moe_tp_degree if neuron.moe_ep_degree > 1 else neuron.tp_degree
-    forms: dict[str, Callable[[], ExpertFormat]] = {
-        "bf16": FloatExperts,
-        "per_channel": ChannelFp8Experts,
-        "blockwise": lambda: BlockwiseFp8Experts.for_rank_width(width // ranks),
-    }
-    options = forms[neuron.experts]().neuron_options()
+    held = expert_formats()[neuron.experts].for_layout(config.hf, Layout(ranks, neuron.moe_ep_degree))
+    options = held.neuron_options()
     for name, value in options.items():
         setattr(neuron, name, value)
     if options:

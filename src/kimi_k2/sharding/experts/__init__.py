@@ -1,0 +1,1 @@
+"""Formats of routed experts on Neuron: one class each (`format.ExpertFormat`)."""

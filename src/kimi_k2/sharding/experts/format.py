@@ -1,0 +1,95 @@
+"""What a format of routed experts on Neuron is: a subclass of `ExpertFormat` in a file of its own.
+
+It registers itself; all modules of this package are searched for formats when the first is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.quantization.registry import Registry
+from kimi_k2.quantization.stored import Stored, StoredFormat
+from kimi_k2.sharding.errors import ConversionError
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.sharding.layout import Layout
+
+
+class Matrix(NamedTuple):
+    """One projection of one expert as the checkpoint stores it: tensors by suffix, their format, the weight's shape."""
+
+    stored: Stored
+    source: StoredFormat
+    rows: int
+    columns: int
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight [rows, columns]."""
+        return self.source.dequantize(self.stored, dtype)
+
+
+class ExpertFormat(ABC):
+    """How NxD holds the routed experts' matrices: tensors by suffix, each with [output, input] as last dimensions.
+
+    Attributes:
+        name: the project's name, as in `convert --experts`.
+        quantization_type: NxD's name, an option of MoENeuronConfig; None for float weights.
+    """
+
+    name: ClassVar[str]
+    quantization_type: ClassVar[str | None] = None
+
+    @classmethod
+    @abstractmethod
+    def for_layout(cls, config: KimiK2Config, layout: Layout) -> ExpertFormat:
+        """The format with what depends on sizes and ranks."""
+
+    @classmethod
+    @abstractmethod
+    def from_neuron_config(cls, neuron_config: Any) -> ExpertFormat:
+        """The format that a MoENeuronConfig with this `quantization_type` describes."""
+
+    @abstractmethod
+    def neuron_options(self) -> dict[str, Any]:
+        """Arguments of MoENeuronConfig."""
+
+    @abstractmethod
+    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """Dtype and shape by suffix for a [rows, columns] weight of a model in `dtype`; a last size of 1 is not cut."""
+
+    @abstractmethod
+    def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
+        """Tensors by suffix; what is requantized adds its error to `error`."""
+
+
+_REGISTRY: Registry[ExpertFormat] = Registry("kimi_k2.sharding.experts")
+register = _REGISTRY.register
+
+
+def expert_formats() -> Mapping[str, type[ExpertFormat]]:
+    """All known formats by name."""
+    return _REGISTRY.known()
+
+
+def held_format(neuron_config: Any) -> ExpertFormat:
+    """The format of the experts that a MoENeuronConfig describes.
+
+    Raises:
+        ValueError: there is none with its `quantization_type`.
+    """
+    wanted = neuron_config.quantization_type if neuron_config.quantized else None
+    for one in expert_formats().values():
+        if one.quantization_type == wanted:
+            return one.from_neuron_config(neuron_config)
+    raise ValueError(f"quantization_type: expected {' or '.join(quantization_types())}, got {wanted!r}")
+
+
+def quantization_types() -> list[str]:
+    """NxD's names of all quantized formats."""
+    return [one.quantization_type for one in expert_formats().values() if one.quantization_type]

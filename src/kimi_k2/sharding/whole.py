@@ -1,0 +1,66 @@
+"""The unsharded state dict of the Neuron model, by the converter that writes the ranks' files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import expected_tensors
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import MissingTensorError, UnexpectedTensorError
+from kimi_k2.sharding.convert import Converter, modules_by_layer, units
+from kimi_k2.sharding.experts.format import ExpertFormat
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
+
+
+def whole_state_dict(
+    config: KimiK2Config,
+    dtype: torch.dtype,
+    experts: ExpertFormat,
+    names: Iterable[str],
+    read: Callable[[str], Tensor],
+) -> dict[str, Tensor]:
+    """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
+
+    Args:
+        dtype: of float weights.
+        experts: how the routed experts are held.
+        names: stored names, without prefix; all that `config` implies and no others.
+        read: called once with each.
+
+    Raises:
+        MissingTensorError, UnexpectedTensorError: `names` are not those that `config` implies.
+    """
+    names, expected = list(names), {spec.name for spec in expected_tensors(config)}
+    if lost := sorted(expected.difference(names)):
+        raise MissingTensorError("not among the tensors given", tensor=lost[0])
+    if more := sorted(set(names) - expected):
+        raise UnexpectedTensorError("the configuration implies no such tensor", tensor=more[0])
+    layout = Layout(1, experts=experts.name, dtype=dtype)
+    planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
+    converter = Converter(config, layout, planned, experts, report=False)
+    state: dict[str, Tensor] = {}
+    for modules in modules_by_layer(names).values():
+        for unit in units(modules, layout):
+            stored = {
+                module: {name.rpartition(".")[2]: read(name) for name in modules[module]} for module in unit.modules
+            }
+            for part in converter.convert(unit, stored)[0]:
+                if part.expert is None:
+                    state[part.name] = part.tensor.contiguous()
+                    continue
+                if part.name not in state:
+                    state[part.name] = torch.empty(planned[part.name].shape, dtype=part.tensor.dtype)
+                state[part.name][part.expert].copy_(part.tensor[0])
+    return state
+
+
+def load_whole_state_dict(
+    reader: CheckpointReader, config: KimiK2Config, dtype: torch.dtype, experts: ExpertFormat
+) -> dict[str, Tensor]:
+    """`whole_state_dict` of an open checkpoint."""
+    return whole_state_dict(config, dtype, experts, reader.names(), reader.get)
