@@ -1,4 +1,4 @@
-"""The READMEs: links lead somewhere, commands exist with the options they are shown with, and those that can run do."""
+"""README and docs: links lead somewhere, commands and their options exist, and those that can run do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted(ROOT.glob("contrib/models/*/README.md"))]
+README = ROOT / "README.md"
+DOCS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("contrib/models/*/README.md"))]
 BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-SECTION = "## Try it on any machine"
+SECTION = "## Anywhere"
 
 
 def commands(text: str) -> list[list[str]]:
@@ -83,9 +84,9 @@ def test_commands_exist(path: Path) -> None:
                 command, options = command.commands[options[0]], options[1:]
             if command.name == "bench":
                 command = command.commands["sweep"]  # the default
-            assert command is not group, words
             if hasattr(command, "commands"):  # a group that is spoken of, not called
-                assert not options, words
+                options = [word for word in options if word != "--help"]
+                assert not options or all(word in {"--version"} for word in options), words
                 continue
             check_options(options, command)
         elif program == "make":
@@ -108,22 +109,26 @@ def test_commands_exist(path: Path) -> None:
         else:
             continue
         checked += 1
-    assert checked
+    assert checked or not BLOCK.search(text)
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 90
 
 
 def test_the_first_commands_run(tmp_path: Path) -> None:
-    """The section for any machine, line by line, in a directory of its own."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The README's section for any machine, then the Python example, in a directory of their own."""
+    text = README.read_text(encoding="utf-8")
     section = text[text.index(SECTION) :].split("\n## ")[0]
     ran = 0
     for words in commands(section):
-        if words[0] != "kimi-k2":
-            continue
+        assert words[0] == "kimi-k2", words
         arguments = [word.replace("/tmp/", f"{tmp_path}/") for word in words[1:]]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, (words, done.output, done.exception)
         ran += 1
-    assert ran > 5
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert ran == 4
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", architecture, re.DOTALL)
     assert code is not None
-    exec(compile(code[1].replace("/tmp/", f"{tmp_path}/"), "README.md", "exec"), {})
+    exec(compile(code[1].replace("/tmp/", f"{tmp_path}/"), "architecture.md", "exec"), {})
