@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.options import (
+    DEFAULT_CONTEXT,
+    DEFAULT_DEPLOYMENT,
+    Backend,
     Checkpoint,
     ChunkSize,
+    Compiled,
+    Context,
+    Deployed,
     Device,
     Download,
     Dtype,
     KeepQuantized,
     MaxNewTokens,
+    OnCpu,
     Seed,
     Stop,
     Style,
@@ -65,17 +72,25 @@ def chat(
     device: Device = "cpu",
     keep_quantized: KeepQuantized = False,
     chunk_size: ChunkSize = None,
+    backend: Backend = "torch",
+    preset: Deployed = DEFAULT_DEPLOYMENT,
+    compiled: Compiled = None,
+    on_cpu: OnCpu = False,
+    context: Context = DEFAULT_CONTEXT,
     download: Download = False,
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be typed besides messages.
 
     Reasoning is shown dimmed. When the model calls a tool, you type its result.
     """
+    if backend == "torch" and (compiled is not None or on_cpu):
+        raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
+
     import torch
     from rich.console import Console
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.session import open_session
+    from kimi_k2.cli.session import Neuron, open_session
     from kimi_k2.config import KimiK2Config
     from kimi_k2.engine.sampler import SamplingParams
     from kimi_k2.tokenization.eos import load_eos_token_ids
@@ -89,6 +104,10 @@ def chat(
         max_new_tokens, temperature, top_p, top_k, seed, eos_token_ids=load_eos_token_ids(directory, config)
     )
     options: dict[str, Any] = {"keep_quantized": keep_quantized, "stop": stop or (), "chunk_size": chunk_size}
+    where = device
+    if backend == "neuron":
+        options["neuron"] = Neuron(preset, compiled, on_cpu, context)
+        where = "NxD's CPU mode" if on_cpu else preset
     compute = getattr(torch, dtype)
     with open_session(directory, config, tokenizer, params, dtype=compute, device=device, **options) as session:
         talk = Chat(session, console, thinking=thinking)
@@ -99,7 +118,7 @@ def chat(
         if system is not None:
             talk.system = system
         console.print(
-            f"[bold]{directory.name}[/bold], {dtype} on {device}, chat style {tokenizer.chat_style.value}"
+            f"[bold]{directory.name}[/bold], {dtype} on {where}, chat style {tokenizer.chat_style.value}"
             f" ({tokenizer.style_reason}); /help shows what can be typed",
             highlight=False,
         )

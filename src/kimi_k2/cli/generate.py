@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.options import (
+    DEFAULT_CONTEXT,
+    DEFAULT_DEPLOYMENT,
+    Backend,
     Checkpoint,
     ChunkSize,
+    Compiled,
+    Context,
+    Deployed,
     Device,
     Download,
     Dtype,
     KeepQuantized,
     MaxNewTokens,
+    OnCpu,
     Ranks,
     Seed,
     Stop,
@@ -61,6 +68,11 @@ def generate(
     keep_quantized: KeepQuantized = False,
     chunk_size: ChunkSize = None,
     ranks: Ranks = None,
+    backend: Backend = "torch",
+    preset: Deployed = DEFAULT_DEPLOYMENT,
+    compiled: Compiled = None,
+    on_cpu: OnCpu = False,
+    context: Context = DEFAULT_CONTEXT,
     download: Download = False,
 ) -> None:
     """Generate text from a checkpoint.
@@ -77,13 +89,15 @@ def generate(
         raise typer.BadParameter("--raw goes with --prompt only: --messages, --system and --tools need the template")
     if prompt and messages and len(messages) > 1:
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
+    if backend == "torch" and (compiled is not None or on_cpu):
+        raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
     if stream and not as_json:
         raise typer.BadParameter("--stream goes with --json; text appears as it is made in any case")
 
     import torch
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.session import Timing, open_session
+    from kimi_k2.cli.session import Neuron, Timing, open_session
     from kimi_k2.config import KimiK2Config
     from kimi_k2.engine.sampler import SamplingParams
     from kimi_k2.tokenization.eos import load_eos_token_ids
@@ -103,6 +117,8 @@ def generate(
         eos_token_ids=load_eos_token_ids(directory, config),
     )
     options: dict[str, Any] = {"keep_quantized": keep_quantized, "ranks": ranks, "chunk_size": chunk_size}
+    if backend == "neuron":
+        options["neuron"] = Neuron(preset, compiled, on_cpu, context, len(conversations) or len(texts))
     compute = getattr(torch, dtype)
     with open_session(
         directory, config, tokenizer, params, dtype=compute, device=device, stop=stop or (), **options

@@ -125,3 +125,20 @@ Style = Annotated[
     Literal["instruct", "thinking", "k2.5"] | None,
     typer.Option("--style", help="Chat style; by default what the checkpoint's template or name says."),
 ]
+
+# -- the NxDI model --------------------------------------------------------------------------------------------------
+Backend = Annotated[
+    Literal["torch", "neuron"],
+    typer.Option("--backend", help="torch: the plain model on --device; neuron: the NxDI model, see --compiled."),
+]
+Deployed = Annotated[str, typer.Option("--preset", help="Deployment in configs/, or a path to one (neuron).")]
+DEFAULT_DEPLOYMENT = "trn2-tp64-ep1"
+Compiled = Annotated[
+    Path | None, typer.Option(help="What `kimi-k2 compile` wrote, to load on Trainium (neuron).", file_okay=False)
+]
+OnCpu = Annotated[
+    bool,
+    typer.Option("--on-cpu", help="NxD's CPU mode instead of --compiled (neuron); ranks are torchrun's processes."),
+]
+Context = Annotated[int, typer.Option(min=2, help="With --on-cpu: tokens a sequence, prompt and reply.")]
+DEFAULT_CONTEXT = 1024

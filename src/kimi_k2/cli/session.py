@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from kimi_k2.engine.device import check_device
 from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import ConfigError
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.neuron.application import NeuronApplication
 
 Show = Callable[[int, Reply, list[Delta]], None]
 
@@ -66,7 +69,7 @@ class Session:
         rank: of this process; ranks above 0 make the same steps and show nothing.
     """
 
-    generator: Generator
+    generator: Generator | NeuronApplication
     tokenizer: KimiTokenizer
     params: SamplingParams
     stop: tuple[str, ...] = ()
@@ -104,6 +107,41 @@ class Session:
             yield row, reply
 
 
+@dataclass(frozen=True)
+class Neuron:
+    """Which NxDI model to load.
+
+    Attributes:
+        preset: name or path of the deployment.
+        compiled: what `compile` wrote; None only in CPU mode.
+        on_cpu: NxD's CPU mode.
+        context: tokens a sequence in CPU mode.
+        batch_size: sequences at once in CPU mode.
+    """
+
+    preset: str
+    compiled: Path | None = None
+    on_cpu: bool = False
+    context: int = 1024
+    batch_size: int = 1
+
+    def load(self, checkpoint: Path, dtype: str) -> NeuronApplication:
+        """The application; `dtype` is that of CPU mode, compiled graphs have their own.
+
+        Raises:
+            ConfigError: it is not said which, or both are.
+        """
+        from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
+        from kimi_k2.plan.deployment import Deployment
+
+        if (self.compiled is not None) == self.on_cpu:
+            raise ConfigError("the neuron backend needs either --compiled (from `kimi-k2 compile`) or --on-cpu")
+        preset = Deployment.load(self.preset)
+        if self.on_cpu:
+            preset = cpu_deployment(preset, length=self.context, batch_size=self.batch_size, dtype=dtype)
+        return NeuronApplication.load(checkpoint, preset, self.compiled)
+
+
 @contextmanager
 def open_session(
     checkpoint: Path,
@@ -117,13 +155,21 @@ def open_session(
     ranks: Path | None = None,
     stop: Sequence[str] = (),
     chunk_size: int | None = None,
+    neuron: Neuron | None = None,
 ) -> Iterator[Session]:
     """Load the model, or this process's part of it.
+
+    Args:
+        neuron: the NxDI model instead of the plain one.
 
     Raises:
         KimiK2Error: (subclasses) as loading does.
     """
     options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+    if neuron is not None:
+        application = neuron.load(checkpoint, str(dtype).removeprefix("torch."))
+        yield Session(application, tokenizer, params, rank=int(os.environ.get("RANK", "0")), **options)
+        return
     if ranks is None:
         check_device(device)
         model = load_model(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,20 @@ def cpu_deployment(
     return preset.model_copy(update=changed)
 
 
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """NxD's logger and gloo report the process groups on standard output, where the generated text goes."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 class NeuronApplication:
     """Prefill, decode and generation of one loaded application, one generation after another.
 
@@ -92,7 +108,9 @@ class NeuronApplication:
         self.longest_prompt = self.options.max_context_length
 
     @classmethod
-    def load(cls, checkpoint: str | Path, preset: Deployment, compiled: Path | None, **overrides: Any) -> Any:
+    def load(
+        cls, checkpoint: str | Path, preset: Deployment, compiled: Path | None, **overrides: Any
+    ) -> NeuronApplication:
         """Load what `compile` wrote, or the checkpoint in CPU mode.
 
         Args:
@@ -110,17 +128,18 @@ class NeuronApplication:
                 f"the neuron backend needs the Neuron SDK, or NxD's source for CPU mode; missing: {', '.join(absent)}"
             )
         config = KimiK2Config.from_pretrained(checkpoint)
-        if compiled is None:
-            cpu.prepare()
-            app = build_application(preset, config, str(checkpoint), on_cpu=True, **overrides)
-            app.load("")
-            return cls(app, f"{preset.name} in CPU mode")
-        if not (compiled / "model.pt").is_file():
+        if compiled is not None and not (compiled / "model.pt").is_file():
             raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
-        os.environ.update(environment(preset))
-        app = build_application(preset, config, str(checkpoint), **overrides)
-        app.load(str(compiled))
-        return cls(app, preset.name)
+        with _stdout_to_stderr():
+            if compiled is None:
+                cpu.prepare()
+                app = build_application(preset, config, str(checkpoint), on_cpu=True, **overrides)
+                app.load("")
+                return cls(app, f"{preset.name} in CPU mode")
+            os.environ.update(environment(preset))
+            app = build_application(preset, config, str(checkpoint), **overrides)
+            app.load(str(compiled))
+            return cls(app, preset.name)
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -180,9 +199,11 @@ class NeuronApplication:
     ) -> Output:
         if sampling is not None:
             sampling = sampling[: len(ids)]
-        out = self.app(
-            input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=lines, sampling_params=sampling
-        )
+        # In CPU mode NxD also prints shapes from inside its expert-parallel layers.
+        with _stdout_to_stderr() if self.options.on_cpu else nullcontext():
+            out = self.app(
+                input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=lines, sampling_params=sampling
+            )
         tokens = None
         if self.on_device_sampling is not None:
             tokens = torch.as_tensor(out.tokens).reshape(len(ids), -1)[:count, -1].to("cpu", torch.int64)

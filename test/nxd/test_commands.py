@@ -1,0 +1,57 @@
+"""`generate`, `chat` and `bench` with the neuron backend in CPU mode print what they print with the plain model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CLI = "from kimi_k2.cli import main; main()"
+ON_CPU = ("--backend", "neuron", "--on-cpu", "--preset", "trn2-tp32-ep2")
+
+
+def command(*words: str | Path, ranks: int = 1, stdin: str | None = None) -> str:
+    """Standard output of a command line, under torchrun if there are several ranks."""
+    env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
+    env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
+    line = [*start, "-c", CLI, *(str(word) for word in words)]
+    done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_generate_prints_the_plain_models_text(checkpoints: dict[str, Path]) -> None:
+    """Two ranks are the preset's expert parallelism; one of them prints, and only the text."""
+    asked = ("generate", checkpoints["fp8"], "--prompt", "Hello", "--max-new-tokens", "12")
+    plain = command(*asked)
+    assert plain.strip()
+    assert command(*asked, *ON_CPU, "--context", "128") == plain
+    assert command(*asked, *ON_CPU, "--context", "128", ranks=2) == plain
+
+
+def test_chat_answers_turn_by_turn(checkpoints: dict[str, Path]) -> None:
+    asked = ("chat", checkpoints["fp8"], "--max-new-tokens", "6", "--temperature", "0")
+    spoken = "Hello\nAnd now?\n/quit\n"
+    plain, neuron = (
+        [
+            line
+            for line in command(*asked, *more, stdin=spoken).splitlines()
+            if "TTFT" not in line and "style" not in line
+        ]
+        for more in ((), (*ON_CPU, "--context", "256"))
+    )
+    assert neuron == plain
+    assert any(plain)
+
+
+def test_bench_writes_its_report(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    lengths = ("--output-lengths", "4,8", "--prompt-lengths", "16", "--batch-sizes", "2", "--runs", "1")
+    text = command("bench", checkpoints["fp8"], *ON_CPU, *lengths, "--out", tmp_path)
+    assert "in CPU mode" in text
+    cells = json.loads((tmp_path / "sweep.json").read_text())["cells"]
+    assert [(cell["output_length"], cell["status"]) for cell in cells] == [(4, "ok"), (8, "ok")]
