@@ -26,6 +26,8 @@ def load_eos_token_ids(directory: str | Path, config: KimiK2Config) -> frozenset
             raw = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"not valid JSON: {error}", file=path) from None
+        except RecursionError:
+            raise ConfigError("JSON nested too deeply", file=path) from None
         if not isinstance(raw, dict):
             raise ConfigError("expected a JSON object", file=path)
         eos = raw.get("eos_token_id", eos)

@@ -49,7 +49,7 @@ class _ToolCallIds:
             if given not in self._renamed:
                 self._renamed[given] = self._orphan(given, message.get("name"))
             return {**message, "tool_call_id": self._renamed[given]}
-        if message.get("tool_calls"):
+        if message["role"] == "assistant" and message.get("tool_calls"):
             return {**message, "tool_calls": [self._rewrite_call(call) for call in message["tool_calls"]]}
         return message
 

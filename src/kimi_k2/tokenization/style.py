@@ -7,7 +7,6 @@ presets have it), the model's name in config.json, the directory's name.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.files import read_object
 
 _K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
 _KIMI = re.compile(r"kimi[._-]?k2")
@@ -98,10 +98,9 @@ def choose_style(
 
 def _config(directory: Path) -> Mapping[str, Any]:
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(directory / "config.json", "chat_style")
+    except TokenizerError:
         return {}
-    return raw if isinstance(raw, Mapping) else {}
 
 
 def _last_part(name: str) -> str:

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.files import read_object, read_text
 from kimi_k2.tokenization.messages import Message, normalized
+from kimi_k2.tokenization.sandbox import MAX_SOURCE, BoundedEnvironment, bounded
 from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
+MAX_INDENT = 16
 
 # A conversation of which every style writes something else.
 _PROBE: list[Message] = [
@@ -53,13 +54,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_names: Collection[str], origin: str = "chat template") -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
+        environment = BoundedEnvironment({"tojson": _to_json}, {"raise_exception": _raise_exception})
         self._origin = origin
+        if len(source) > MAX_SOURCE:
+            raise TokenizerError(f"{origin}: expected at most {MAX_SOURCE} characters, got {len(source)}")
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = bounded(environment.from_string, source)
+        except TokenizerError as error:
             raise TokenizerError(f"{origin}: no valid Jinja template: {error}") from None
         names = sorted({*special_names, VIDEO_PLACEHOLDER}, key=len, reverse=True)
         self._openings = "".join(sorted({name[0] for name in names}))
@@ -73,13 +74,10 @@ class ChatTemplate:
             TokenizerError: it is no text or no valid Jinja; the message names the file.
         """
         path = Path(directory) / TEMPLATE_NAME
-        try:
-            if path.is_file():
-                return cls(path.read_text(encoding="utf-8"), special_names, str(path))
-            path = Path(directory) / CONFIG_NAME
-            source = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise TokenizerError(f"{path}: chat_template: {error}") from None
+        if path.is_file():
+            return cls(read_text(path), special_names, str(path))
+        path = Path(directory) / CONFIG_NAME
+        source = read_object(path, "chat_template").get("chat_template") if path.is_file() else None
         if source is None:
             return None
         if not isinstance(source, str):
@@ -124,22 +122,24 @@ class ChatTemplate:
         Raises:
             TokenizerError: naming the message and field, or the tool, that is malformed, or what the template refuses.
         """
-        mark = secrets.token_hex(8)
-        hide = _Hider(self._openings, mark)
-        definitions = checked_tools(tools)
-        typescript = typescript_declaration(definitions) if ChatStyle(style) is ChatStyle.K25 else None
-        variables: dict[str, Any] = {
-            "messages": [_hide_message(message, hide) for message in normalized(messages)],
-            "tools": hide(definitions) or None,
-            "add_generation_prompt": add_generation_prompt,
-            "thinking": thinking,
-            "preserve_thinking": preserve_thinking,
-        }
+        hide = _Hider(self._openings, secrets.token_hex(8))
+        try:
+            definitions = checked_tools(tools)
+            typescript = typescript_declaration(definitions) if ChatStyle(style) is ChatStyle.K25 else None
+            variables: dict[str, Any] = {
+                "messages": [_hide_message(message, hide) for message in normalized(messages)],
+                "tools": hide(definitions) or None,
+                "add_generation_prompt": add_generation_prompt,
+                "thinking": thinking,
+                "preserve_thinking": preserve_thinking,
+            }
+        except RecursionError:
+            raise TokenizerError("messages or tools: nested too deeply") from None
         if typescript is not None:
             variables["tools_ts_str"] = hide(typescript)
         try:
-            rendered = self._template.render(**variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            rendered = bounded(self._template.render, variables, characters=hide.characters)
+        except TokenizerError as error:
             raise TokenizerError(f"{self._origin}: cannot be rendered: {error}") from None
         return self._segments(rendered, hide)
 
@@ -155,16 +155,23 @@ class ChatTemplate:
 
 
 class _Hider:
-    """Replaces characters of strings, however nested, by marks that no filter or JSON encoder changes."""
+    """Replaces characters of strings, however nested, by marks that no filter or JSON encoder changes.
+
+    Attributes:
+        characters: how many it has made so far.
+    """
 
     def __init__(self, characters: str, mark: str) -> None:
-        self._marks = {ord(character): f"{mark}{number:02d}" for number, character in enumerate(characters)}
-        self._found = re.compile(f"{mark}(\\d\\d)")
-        self._characters = characters
+        self._marks = {ord(character): f"{mark}{number:03d}" for number, character in enumerate(characters)}
+        self._found = re.compile(f"{mark}(\\d{{3}})")
+        self._openings = characters
+        self.characters = 0
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
-            return value.translate(self._marks)
+            hidden = value.translate(self._marks)
+            self.characters += len(hidden)
+            return hidden
         if isinstance(value, Mapping):
             return {self(key): self(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -172,7 +179,7 @@ class _Hider:
         return value
 
     def restored(self, rendered: str) -> str:
-        return self._found.sub(lambda match: self._characters[int(match[1])], rendered)
+        return self._found.sub(lambda match: self._openings[int(match[1])], rendered)
 
     def masked(self, rendered: str) -> str:
         """As `restored`, place by place, with a character there that begins no special token."""
@@ -191,6 +198,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which no model was trained on.
+    if isinstance(indent, int) and not 0 <= indent <= MAX_INDENT:
+        raise ValueError(f"tojson: expected an indent of 0 to {MAX_INDENT}, got {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import tiktoken
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import built_in_template
+from kimi_k2.tokenization.files import read_bytes, read_object
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
 from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
 from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment
@@ -178,10 +179,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     Raises:
         TokenizerError: the file is missing, a line is malformed, a rank or token occurs twice, or one is missing.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
+    lines = read_bytes(path).splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -207,18 +205,16 @@ def _apply_config(path: Path, names: dict[str, int], base: int) -> dict[str, int
     """Names from `added_tokens_decoder`, which differ between the members of the family, win over the built-in."""
     if not path.is_file():
         return names
+    added = read_object(path, "added_tokens_decoder").get("added_tokens_decoder") or {}
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        added = raw.get("added_tokens_decoder") or {}
         given = {int(key): value["content"] for key, value in added.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise TokenizerError(f"{path}: added_tokens_decoder: expected id -> {{content}}: {error!r}") from None
     by_id = {token: name for name, token in names.items()}
     for token, name in given.items():
-        if token not in by_id or not isinstance(name, str):
-            raise TokenizerError(
-                f"{path}: added_tokens_decoder: expected ids {base}..{base + len(by_id) - 1}, got {token}: {name!r}"
-            )
+        if token not in by_id or not isinstance(name, str) or not name:
+            expected = f"expected names of ids {base}..{base + len(by_id) - 1}"
+            raise TokenizerError(f"{path}: added_tokens_decoder: {expected}, got {token}: {shown(name)}")
     by_id.update(given)
     result = {name: token for token, name in by_id.items()}
     if len(result) != len(by_id):

@@ -60,7 +60,10 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
             raise TokenizerError(f"tool {index}: field 'function.name': expected a function's name")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise TokenizerError(f"tool {index}: field 'function.parameters': expected a JSON schema object")
-    return [_sorted_keys(tool) for tool in tools]
+    try:
+        return [_sorted_keys(tool) for tool in tools]
+    except TypeError:
+        raise TokenizerError("tools: expected text for all keys of objects") from None
 
 
 def json_declaration(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -77,8 +80,8 @@ def typescript_declaration(tools: Sequence[Mapping[str, Any]]) -> str | None:
     functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
     try:
         declared = [_FunctionWriter().write(function) for function in functions]
-    except _UnsupportedSchemaError:
-        return None
+    except (_UnsupportedSchemaError, AttributeError, LookupError, TypeError, ValueError):
+        return None  # malformed schemas fail in as many ways as there are fields
     if not declared:
         return None
     return "\n".join(["# Tools", "", "## functions", "namespace functions {", *declared, "}", ""])

@@ -1,0 +1,284 @@
+"""Hostile input: templates that would run or grow for ever, deep nesting, long names, malformed declarations."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parser_cases import as_tuples, call, section, tool
+
+from kimi_k2.errors import TokenizerError
+from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.tokenization import sandbox
+from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
+from kimi_k2.tokenization.message import MessageStream, parse_message
+from kimi_k2.tokenization.special_tokens import special_tokens
+from kimi_k2.tokenization.template import ChatTemplate
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+NAMES = special_tokens(1792)
+USER: list[dict[str, Any]] = [{"role": "user", "content": "hi <|im_end|>"}]
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tenth of a second of CPU time, and no more than 64 MB, whatever a template tries."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64e6
+
+
+GROW = "{% set n = namespace(v='ab') %}{% for i in range(60) %}"
+HOSTILE = {
+    "long range": ("{% for i in range(10**12) %}{% endfor %}", "range of more than 100000 numbers"),
+    "range beyond 64 bits": ("{% for i in range(0, 10**30, 3) %}{% endfor %}", "range of more than"),
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "of CPU time"),
+    "loop over text": (
+        "{% set t = 'ab' * 10**6 %}{% for i in t %}{% for j in t %}{% endfor %}{% endfor %}", "of CPU time"),
+    "lazy filters": ("{% for i in range(99999) %}{{ range(99999)|map('upper')|join|length }}{% endfor %}", "CPU time"),
+    "macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "too deeply"),
+    "macro that calls itself twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "CPU time"),
+    "recursive loop": (
+        "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "too deeply"),
+    "long text": ("{{ 'a' * 10**10 }}", "makes something of more than"),
+    "long list": ("{{ ([0] * 10**10)|length }}", "makes something of more than"),
+    "long number": ("{{ 10**(10**10) }}", "number of more than 4096 bits"),
+    "numbers that grow": (
+        "{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "4096 bits"),
+    "text that doubles": (GROW + "{% set n.v = n.v + n.v %}{% endfor %}", "makes something of more than"),
+    "text that doubles by ~": (GROW + "{% set n.v = n.v ~ n.v %}{% endfor %}", "makes something of more than"),
+    "text that doubles by join": (GROW + "{% set n.v = [n.v, n.v]|join %}{% endfor %}", "makes something of more than"),
+    "text that doubles by a method": (
+        GROW + "{% set n.v = ''.join([n.v, n.v]) %}{% endfor %}", "makes something of more than"),
+    "text that doubles by replace": (
+        GROW + "{% set n.v = n.v|replace('a', 'aa') %}{% endfor %}", "makes something of more than"),
+    "text that doubles by the method": (
+        GROW + "{% set n.v = n.v.replace('a', 'aa') %}{% endfor %}", "makes something of more than"),
+    "text that doubles in a block": (
+        GROW + "{% set b %}{{ n.v }}{{ n.v }}{% endset %}{% set n.v = b %}{% endfor %}", "something of more than"),
+    "text that doubles in a macro": (
+        "{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}" + GROW + "{% set n.v = m(n.v) %}{% endfor %}", "more than"),
+    "lists that hold themselves twice": (
+        GROW + "{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}", "more than"),
+    "tuples that hold themselves twice": (
+        GROW + "{% set n.v = (n.v, n.v) %}{% endfor %}{{ n.v }}", "more than"),
+    "dicts that hold themselves twice": (
+        GROW + "{% set n.v = {'a': n.v, 'b': n.v} %}{% endfor %}{{ n.v|tojson }}", "more than"),
+    "dict() that holds itself twice": (
+        GROW + "{% set n.v = dict(a=n.v, b=n.v) %}{% endfor %}{{ n.v|tojson }}", "more than"),
+    "output without end": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "makes something of more than"),
+    "wide format": ("{{ '%999999999d' % 1 }}", "width of four digits"),
+    "wide format by argument": ("{{ '%*d' % (999999999, 1) }}", "width of four digits"),
+    "str.format": ("{{ '{:>999999999}'.format(1) }}", "unsafe"),
+    "ljust": ("{{ 'a'.ljust(10**9) }}", "unsafe"),
+    "center": ("{{ 'a'|center(10**9) }}", "No filter named 'center'"),
+    "indented JSON": ("{{ messages|tojson(indent=10**9) }}", "expected an indent of 0 to 16"),
+    "indent": ("{% set t = 'a\\n' * 10**5 %}{{ t|indent(10**6) }}", "makes something of more than"),
+    "lipsum": ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+    "division by zero": ("{{ 1 / 0 }}", "division by zero"),
+    "undefined name": ("{{ x.y.z }}", "'x' is undefined"),
+    "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_are_typed_errors(name: str, short_patience: None) -> None:
+    source, says = HOSTILE[name]
+    with pytest.raises(
+        TokenizerError, match=rf"^chat template: (cannot be rendered|no valid Jinja template): .*{says}"
+    ):
+        ChatTemplate(source, NAMES).render_segments(USER)
+
+
+DEEP = {
+    "brackets": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+    "lists": "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
+    "sums": "{{ " + "1 + " * 50_000 + "1 }}",
+    "ifs": "{% if true %}" * 10_000 + "{% endif %}" * 10_000,
+    "fors": "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
+    "long": " " * (sandbox.MAX_SOURCE + 1),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_and_long_templates(name: str) -> None:
+    with pytest.raises(TokenizerError, match=r"^chat template: (no valid Jinja template: |expected at most 262144)"):
+        ChatTemplate(DEEP[name], NAMES)
+
+
+def test_a_hostile_template_in_a_checkpoint(tmp_path: Path, short_patience: None) -> None:
+    write_synthetic_vocabulary(tmp_path, 512)
+    (tmp_path / "chat_template.jinja").write_text("{% for i in range(10**12) %}{% endfor %}")
+    tokenizer = KimiTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: cannot be rendered: range of more than"):
+        tokenizer.encode_chat(USER)
+
+
+@pytest.mark.parametrize(("file", "content", "says"), [
+    ("tokenizer_config.json", b"[" * 100_000, "nested too deeply"),
+    ("tokenizer_config.json", b"\xff", "expected UTF-8"),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"256": {"content": ""}}}', "256: ''"),
+    ("chat_template.jinja", b"\xff", "expected UTF-8"),
+])  # fmt: skip
+def test_hostile_files(tmp_path: Path, file: str, content: bytes, says: str) -> None:
+    write_synthetic_vocabulary(tmp_path, 512)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(TokenizerError, match=rf"{file}: .*{says}"):
+        KimiTokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja", "tiktoken.model"])
+def test_huge_files_are_not_read(tmp_path: Path, file: str) -> None:
+    write_synthetic_vocabulary(tmp_path, 512)
+    with (tmp_path / file).open("wb") as huge:
+        huge.truncate(20 * 2**30)
+    with pytest.raises(TokenizerError, match=rf"{file}: expected at most 67108864 bytes, got 21474836480"):
+        KimiTokenizer.from_pretrained(tmp_path)
+
+
+def test_special_names_with_many_first_characters() -> None:
+    names = [chr(0x4E00 + index) + "x" for index in range(256)]
+    content = "".join(names)
+    segments = ChatTemplate("{{ messages[0].content }}" + names[200], names).render_segments(
+        [{**USER[0], "content": content}]
+    )
+    assert [(segment.text, segment.markup) for segment in segments] == [(content, False), (names[200], True)]
+
+
+def test_long_conversations_are_within_the_limits() -> None:
+    messages: list[dict[str, Any]] = []
+    for index in range(2000):
+        messages.append({"role": "user", "content": "<[" * 200})
+        message = parse_message(f"why</think>{index}{section(call(f'functions.f:{index}'))}", prefilled=True)
+        messages += [message.to_openai(), {"role": "tool", "tool_call_id": f"functions.f:{index}", "content": "r"}]
+    text = apply_chat_template(messages, style="k2.5", tools=[tool("f", "a")])
+    assert text.count("<[" * 200) == 2000
+    assert "## Return of functions.f:1999\nr" in text
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize("style", ChatStyle)
+def test_deep_values_in_messages_and_tools(style: ChatStyle) -> None:
+    deep = nested(50_000)
+    calls = [{"id": "x", "function": {"name": "f", "arguments": deep}}]
+    with pytest.raises(TokenizerError, match="too deeply"):
+        apply_chat_template([*USER, {"role": "assistant", "tool_calls": calls}], style=style)
+    with pytest.raises(TokenizerError, match="too deeply"):
+        apply_chat_template(
+            USER, tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}], style=style
+        )
+
+
+def test_deep_json_in_a_call() -> None:
+    arguments = '{"a":' * 100_000 + "1" + "}" * 100_000
+    message = parse_message(section(call(arguments=arguments), call("3", arguments)), tools=[tool("f"), tool("g")])
+    assert as_tuples(message) == [("functions.f:0", "f", arguments)]
+    assert message.content == "3" + arguments
+    history = [*USER, parse_message(section(call(arguments=arguments))).to_openai()]
+    assert arguments in apply_chat_template(history)
+
+
+def test_long_names() -> None:
+    name = "n" * 5000
+    message = parse_message(section(call(f"functions.{name}:0"), call(name * 40)), tools=[tool(name, "a")])
+    assert [found.name for found in message.tool_calls] == [name]
+    assert message.content == name * 40 + '{"a": 1}'
+    text = apply_chat_template([*USER, message.to_openai()], tools=[tool(name)], style="k2.5")
+    assert f"type {name} = (_: {{}}) => any;" in text
+    with pytest.raises(TokenizerError) as caught:
+        apply_chat_template([{"role": name, "content": "x"}])
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("marker", ["<|tool_call_begin|>", "<|tool_calls_section_begin|>", "<think>", "<"])
+def test_many_markers_take_linear_memory(marker: str) -> None:
+    text = marker * 10_000
+    tracemalloc.start()
+    stream = MessageStream(tools=[tool("f")])
+    for start in range(0, len(text), 1000):
+        stream.feed(text[start : start + 1000])
+    stream.finish()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * len(text)
+
+
+MALFORMED_SCHEMAS: list[Any] = [
+    {"properties": 3}, {"properties": [1]}, {"properties": {"a": 3}}, {"properties": {"a": {"type": {}}}},
+    {"properties": {"a": {"anyOf": 3}}}, {"properties": {"a": {"enum": 3}}}, {"properties": {"a": {"$ref": 3}}},
+    {"$defs": 3}, {"$defs": {"X": 3}, "properties": {"a": {"$ref": "#/$defs/X"}}}, {"required": 3},
+    {"properties": {"a": {"description": 3}}}, {"properties": {"a": {"type": "array", "items": [1]}}},
+    {"properties": {"a": {"type": ["string", {}]}}}, {"properties": {"a": {"default": float("nan")}}},
+    {"properties": {"a": {"type": "object", "additionalProperties": 3}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", MALFORMED_SCHEMAS)
+@pytest.mark.parametrize("style", ChatStyle)
+def test_malformed_schemas_are_declared_as_they_are(schema: Any, style: ChatStyle) -> None:
+    """A schema is the client's; what has no TypeScript form is shown in JSON, as the published tokenizers do."""
+    text = apply_chat_template(
+        USER, tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}], style=style
+    )
+    assert text.startswith("<|im_system|>tool_declare<|im_middle|>")
+
+
+@pytest.mark.parametrize(("tools", "says"), [
+    ([{"type": "x", 1: 2}], "tools: expected text"), ([None], "tool 0: "),
+    ([{"type": "function", "function": {"name": "f", "parameters": {"a": {1, 2}}}}], "JSON"),
+    ([{"type": "function", "function": {"name": "f", "x": object()}}], "JSON"),
+])  # fmt: skip
+def test_malformed_tools_are_typed_errors(tools: Any, says: str) -> None:
+    with pytest.raises(TokenizerError, match=says):
+        apply_chat_template(USER, tools=tools)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["role", "content", "type", "text", "name", "tool_calls", "function", "arguments", "id",
+                         "tool_call_id", "properties", "anyOf", "$ref", "$defs", "enum", "items", "x"]), inner,
+        max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+ROLE = st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"])
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["content", "name", "tool_calls", "tool_call_id"]), ANY), max_size=3),
+       ROLE, ANY, st.sampled_from(ChatStyle))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_any_messages_and_tools_render_or_are_typed_errors(
+    messages: list[dict[str, Any]], role: str, schema: Any, style: ChatStyle
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    try:
+        text = apply_chat_template([{**message, "role": role} for message in messages], tools=tools, style=style)
+    except TokenizerError:
+        return
+    json.dumps(text)
+
+
+@given(st.text(alphabet="{}%#- \n'\"[]().|~+*<>a1", max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_template_renders_or_is_a_typed_error(source: str) -> None:
+    try:
+        ChatTemplate(source, NAMES).render_segments(USER)
+    except TokenizerError:
+        return
