@@ -115,6 +115,11 @@ class NxdModel:
             for name, (dtype, shape) in graph.states.items():
                 self.parts[name] = put([torch.zeros(shape, dtype=dtype)] * self.ranks)
 
+    def fill(self, states: dict[str, torch.Tensor]) -> None:
+        """Give every rank these states, by name."""
+        for name, tensor in states.items():
+            self.parts[name] = put([tensor] * self.ranks)
+
     def forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         """One step; the outputs of rank 0 without the caches, a single one bare, as NxD's packer gives it."""
         return packed(self.forward_async([list(inputs)] * self.ranks)[0])

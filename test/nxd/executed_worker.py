@@ -23,7 +23,7 @@ environment.prepare(cpu=False)
 
 import executed  # noqa: E402
 import torch  # noqa: E402
-from steps import run  # noqa: E402
+from steps import decode_from, run  # noqa: E402
 
 
 def build(job: dict[str, Any]) -> Any:
@@ -47,7 +47,11 @@ def main() -> None:
     for case in job["cases"]:
         app.reset()
         device.clear()
-        results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
+        if "caches" in case:
+            device.fill(torch.load(case["caches"]))
+            results.append(decode_from(app, case["start"], case["forced"]))
+        else:
+            results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
     graphs = [
         {
             "stage": graph.stage,

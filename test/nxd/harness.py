@@ -105,7 +105,10 @@ def execute(job: dict[str, Any], directory: Path, timeout: float = 400) -> dict[
     output, path = directory / "output.pt", directory / "job.json"
     path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job['neuron_config']['tp_degree']}"
+    # Without LLVM's slow passes: compiling takes longer than running.
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    devices = f"--xla_force_host_platform_device_count={job['neuron_config']['tp_degree']}"
+    env["XLA_FLAGS"] = " ".join([devices, *flags])
     env["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(EXECUTED_WORKER), str(path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)

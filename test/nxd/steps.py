@@ -43,3 +43,17 @@ def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: li
         out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None])
         logits.append(out.logits[:, -1])
     return torch.stack(logits)
+
+
+@torch.inference_mode()
+def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
+    """Logits [steps, B, vocab] of forced tokens at positions `start` and on; the caches are full up to there."""
+    logits = []
+    app.kv_cache_populated = True
+    for step in range(len(forced[0])):
+        at = start + step
+        mask = torch.ones(len(forced), at, dtype=torch.int32)
+        tokens = torch.tensor([[row[step]] for row in forced])
+        out = app(input_ids=tokens, attention_mask=mask, position_ids=torch.full((len(forced), 1), at))
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from harness import execute, expected_logits, neuron_config, plain_model
 
-from kimi_k2.reference import load_transformers_model
+from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 LENGTH = 4096
-PROMPTS = (24, 1000, 3000, 4060)
-STEPS = 32
+PROMPTS = (24, 1500, 4072)
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -78,4 +78,4 @@ def test_positions_up_to_4095(bf16: dict[str, Any], long_checkpoint: Path) -> No
             f" {float(ours.median()):.4f} ({float(ours.max()):.3f}), transformers in BF16"
             f" {float(theirs.median()):.4f} ({float(theirs.max()):.3f})"
         )
-        assert float(ours.median()) <= 2 * float(theirs.median())
+        assert float(ours.median()) <= float(theirs.median())

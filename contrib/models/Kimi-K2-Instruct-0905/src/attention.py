@@ -18,6 +18,12 @@ from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
 from .norm import make_rms_norm
+from .products import dot_float32
+
+
+def over_positions(heads: Tensor, shared: Tensor, dimension: int) -> Tensor:
+    """[B, h, S, x] by a matrix [B, ., .] that all heads share, summed over its `dimension`; float32."""
+    return dot_float32(heads, shared, ([3], [dimension]), ([0], [0]))
 
 
 class KimiK2Attention(nn.Module):
@@ -99,21 +105,19 @@ class KimiK2Attention(nn.Module):
         q_rope = q_rope.transpose(1, 2)
 
         def scores(keys: Tensor, latents: Tensor) -> Tensor:
-            both = torch.einsum("bhsr,btr->bhst", q_latent, latents) + torch.einsum("bhsd,btd->bhst", q_rope, keys)
-            return (both * hf.softmax_scale).to(torch.float32)
+            return (over_positions(q_latent, latents, 2) + over_positions(q_rope, keys, 2)) * hf.softmax_scale
 
         own = scores(k_rope, latent)
         if past_key_value is None:
             weights = self._masked(own, attention_mask).softmax(dim=-1).to(hidden_states.dtype)
-            summed = torch.einsum("bhst,btr->bhsr", weights, latent)
+            summed = over_positions(weights, latent, 1)
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
             prior = self._masked(scores(keys, latents), attention_mask)
             weights = torch.cat((prior, own), dim=-1).softmax(dim=-1).to(hidden_states.dtype)
             past = prior.shape[-1]
-            summed = torch.einsum("bhst,btr->bhsr", weights[..., :past], latents)
-            summed = summed + torch.einsum("bhst,btr->bhsr", weights[..., past:], latent)
-        out = torch.einsum("bhsr,hvr->bshv", summed, w_uv)
+            summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], latent, 1)
+        out = torch.einsum("bhsr,hvr->bshv", summed.to(hidden_states.dtype), w_uv)
         out = self.o_proj(out.reshape(batch, length, self.num_heads * hf.v_head_dim))
         return out, (k_rope.unsqueeze(1), latent.unsqueeze(1)), cos_cache, sin_cache
 

@@ -70,8 +70,8 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             slots = expert_index
         repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
         out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)
-        weighted = out.view(tokens, top_k, -1) * weights.unsqueeze(-1).to(out.dtype)
-        return weighted.sum(dim=1)
+        weighted = out.view(tokens, top_k, -1).to(torch.float32) * weights.unsqueeze(-1)
+        return weighted.sum(dim=1).to(hidden_states.dtype)
 
     def torch_blockwise_matmul_inference(
         self,

@@ -13,6 +13,8 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.router import NORM_GUARD
 
+from .products import dot_float32
+
 
 class KimiK2Router(RouterTopK):
     """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.ops.router` for the definition.
@@ -55,9 +57,9 @@ class KimiK2Router(RouterTopK):
         return self
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] to float32 logits [T, E]. The weight is held as the checkpoint has it; widening it is exact."""
-        wide = torch.nn.functional.linear(hidden_states.to(torch.float32), self.linear_router.weight.to(torch.float32))
-        return wide.view(-1, self.num_experts)
+        """[B, S, H] to float32 logits [T, E]. The weight [E, H] is held, and read, as the checkpoint has it."""
+        tokens = hidden_states.reshape(-1, self.hidden_size)
+        return dot_float32(tokens, self.linear_router.weight, ([1], [1]), ([], []))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route.
