@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from kimi_k2.bench.published import LABEL, PUBLISHED_HEADER, published_rows
+from kimi_k2.bench.results import percentile, series
 
 HEADER = [
-    "prompt", "batch", "output", "TTFT P50 / P90 / P99, ms", "TPOT P50 / P90 / P99, ms", "ITL P50 / P99, ms",
-    "end to end P50 / P99, ms", "tok/s a sequence", "tok/s total", "peak memory, GB",
+    "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
+    "tok/s total", "peak memory, GB",
 ]  # fmt: skip
+SERIES = ("ttft", "tpot", "itl", "e2e")
+# A percentile says something of the tail once values lie beyond it.
+ENOUGH = {90: 10, 99: 100}
+READING = (
+    "Times are medians. Beside them stand P90 from 10 values on and P99 from 100 on; of fewer, the least and the"
+    " greatest. ITL counts every gap of every run, the others count runs."
+)
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """The median in milliseconds, with the percentiles that so many values support, else their range."""
+    middle = f"{percentile(seconds, 50) * 1e3:.2f}"
+    tail = [f"P{p} {percentile(seconds, p) * 1e3:.2f}" for p, count in ENOUGH.items() if len(seconds) >= count]
+    if tail:
+        return ", ".join([middle, *tail])
+    if len(seconds) == 1:
+        return middle
+    return f"{middle} ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f})"
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
@@ -24,18 +44,11 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
         if cell["status"] != "ok":
             table.append([*shape, "failed", *[""] * (len(HEADER) - 4)])
             continue
-        summary, peak = cell["summary"], cell["peak_memory"]["bytes"]
-
-        def times(name: str, *points: str, of: dict[str, Any] = summary) -> str:
-            return " / ".join(f"{of[name][point] * 1e3:.2f}" for point in points)
-
+        summary, peak, values = cell["summary"], cell["peak_memory"]["bytes"], series(cell["runs"])
         table.append(
             [
                 *shape,
-                times("ttft", "p50", "p90", "p99"),
-                times("tpot", "p50", "p90", "p99"),
-                times("itl", "p50", "p99"),
-                times("e2e", "p50", "p99"),
+                *(spread(values[name]) for name in SERIES),
                 f"{summary['tokens_per_second_sequence']:.1f}",
                 f"{summary['tokens_per_second_total']:.1f}",
                 "" if peak is None else f"{peak / 1e9:.2f}",
@@ -77,6 +90,7 @@ def description(results: dict[str, Any]) -> str:
     return (
         f"{settings['model']} on {settings['backend']} ({where}), {settings['runs']} runs after {settings['warmup']}"
         f" warm-up, end tokens ignored, commit {environment['commit']}. TPOT is without the first token."
+        f" {READING}"
     )
 
 
@@ -92,19 +106,21 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
         return []
     written = []
     for name, title, key, label in (
-        ("tpot", "time an output token after the first (P50, band to P90)", "tpot", "TPOT, ms"),
-        ("ttft", "time to first token (P50, band to P90)", "ttft", "TTFT, ms"),
+        ("tpot", "time an output token after the first (median and range)", "tpot", "TPOT, ms"),
+        ("ttft", "time to first token (median and range)", "ttft", "TTFT, ms"),
         ("throughput", "output tokens a second, all sequences", "tokens_per_second_total", "tok/s"),
     ):
         figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
         for prompt, batch in sorted({(cell["prompt_length"], cell["batch_size"]) for cell in cells}):
             line = [c for c in cells if (c["prompt_length"], c["batch_size"]) == (prompt, batch)]
             x = [c["output_length"] for c in line]
-            values = [c["summary"][key] for c in line]
-            middle = [v["p50"] * 1e3 if isinstance(v, dict) else v for v in values]
+            if key in SERIES:
+                times = [[1e3 * value for value in series(c["runs"])[key]] for c in line]
+                middle = [percentile(values, 50) for values in times]
+                axes.fill_between(x, [min(values) for values in times], [max(values) for values in times], alpha=0.2)
+            else:
+                middle = [c["summary"][key] for c in line]
             axes.plot(x, middle, "o-", label=f"prompt {prompt}, batch {batch}")
-            if isinstance(values[0], dict):
-                axes.fill_between(x, middle, [v["p90"] * 1e3 for v in values], alpha=0.2)
         axes.set_xscale("log", base=2)
         ticks = sorted({cell["output_length"] for cell in cells})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -34,20 +34,25 @@ def end_to_end(run: dict[str, Any]) -> float:
     return run["ttft"] + math.fsum(run["itl"])
 
 
+def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Seconds by name: ttft, tpot and e2e of each run, and itl, all gaps of all runs."""
+    return {
+        "ttft": [run["ttft"] for run in runs],
+        "tpot": [tpot(run) for run in runs],
+        "itl": [gap for run in runs for gap in run["itl"]],
+        "e2e": [end_to_end(run) for run in runs],
+    }
+
+
 def summarize(runs: list[dict[str, Any]], batch_size: int) -> dict[str, Any]:
     """Percentiles over runs (ITL: over all gaps of all runs) and tokens a second from medians.
 
     `tokens_per_second_sequence` is 1 / TPOT, `tokens_per_second_total` all tokens of the batch, the first included,
     over end-to-end time.
     """
-    series = {
-        "ttft": [run["ttft"] for run in runs],
-        "tpot": [tpot(run) for run in runs],
-        "itl": [gap for run in runs for gap in run["itl"]],
-        "e2e": [end_to_end(run) for run in runs],
-    }
     summary: dict[str, Any] = {
-        name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES} for name, values in series.items()
+        name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+        for name, values in series(runs).items()
     }
     tokens = len(runs[0]["itl"]) + 1
     summary["tokens_per_second_sequence"] = 1 / summary["tpot"]["p50"]

@@ -14,6 +14,7 @@ from kimi_k2.cli.chat import chat
 from kimi_k2.cli.compile import compile_model
 from kimi_k2.cli.convert import convert
 from kimi_k2.cli.demo import demo
+from kimi_k2.cli.doctor import doctor
 from kimi_k2.cli.errors import errors_handled
 from kimi_k2.cli.generate import generate
 from kimi_k2.cli.inspect import inspect
@@ -34,6 +35,7 @@ app = typer.Typer(
 RUN, CHECKPOINTS, DEPLOY, MEASURE = "Run a model", "Checkpoints", "Deploy", "Measure and prove"
 
 app.command(rich_help_panel=RUN)(demo)
+app.command(rich_help_panel=RUN)(doctor)
 app.command(rich_help_panel=RUN)(chat)
 app.command(rich_help_panel=RUN)(generate)
 app.command("make-checkpoint", rich_help_panel=CHECKPOINTS)(make_checkpoint)

@@ -1,0 +1,189 @@
+"""`kimi-k2 doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Status = Literal["ok", "missing", "note"]
+MARKS: dict[Status, str] = {
+    "ok": "[green]ok[/green]",
+    "missing": "[yellow]missing[/yellow]",
+    "note": "[cyan]note[/cyan]",
+}
+EXTRAS = ("", "parity", "test")
+LIBRARIES = ("torch", "transformers", "triton", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line: what was looked at, what was found, and what would be right if that is not."""
+
+    name: str
+    status: Status
+    found: str
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the package, and what of its needs is missing here."""
+
+    name: str
+    missing: list[str]
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what this machine has, what is missing, and which parts of the package run here; always exits 0."""
+    findings = [*_python(), *_libraries(), *_cuda(), *_neuron(), *_room()]
+    parts = _parts({finding.name for finding in findings if finding.status == "missing"})
+    if as_json:
+        report = {"findings": [asdict(one) for one in findings], "parts": [asdict(one) for one in parts]}
+        typer.echo(json.dumps(report, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    width = max(len(name) for name in (*(one.name for one in findings), *(one.name for one in parts))) + 2
+    for finding in findings:
+        # Padded by hand: the marks' markup has no width.
+        mark = MARKS[finding.status] + " " * (8 - len(finding.status))
+        expected = f" ({finding.expected})" if finding.expected else ""
+        console.print(f"{finding.name:{width}}{mark}{finding.found}{expected}")
+    console.print("\n[bold]What runs here[/bold]")
+    for part in parts:
+        missing = f"[yellow]needs[/yellow] {', '.join(part.missing)}" if part.missing else "[green]yes[/green]"
+        console.print(f"{part.name:{width}}{missing}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Iterator[Finding]:
+    needed = importlib.metadata.metadata("kimi-k2")["Requires-Python"]
+    enough = sys.version_info >= tuple(int(part) for part in re.findall(r"\d+", needed))
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("Python", "ok" if enough else "missing", version, "" if enough else f"expected {needed}")
+
+
+def _libraries() -> Iterator[Finding]:
+    """Our dependencies' versions beside those that pyproject.toml asks for; of the small ones only what is wrong."""
+    from packaging.requirements import Requirement
+
+    needed: dict[str, Requirement] = {}
+    for text in importlib.metadata.requires("kimi-k2") or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if requirement.specifier and (marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)):
+            needed.setdefault(requirement.name, requirement)
+    for name, requirement in needed.items():
+        version = _version(name)
+        if version is None:
+            optional = requirement.marker is not None
+            if name in LIBRARIES or not optional:
+                yield Finding(name, "missing", "not installed", f"works with {requirement.specifier}")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield Finding(name, "missing", version, f"works with {requirement.specifier}")
+        elif name in LIBRARIES:
+            yield Finding(name, "ok", version)
+
+
+def _cuda() -> Iterator[Finding]:
+    from kimi_k2.kernels.common.build import find_nvcc
+
+    if importlib.util.find_spec("torch") is None:
+        return
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of CUDA that is not there
+        yield Finding("torch", "missing", f"cannot be imported: {error}")
+        return
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        hopper = (major, minor) == (9, 0)
+        yield Finding("CUDA GPU", "ok" if hopper else "note", gpus, "" if hopper else "our kernels are for Hopper")
+    else:
+        build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        yield Finding("CUDA GPU", "missing", f"none; {build}")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        yield Finding("nvcc", "missing", "not on PATH or under CUDA_HOME", "Triton kernels run without it")
+        return
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release ([\d.]+)", done.stdout)
+    yield Finding("nvcc", "ok", f"{release[1] if release else 'unknown'} at {nvcc}")
+
+
+def _neuron() -> Iterator[Finding]:
+    from kimi_k2.neuron.compile import CHECKED_RELEASES
+
+    cores = sorted(Path("/dev").glob("neuron[0-9]*"))
+    yield Finding("Neuron devices", "ok" if cores else "missing", f"{len(cores)}" if cores else "none")
+    compiler = shutil.which("neuronx-cc")
+    yield Finding("neuronx-cc", "ok" if compiler else "missing", compiler or "not on PATH")
+    for package in ("torch-neuronx", "torch-xla"):
+        version = _version(package)
+        yield Finding(package, "ok" if version else "missing", version or "not installed")
+    for package, releases in CHECKED_RELEASES.items():
+        version = _version(package)
+        expected = f"works with {' and '.join(releases)}"
+        importable = importlib.util.find_spec(package.replace("-", "_")) is not None
+        if version is None:
+            found = "importable, version unknown" if importable else "not installed"
+            yield Finding(package, "note" if importable else "missing", found, expected)
+        else:
+            checked = version.startswith(releases)
+            yield Finding(package, "ok" if checked else "note", version, "" if checked else expected)
+
+
+def _room() -> Iterator[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / 1e9:.0f} GB free of {memory.total / 1e9:.0f}, {os.cpu_count()} CPU cores"
+    yield Finding("memory", "ok" if memory.available > 4e9 else "note", found, "`convert` takes about 1 to 4 GB")
+    disk = shutil.disk_usage(".")
+    found = f"{disk.free / 1e9:.0f} GB free in {Path.cwd()}"
+    enough = "a published checkpoint takes 595 to 1030 GB, its conversion as much"
+    yield Finding("disk", "ok" if disk.free > 2.1e12 else "note", found, enough)
+    yield Finding("Hugging Face cache", *_cached())
+
+
+def _cached() -> tuple[Status, str]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    names = [path.name.removeprefix("models--").replace("--", "/") for path in Path(HF_HUB_CACHE).glob("models--*")]
+    kimi = sorted(name for name in names if "kimi" in name.lower())
+    return ("ok", ", ".join(kimi)) if kimi else ("note", f"no Kimi checkpoint in {HF_HUB_CACHE}")
+
+
+def _parts(missing: set[str]) -> list[Part]:
+    base = ["Python", "torch"]
+    neuron = ["torch-xla", "neuronx-distributed", "neuronx-distributed-inference"]
+    needs = {
+        "generate, chat, convert, plan (CPU)": base,
+        "demo, parity with transformers": [*base, "transformers"],
+        "fast decode on a GPU": [*base, "CUDA GPU", "triton", "nvcc"],
+        "compile --hlo-only": [*base, *neuron],
+        "compile for Trainium": [*base, *neuron, "torch-neuronx", "neuronx-cc"],
+        "run on Trainium": [*base, *neuron, "torch-neuronx", "Neuron devices"],
+    }
+    return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]

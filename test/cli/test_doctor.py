@@ -1,0 +1,38 @@
+"""`doctor`: what it finds is what importlib.metadata and the machine say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+
+
+def test_json_names_versions_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    found = {one["name"]: one for one in report["findings"]}
+    assert found["torch"]["found"] == importlib.metadata.version("torch")
+    assert found["nvcc"]["status"] == found["neuronx-cc"]["status"] == "missing"
+    assert str(round(shutil.disk_usage(".").free / 1e9))[:1] in found["disk"]["found"]
+    parts = {one["name"]: one["missing"] for one in report["parts"]}
+    assert parts["generate, chat, convert, plan (CPU)"] == []
+    assert "nvcc" in parts["fast decode on a GPU"]
+    assert "neuronx-cc" in parts["compile for Trainium"]
+
+
+def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.1" if name == "torch" else real(name))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    line = next(line for line in result.stdout.splitlines() if line.startswith("torch "))
+    assert "missing" in line
+    assert "1.13.1 (works with >=2" in line
