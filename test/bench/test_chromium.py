@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def open_page(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """The page's DOM after loading, and what it wrote to the console; every host name fails to resolve."""
     command = [
-        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--dump-dom",
+        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--enable-logging=stderr", "--dump-dom",
         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", *flags, page.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
