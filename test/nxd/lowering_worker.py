@@ -20,8 +20,10 @@ from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
-from kimi_k2.plan.deployment import Deployment  # noqa: E402
+from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
 from kimi_k2.plan.hlo import count  # noqa: E402
+from kimi_k2.plan.liveness import peak_live_bytes  # noqa: E402
+from kimi_k2.plan.scratch import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
 
@@ -44,7 +46,11 @@ def main() -> None:
     planned = (
         decode_counts(config, target, sharding, graph.bucket) if decode else prefill_counts(config, target, sharding)
     )
-    facts = {**summary(counts), "kinds": kinds, "planned": summary(planned)}
+    live = dict(zip((*STAGES,), live_bytes(config, target), strict=True))[stage]
+    facts = {
+        **summary(counts), "kinds": kinds, "planned": summary(planned),
+        "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
+    }  # fmt: skip
     print("COUNTS " + json.dumps(facts))
 
 

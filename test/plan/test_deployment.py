@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, TOKEN_GENERATION, Deployment, preset_names
 from kimi_k2.plan.memory import memory_plan
+from kimi_k2.plan.presets import LEADING, preset_rows
 from kimi_k2.plan.target import load_target
 
 GPU = """
@@ -42,6 +46,39 @@ def test_presets_of_both_kinds_are_found() -> None:
 def test_every_preset_has_a_plan(name: str) -> None:
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     assert memory_plan(config, load_target(name, config)).resident > 0
+
+
+def test_trainium_presets_fit_or_say_why_not() -> None:
+    rows = preset_rows(KimiK2Config.from_preset("kimi-k2-instruct-0905"))
+    assert rows[0].name == LEADING
+    assert {row.name for row in rows} == set(preset_names())
+    trainium = [row for row in rows if row.name.startswith("trn2")]
+    assert [row.name for row in trainium if not row.fits] == ["trn2-tp64-ep1-128k"]
+    assert {row.context for row in trainium} >= {1024, 4096, 32768, 131072}
+    assert {row.batch for row in trainium if row.fits} >= {1, 8, 32}
+    for row in rows:
+        assert row.fits == (row.why_not == ""), row.name
+        assert "\n" not in row.why_not
+        if row.fits:
+            assert row.resident + (row.scratch or 0) <= row.usable
+            assert 0 < row.tpot < row.ttft
+
+
+def test_a_model_that_does_not_divide_is_a_row_that_says_so() -> None:
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_attention_heads=32, num_key_value_heads=32)
+    (row,) = [row for row in preset_rows(config) if row.name == LEADING]
+    assert not row.fits
+    assert "does not divide among 64 ranks" in row.why_not
+
+
+def test_the_table_is_one_command() -> None:
+    printed = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--all-presets"])
+    assert printed.exit_code == 0, printed.output
+    for name in preset_names():
+        assert name in printed.output
+    assert "trn2-tp64-ep1-128k: does not fit" in printed.output
+    as_json = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--all-presets", "--json"])
+    assert {row["name"] for row in json.loads(as_json.output)} == set(preset_names())
 
 
 def test_a_preset_is_one_file(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from kimi_k2.plan.advice import advice, longest_context, longest_context_with_sc
 from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.cost import decode_counts
 from kimi_k2.plan.host import read_index
-from kimi_k2.plan.memory import memory_plan, reported_scratch
+from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.scratch import reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -135,7 +136,7 @@ def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:
     for context, enough in ((beside, True), (beside + 1, False)):
         one = memory_plan(config, replace(target, context=context))
         assert one.scratch is not None
-        assert (one.scratch.nbytes <= one.room) is enough
+        assert (one.scratch.reported.nbytes <= one.room) is enough
     length = longest_context(config, target, memory_plan(config, target))
     assert memory_plan(config, replace(target, context=length)).fits
     assert not memory_plan(config, replace(target, context=length + 1)).fits

@@ -11,7 +11,7 @@ import typer
 
 def plan(
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
-    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp32-ep2",
+    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp64-ep1",
     context: Annotated[int | None, typer.Option(help="Cache slots a sequence; the preset's by default.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences; the preset's by default.")] = None,
     prompt: Annotated[int | None, typer.Option(help="Tokens of the modelled prefill.")] = None,
@@ -23,6 +23,9 @@ def plan(
     ] = False,
     hlo: Annotated[Path | None, typer.Option(help="Compare with graphs that `compile --hlo-only` wrote here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
+    all_presets: Annotated[
+        bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
@@ -36,10 +39,18 @@ def plan(
     from kimi_k2.config import KimiK2Config
     from kimi_k2.plan.against_hlo import against_hlo
     from kimi_k2.plan.host import read_index
+    from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
     from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_published, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
     config = KimiK2Config.load(model)
+    if all_presets:
+        rows = preset_rows(config)
+        if as_json:
+            typer.echo(json.dumps(rows_as_json(rows), indent=1))
+        else:
+            print_presets(rows, Console(width=max(Console().width, WIDTH)))
+        return
     target = load_target(preset, config).with_lengths(context, batch, prompt)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)

@@ -15,6 +15,7 @@ from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import add_project
+from kimi_k2.ops.mla_decode import sequence_lengths
 from kimi_k2.ops.registry import PLAIN
 from kimi_k2.ops.weights import Weight
 
@@ -99,7 +100,7 @@ class DecodeStep:
         """The step on `tokens` and `positions`, launch by launch."""
         x, delta = self.model.model.embed_tokens(self.tokens), None
         cos, sin = self.model.model.rotary(self.positions, x.dtype)
-        place = Place(self.positions, (self.positions + 1).to(torch.int32), cos, sin)
+        place = Place(self.positions, sequence_lengths(self.positions), cos, sin)
         for index, layer in enumerate(self.layers):
             x, delta = layer(x, delta, place, self.cache.data[index])
         assert delta is not None

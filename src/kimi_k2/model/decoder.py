@@ -13,6 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
@@ -53,8 +54,7 @@ class KimiK2Model(nn.Module):
 
     def __init__(self, config: KimiK2Config, *, dtype: torch.dtype, keep_quantized: bool, form: str) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens = Embedding(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype=dtype, keep_quantized=keep_quantized, form=form)
             for layer in range(config.num_hidden_layers)

@@ -20,6 +20,7 @@ from kimi_k2.plan.advice import advice
 from kimi_k2.plan.against_hlo import MANIFEST
 from kimi_k2.plan.deployment import STAGES, Deployment
 from kimi_k2.plan.hlo import GraphCounts, count
+from kimi_k2.plan.liveness import peak_live_bytes
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, make_target
@@ -39,8 +40,9 @@ class CompileError(KimiK2Error):
 def plan_lines(plan: MemoryPlan) -> list[str]:
     """The memory plan as a table; `kimi-k2 plan` prints more."""
     rows = [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in plan.parts.items()]
-    usable = plan.memory.usable / GIB
-    return [*rows, f"  {'resident':<24}{plan.resident / GIB:8.2f} GiB of {usable:.2f} usable: {plan.verdict}"]
+    if plan.scratch is not None:
+        rows.append(f"  {'scratch (modelled)':<24}{plan.scratch.nbytes / GIB:8.2f} GiB")
+    return [*rows, plan.verdict, *([plan.caution] if plan.caution else [])]
 
 
 def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
@@ -54,8 +56,8 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     if not plan.fits:
         name, size = plan.largest
         raise CompileError(
-            f"{preset.name} needs {plan.resident / GIB:.1f} GiB a core, {plan.memory.usable / GIB:.1f} GiB are usable"
-            f" (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
+            f"{preset.name} needs {plan.needed / GIB:.1f} GiB a core with scratch, {plan.memory.usable / GIB:.1f} GiB"
+            f" are usable (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
             f" {' or with '.join(advice(config, target, plan))}"
         )
     return plan
@@ -114,8 +116,10 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
         graph = lowering.lower(app, stage, bucket)
         _write(out / name, graph.hlo)
         counts = count(graph.hlo, graph.parameters)
-        manifest.add(name, {"stage": stage, "bucket": bucket, **summary(counts)})
-        say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {counts.bytes_read() / 1e9:.2f} GB read")
+        live = peak_live_bytes(graph.hlo).nbytes
+        manifest.add(name, {"stage": stage, "bucket": bucket, "peak_live_bytes": live, **summary(counts)})
+        seconds, moved = time.monotonic() - start, counts.memory_bytes / 1e9
+        say(f"[{number}/{len(jobs)}] {name}: {seconds:.0f} s, {moved:.2f} GB through memory")
 
 
 def without_nki(preset: Deployment) -> dict[str, Any]:
@@ -153,6 +157,7 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
     return {
         "weight_bytes_held": counts.bytes_held(),
         "weight_bytes_read": counts.bytes_read(),
+        "bytes_moved": sum(counts.moved.values()),
         "routed_expert_bytes_read": counts.bytes_read(r"\.mlp_op\."),
         "flops": counts.flops,
         "collectives": [

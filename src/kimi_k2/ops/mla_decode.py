@@ -17,6 +17,12 @@ from kimi_k2.ops.weights import Weight
 
 
 @operation
+def sequence_lengths(positions: Tensor) -> Tensor:
+    """int32 [B], slots in use once the token at `positions` int64 [B] is stored."""
+    return (positions + 1).to(torch.int32)
+
+
+@operation
 def absorb_and_store(
     q: Tensor,
     kv_a: Tensor,

@@ -10,32 +10,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.ops.embedding import embedding
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Embedding):
     """Rows `first .. first + n - 1` of the embedding; zeros for other ranks' tokens, summed over ranks."""
 
     def __init__(self, weight: Tensor, first: int, reduce: AllReduce) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        super().__init__(weight)
         self.first, self.reduce = first, reduce
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [B, S] to [B, S, H]."""
-        local = input_ids - self.first
-        here = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(torch.where(here, local, 0), self.weight)
-        return self.reduce(rows * here.unsqueeze(-1))
+        return self.reduce(embedding(input_ids, self.weight, self.first))
 
 
 def parallelize(
@@ -77,8 +74,7 @@ def parallelize(
         if isinstance(layer.mlp, MoE):
             _cut_experts(layer.mlp.experts, layout, rank)
     rows = model.model.embed_tokens.weight
-    embedding = VocabParallelEmbedding(rows, rank * rows.shape[0], reduce)
-    model.model.embed_tokens = embedding  # type: ignore[assignment]
+    model.model.embed_tokens = VocabParallelEmbedding(rows, rank * rows.shape[0], reduce)
     if reduce.active:
         model.register_forward_hook(lambda module, arguments, logits: gather_last(logits, group))
     return model

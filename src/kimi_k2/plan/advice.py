@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan, reported_scratch
+from kimi_k2.plan.instance import INSTANCES
+from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan
+from kimi_k2.plan.scratch import make_scratch, reported_scratch
 from kimi_k2.plan.target import GIB, Target
 
-MAX_RANKS = {"neuron": 64, "cuda": 8}
+MAX_RANKS = {one.target: one.ranks for one in INSTANCES.values()}
 
 
 def longest_context(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
-    """Cache slots a sequence that fit beside the weights, before scratch; at most max_position_embeddings."""
-    one = cache_bytes(config, target, 1)
-    return max(min((plan.room + plan.parts["KV cache"]) // one, config.max_position_embeddings), 0)
+    """Cache slots a sequence with which the plan fits, scratch included; at most max_position_embeddings."""
+
+    def fits(context: int) -> bool:
+        other = replace(target, context=context, prompt=min(target.prompt, context))
+        return _with_cache(config, other, plan) <= plan.memory.usable
+
+    return _last(fits, config.max_position_embeddings)
 
 
 def longest_context_with_scratch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int | None:
     """The same with scratch as it was reported for the published port; None where nothing was reported."""
     if plan.scratch is None:
         return None
-    low, high = 0, longest_context(config, target, plan)
     fixed = plan.resident - plan.parts["KV cache"]
+
+    def fits(context: int) -> bool:
+        return fixed + cache_bytes(config, target, context) + reported_scratch(context).nbytes <= plan.memory.usable
+
+    return _last(fits, longest_context(config, target, plan))
+
+
+def _with_cache(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
+    """Bytes needed by `plan` with the cache and scratch of another batch or context."""
+    scratch = make_scratch(config, target).nbytes if target.is_neuron else 0
+    return plan.resident - plan.parts["KV cache"] + cache_bytes(config, target) + scratch
+
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if all smaller ones do; 0 if none does."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        needed = fixed + cache_bytes(config, target, middle) + reported_scratch(middle).nbytes
-        low, high = (middle, high) if needed <= plan.memory.usable else (low, middle - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 
@@ -50,7 +70,7 @@ def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
         except ConfigError:
             continue
         if changed.fits:
-            found.append(f"{words} ({changed.resident / GIB:.1f} of {changed.memory.usable / GIB:.1f} GiB)")
+            found.append(f"{words} ({changed.needed / GIB:.1f} of {changed.memory.usable / GIB:.1f} GiB)")
     if not found:
         whole = plan.memory.usable * MAX_RANKS[target.layout.target]
         found.append(
@@ -61,9 +81,8 @@ def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
 
 
 def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
-    """Sequences of the target's context that fit beside the weights."""
-    each = cache_bytes(config, replace(target, batch=1))
-    return max((plan.room + plan.parts["KV cache"]) // each, 0)
+    """Sequences of the target's context with which the plan fits."""
+    return _last(lambda batch: _with_cache(config, replace(target, batch=batch), plan) <= plan.memory.usable, 4096)
 
 
 def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:

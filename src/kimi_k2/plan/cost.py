@@ -35,20 +35,27 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
 
 def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> GraphCounts:
     """One prompt of `target.prompt` tokens for each sequence."""
-    tokens = target.batch * target.prompt
-    counts = _weights(config, target, plan, tokens, _expert_share(config, target, tokens))
+    sequences = target.prefill_sequences
+    tokens = sequences * target.prompt
+    blocks = expert_blocks(config, target, tokens)
+    share = blocks / _local(config, target) if blocks else _expert_share(config, target, tokens)
+    counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
-    # NxDI's prefill graph takes the old cache in and rewrites it whole.
-    counts.read["cache"] = cache_bytes(config, target) if target.is_neuron else 0
-    counts.flops = _linear_flops(plan, tokens, logits=target.batch)
+    # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
+    rewritten = target.is_neuron and target.prompt < target.context
+    counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
+    counts.flops = _linear_flops(plan, tokens, logits=sequences)
     counts.flops += _expert_flops(config, target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
     counts.flops += _attention_flops(config, target, tokens, target.prompt)
-    counts.collectives = _collectives(config, target, tokens, target.batch)
-    if target.is_neuron and target.block_size:
-        blocks = _blocks(config, target, tokens)
-        one = Collective("all-reduce", target.layout.moe_tp, blocks * target.block_size * 8)
+    counts.collectives = _collectives(config, target, tokens, sequences)
+    if blocks:
+        slots = blocks * (target.block_size or 0)
+        one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
         counts.collectives[one] = _moe_layers(config)
+        # Each block gathers its tokens, and adds its outputs in float32 to theirs: updates read, rows read and written.
+        rows = _moe_layers(config) * slots * config.hidden_size
+        counts.moved = {"gather": rows * BF16, "scatter": 3 * rows * 4}
     return counts
 
 
@@ -105,11 +112,18 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
     return total
 
 
-def _blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
-    """Blocks of NxD's blockwise prefill: full ones, and one that may be part empty for every local expert."""
-    assert target.block_size
+def expert_blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
+    """Blocks of NxD's blockwise prefill: full ones, and one that may be part empty for every local expert.
+
+    0 where another path computes the experts: on a GPU, and for prompts too short to fill a block.
+    """
+    pairs = tokens * config.num_experts_per_tok
+    if not target.is_neuron or not target.block_size or pairs < target.block_size:
+        return 0
+    if _expert_share(config, target, tokens) < 1:
+        return 0
     spare = _local(config, target) - 1
-    return max(-(-(tokens * config.num_experts_per_tok - spare) // target.block_size), 0) + spare
+    return max(-(-(pairs - spare) // target.block_size), 0) + spare
 
 
 def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: bool) -> int:
@@ -118,10 +132,10 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = pairs // target.layout.moe_ep
     elif _expert_share(config, target, tokens) < 1:
         rows = pairs  # one slot each, whether the expert is on this rank or not
-    elif decode or not target.block_size or pairs < target.block_size:
-        rows = tokens * local
+    elif not decode and (blocks := expert_blocks(config, target, tokens)):
+        rows = blocks * (target.block_size or 0)
     else:
-        rows = _blocks(config, target, tokens) * target.block_size
+        rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     return _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
 

@@ -59,6 +59,8 @@ class NeuronOptions(_Part):
 
     Attributes:
         logical_nc_config: physical cores that act as one.
+        is_continuous_batching: sequences join and leave the batch one by one.
+        ctx_batch_size: sequences a prefill; batch_size if None.
         save_sharded_checkpoint: load the files that `kimi-k2 convert` wrote; else every load shards 1 TB again.
         context_encoding_buckets: prompt lengths, in tokens, that have a prefill graph.
         token_generation_buckets: cache lengths, in tokens, that have a decode graph.
@@ -66,6 +68,8 @@ class NeuronOptions(_Part):
     """
 
     logical_nc_config: PositiveInt = 2
+    is_continuous_batching: bool = False
+    ctx_batch_size: PositiveInt | None = None
     save_sharded_checkpoint: bool = True
     enable_bucketing: bool = True
     context_encoding_buckets: tuple[PositiveInt, ...] | None = None

@@ -1,7 +1,9 @@
 """Counts in HLO text: bytes read from parameters, floating-point operations, collectives.
 
-A graph is taken as it stands before the compiler: every parameter is read once in full unless all its uses are gathers
-or dynamic slices, of which only the result's bytes are read; dots count 2 * M * N * K; elementwise work is not counted.
+A graph is taken as it stands before the compiler. A parameter is read once in full if any use needs all of it; gathers
+and slices read their result's bytes, each time, however often that is more than the parameter holds. Gathers and
+scatters of intermediate arrays move their rows through memory and are counted apart. Dots count 2 * M * N * K.
+Elementwise work is not counted: it is taken to be fused with what produces or consumes it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-a
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(")
+_TO_APPLY = re.compile(r"to_apply=%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _GROUPS = re.compile(r"replica_groups=\{(\{[^}]*\})")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
@@ -82,12 +86,14 @@ class GraphCounts:
     Attributes:
         read: bytes read by parameter name.
         held: bytes of the parameters, by name.
-        flops: of dots and convolutions.
+        moved: bytes that gathers and scatters of intermediate arrays read and write, by operation.
+        flops: of dots.
         collectives: how often each occurs.
     """
 
     read: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     collectives: dict[Collective, int] = field(default_factory=dict)
 
@@ -98,6 +104,11 @@ class GraphCounts:
     def bytes_held(self, pattern: str = "") -> int:
         """Bytes of parameters whose name matches."""
         return sum(count for name, count in self.held.items() if re.search(pattern, name))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that pass through memory: of parameters and of intermediate arrays."""
+        return self.bytes_read() + sum(self.moved.values())
 
     @property
     def collective_bytes(self) -> int:
@@ -136,6 +147,17 @@ def entry_instructions(text: str) -> Iterator[Instruction]:
         yield Instruction(match["name"], match["op"], parse_shapes(match["type"]), operands, attributes)
 
 
+def reducers(text: str) -> dict[str, str]:
+    """Opcode of the root of every computation, by its name: what `to_apply` does."""
+    found, current = {}, ""
+    for line in text.splitlines():
+        if line.endswith("{") and (match := _COMPUTATION.match(line)):
+            current = match["name"]
+        elif line.lstrip().startswith("ROOT") and (root := _INSTRUCTION.match(line)):
+            found[current] = root["op"]
+    return found
+
+
 def _split_operands(rest: str) -> tuple[str, str]:
     depth = 1
     for position, character in enumerate(rest):
@@ -160,16 +182,19 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     for one in instructions.values():
         for operand in one.operands:
             consumers[operand].append(one)
+    combined = reducers(text)
     counts = GraphCounts()
     for one in instructions.values():
         if one.op == "parameter":
             number = int(one.operands[0])
             name = (parameters or {}).get(number, f"p{number}")
-            size = sum(shape.nbytes for shape in one.shapes)
-            counts.held[name] = size
-            counts.read[name] = min(size, _read(one, consumers, size, DTYPE_BYTES[one.shapes[0].dtype]))
+            counts.held[name] = sum(shape.nbytes for shape in one.shapes)
+            whole, rows = _read(one, consumers, DTYPE_BYTES[one.shapes[0].dtype])
+            counts.read[name] = rows + (counts.held[name] if whole else 0)
         elif one.op == "dot":
             counts.flops += _dot_flops(one, instructions)
+        elif one.op == "scatter" or (one.op == "gather" and not _of_parameter(one, instructions)):
+            counts.moved[one.op] = counts.moved.get(one.op, 0) + _moved(one, instructions, combined)
         elif one.op in COLLECTIVES:
             # A tuple may carry a scalar token behind the payload.
             payload = max((shape.nbytes for shape in one.shapes), default=0)
@@ -178,25 +203,37 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     return counts
 
 
-def _read(one: Instruction, consumers: Mapping[str, list[Instruction]], full: int, item: int) -> int:
-    total = 0
+def _read(one: Instruction, consumers: Mapping[str, list[Instruction]], item: int) -> tuple[bool, int]:
+    """Whether some use needs all of a parameter, and the bytes that gathers and slices of it read."""
+    whole, rows = False, 0
     for consumer in consumers[one.name]:
-        if consumer.op in ("gather", "dynamic-slice"):
-            if consumer.operands[0] == one.name:
-                total += prod(consumer.shapes[0].dims) * item
-            else:
-                total += full  # it is the index
+        if consumer.op in ("gather", "dynamic-slice", "slice") and consumer.operands[0] == one.name:
+            rows += prod(consumer.shapes[0].dims) * item
         elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == one.name:
             continue  # written in place through the alias
         elif consumer.op in TRANSPARENT:
-            total += _read(consumer, consumers, full, item)
-        elif consumer.op == "slice":
-            total += prod(consumer.shapes[0].dims) * item
-        elif consumer.op == "tuple":
-            continue
-        else:
-            return full
-    return total
+            inner, more = _read(consumer, consumers, item)
+            whole, rows = whole or inner, rows + more
+        elif consumer.op != "tuple":
+            whole = True
+    return whole, rows
+
+
+def _of_parameter(one: Instruction, instructions: Mapping[str, Instruction]) -> bool:
+    """Whether the array that is gathered from is a parameter; then the rows are among what is read of it."""
+    source = instructions.get(one.operands[0])
+    while source is not None and source.op in TRANSPARENT:
+        source = instructions.get(source.operands[0])
+    return source is not None and source.op == "parameter"
+
+
+def _moved(one: Instruction, instructions: Mapping[str, Instruction], combined: Mapping[str, str]) -> int:
+    """Bytes of a gather's rows, or of a scatter's: updates read, rows written, and read first if they are added to."""
+    if one.op == "gather":
+        return one.shapes[0].nbytes
+    updates = instructions[one.operands[2]].shapes[0].nbytes
+    match = _TO_APPLY.search(one.attributes)
+    return updates * (3 if match and combined.get(match[1]) == "add" else 2)
 
 
 def _dot_flops(one: Instruction, instructions: Mapping[str, Instruction]) -> int:

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from math import prod
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.scratch import BF16, Scratch, make_scratch
 from kimi_k2.plan.target import GIB, Memory, Target
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
-BF16 = 2
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
 MICROCODE_BYTES = 2 * 96 * 10**6
-# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
-REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
 
 WEIGHTS = (
     "expert weights",
@@ -29,28 +27,13 @@ WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of another implementation, as its source states it; ours is known only after compiling.
-
-    Attributes:
-        nbytes: interpolated at the context.
-        extrapolated: the context lies outside the reported range.
-        source: who reported it.
-    """
-
-    nbytes: int
-    extrapolated: bool
-    source: str
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """One rank's memory.
 
     Attributes:
         parts: bytes by category, weights and cache and what the runtime takes for certain.
         memory: what there is.
-        scratch: a reported figure to compare `room` with, or None; not part of `resident`.
+        scratch: what the graphs need beside (Trainium), or None; not part of `resident`.
     """
 
     parts: dict[str, int]
@@ -73,22 +56,38 @@ class MemoryPlan:
         return self.memory.usable - self.resident
 
     @property
+    def needed(self) -> int:
+        """Bytes held all the time, and scratch."""
+        return self.resident + (self.scratch.nbytes if self.scratch else 0)
+
+    @property
     def fits(self) -> bool:
-        """Whether what is resident fits."""
-        return self.room >= 0
+        """Whether what is needed fits."""
+        return self.needed <= self.memory.usable
 
     @property
     def verdict(self) -> str:
         """One line that says what is known and what is not."""
-        if not self.fits:
-            return f"does not fit: {-self.room / GIB:.2f} GiB too much"
-        left = f"{self.room / GIB:.2f} GiB left for scratch and activations"
         if self.scratch is None:
-            return f"fits: {left}"
-        needed = f"{self.scratch.nbytes / GIB:.1f} GiB"
-        kind = "extrapolated from" if self.scratch.extrapolated else "as reported for"
-        verb = "enough for" if self.scratch.nbytes <= self.room else "less than"
-        return f"fits before scratch: {left}, {verb} the {needed} {kind} the published K2.5 port (ours is not measured)"
+            if not self.fits:
+                return f"does not fit: {-self.room / GIB:.2f} GiB too much"
+            return f"fits: {self.room / GIB:.2f} GiB left for scratch and activations"
+        parts = f"{self.resident / GIB:.1f} GiB resident and {self.scratch.nbytes / GIB:.1f} of scratch (modelled)"
+        if not self.fits:
+            return f"does not fit: {parts}, {(self.needed - self.memory.usable) / GIB:.1f} GiB too much"
+        return f"fits: {parts} of {self.memory.usable / GIB:.1f}"
+
+    @property
+    def caution(self) -> str | None:
+        """What the published port's own scratch would mean for this plan, where that is more than there is."""
+        reported = self.scratch.reported if self.scratch else None
+        if reported is None or not self.fits or reported.nbytes <= self.room:
+            return None
+        how = "extrapolated to" if reported.extrapolated else "reported at"
+        return (
+            f"scratch as of the published K2.5 port, {how} this context, is {reported.nbytes / GIB:.1f} GiB and would"
+            f" not fit in the {self.room / GIB:.1f} left; ours is modelled, not measured"
+        )
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -126,7 +125,7 @@ def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None
 
 
 def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:
-    """One rank's memory; tensors are counted exactly, activations are left to `room`.
+    """One rank's memory; tensors are counted exactly, scratch is modelled on Trainium and left to `room` on a GPU.
 
     Args:
         plan: of `make_plan(config, target.layout)`, if it is at hand.
@@ -141,7 +140,7 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     if target.is_neuron:
         parts["runtime micro-code"] = MICROCODE_BYTES
     used = {name: size for name, size in parts.items() if size}
-    return MemoryPlan(used, target.memory, reported_scratch(target.context) if target.is_neuron else None)
+    return MemoryPlan(used, target.memory, make_scratch(config, target) if target.is_neuron else None)
 
 
 def weight_parts(plan: ShardingPlan) -> dict[str, int]:
@@ -168,16 +167,3 @@ def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int
         elements = moe * config.n_routed_experts * config.hidden_size
         terms["router in float32"] = elements * (arrangement.router_bytes - BF16)
     return terms
-
-
-def reported_scratch(context: int) -> Scratch:
-    """Piecewise linear through the reported points, and beyond the last along its last section."""
-    points = REPORTED_SCRATCH_GIB
-    upper = next((i for i, (length, _) in enumerate(points) if i and context <= length), len(points) - 1)
-    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
-    size = max(y0 + (y1 - y0) * (context - x0) / (x1 - x0), 0.0)
-    return Scratch(
-        nbytes=int(size * GIB),
-        extrapolated=not points[0][0] <= context <= points[-1][0],
-        source="README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens",
-    )

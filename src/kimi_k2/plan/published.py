@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.memory import MICROCODE_BYTES, MemoryPlan, memory_plan, reported_scratch
+from kimi_k2.plan.memory import MICROCODE_BYTES, MemoryPlan, memory_plan
+from kimi_k2.plan.scratch import reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, load_target
 
 

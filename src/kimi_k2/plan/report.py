@@ -54,9 +54,11 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "source": memory.memory.source,
             "fits": memory.fits,
             "room": memory.room,
+            "needed": memory.needed,
             "verdict": memory.verdict,
-            "reported_scratch": asdict(memory.scratch) if memory.scratch else None,
-            "longest_context_before_scratch": longest_context(config, target, memory),
+            "caution": memory.caution,
+            "scratch": asdict(memory.scratch) if memory.scratch else None,
+            "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
         "host": host_plan(config, target),
@@ -81,6 +83,7 @@ def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
     return {
         "bytes_read": counts.bytes_read(),
         "bytes_read_by_part": {name: size for name, size in reads.items() if size},
+        "bytes_moved": sum(counts.moved.values()),
         "flops": counts.flops,
         "collectives": [
             {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
@@ -107,17 +110,32 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_section()
     percent = f"{100 * total / memory['usable']:.1f}"
     table.add_row("resident", f"{total / 1e9:.3f}", f"{total / GIB:.3f}", percent, style="bold")
+    for name, size in _scratch_rows(memory["scratch"]):
+        table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", f"{100 * size / memory['usable']:.1f}")
     table.add_row("usable", f"{memory['usable'] / 1e9:.3f}", f"{memory['usable'] / GIB:.3f}", "100.0")
     console.print(table)
     console.print(memory["verdict"], style="green" if memory["fits"] else "bold red", highlight=False)
+    if memory["caution"]:
+        console.print(memory["caution"], style="yellow", highlight=False)
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
-    before, beside = (memory[f"longest_context_{name}"] for name in ("before_scratch", "with_reported_scratch"))
+    longest, beside = memory["longest_context"], memory["longest_context_with_reported_scratch"]
     ending = "" if beside is None else f", {beside:,} with scratch as reported for the published port"
-    console.print(f"longest context: {before:,} tokens before scratch{ending}", highlight=False)
+    console.print(f"longest context: {longest:,} tokens{ending}", highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
     _print_steps(report, console)
     _print_host(report, console)
+
+
+def _scratch_rows(scratch: dict[str, Any] | None) -> list[tuple[str, int]]:
+    """Scratch by source; prefill and decode graph share what they need."""
+    if scratch is None:
+        return []
+    return [
+        ("scratch, fixed (reported for the K2.5 port)", scratch["fixed"]),
+        ("scratch, live arrays of prefill (modelled)", scratch["prefill"]),
+        ("scratch, live arrays of decode (modelled)", scratch["decode"]),
+    ]
 
 
 def _print_steps(report: dict[str, Any], console: Console) -> None:
@@ -129,6 +147,7 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
         table.add_row(f"reads {name}", *(_size(one["bytes_read_by_part"].get(name, 0)) for one in steps))
     table.add_section()
     table.add_row("reads in all", *(_size(one["bytes_read"]) for one in steps))
+    table.add_row("gathers and scatters", *(_size(one["bytes_moved"]) for one in steps))
     table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
     table.add_row(
         "collectives",
@@ -220,11 +239,11 @@ def plot(config: KimiK2Config, target: Target, path: Path) -> None:
         heights = [plan.parts[name] / GIB for plan in plans]
         axes.bar(labels, heights, 0.6, bottom=base, label=name, color=colours[number % len(colours)])
         base = [low + height for low, height in zip(base, heights, strict=True)]
-    inside = [(i, p.scratch) for i, p in enumerate(plans) if p.scratch and not p.scratch.extrapolated]
+    inside = [(i, p.scratch) for i, p in enumerate(plans) if p.scratch]
     for position, scratch in inside:
         axes.bar(
             labels[position], scratch.nbytes / GIB, 0.6, bottom=base[position], fill=False, hatch="//",
-            label="scratch, reported for the published K2.5 port" if position == inside[0][0] else None,
+            label="scratch, modelled" if position == inside[0][0] else None,
         )  # fmt: skip
     axes.axhline(plans[0].memory.usable / GIB, color="black", linestyle="--", label="usable")
     axes.set(xlabel="context (tokens a sequence)", ylabel="GiB a rank")

@@ -66,7 +66,7 @@ def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
         moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
         calls += occurrences
     return Roofline(
-        memory=counts.bytes_read() / machine.bytes_per_second,
+        memory=counts.memory_bytes / machine.bytes_per_second,
         compute=counts.flops / machine.flops_per_second,
         communication=moved / machine.link_bytes_per_second + calls * machine.collective_latency,
     )

@@ -59,7 +59,8 @@ class Target:
         machine, memory: of one rank.
         batch: sequences.
         context: cache slots a sequence.
-        prompt: tokens of the prefill that is modelled.
+        prompt: tokens a sequence of the prefill that is modelled.
+        prefill_batch: sequences of it; `batch` if None.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
     """
@@ -73,6 +74,12 @@ class Target:
     prompt: int
     block_size: int | None = None
     arrangement: Arrangement = OURS
+    prefill_batch: int | None = None
+
+    @property
+    def prefill_sequences(self) -> int:
+        """Sequences of one prefill."""
+        return self.batch if self.prefill_batch is None else self.prefill_batch
 
     @property
     def is_neuron(self) -> bool:
@@ -112,6 +119,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         context=deployment.seq_len,
         prompt=deployment.max_context_length,
         block_size=deployment.neuron_config.blockwise_matmul_config.block_size if neuron else None,
+        prefill_batch=deployment.neuron_config.ctx_batch_size,
     )
 
 

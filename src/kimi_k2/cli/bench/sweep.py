@@ -32,7 +32,7 @@ def sweep(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Compute dtype (cpu, cuda).")] = "float32",
     keep_quantized: KeepQuantized = False,
     ranks: Ranks = None,
-    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp32-ep2",
+    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp64-ep1",
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")

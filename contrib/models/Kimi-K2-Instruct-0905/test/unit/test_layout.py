@@ -10,9 +10,9 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
 from kimi_k2.neuron.compiler_args import compiler_args
-from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment
+from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment, preset_names
 
-PRESETS = ("trn2-tp32-ep2", "trn2-tp64-ep1")
+PRESETS = [name for name in preset_names() if name.startswith("trn2") and not name.endswith("-128k")]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,11 @@ def test_routed_experts_are_counted_from_the_published_sizes(config: KimiK2Confi
     """1014.7 billion parameters of routed experts, one byte each, on 64 cores; scales add little."""
     plan = check_fit(config, Deployment.load("trn2-tp32-ep2"))
     assert plan.parts["expert weights"] == pytest.approx(1014.7e9 / 64, rel=2e-3)
+
+
+def test_a_context_that_does_not_fit_is_refused_before_compiling(config: KimiK2Config) -> None:
+    with pytest.raises(CompileError, match=r"needs 28\.\d GiB a core with scratch, 23\.4 GiB.*a context of at most"):
+        check_fit(config, Deployment.load("trn2-tp64-ep1-128k"))
 
 
 def test_bf16_experts_do_not_fit(config: KimiK2Config) -> None:

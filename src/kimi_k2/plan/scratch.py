@@ -1,0 +1,138 @@
+"""Scratch memory of the compiled graphs. Nothing here is measured by us: each part names where it is from.
+
+The rule of `check_fit`: a fixed part, as reported for the published K2.5 port at its shortest cache, and on top the
+arrays that are alive at once in our own graphs, modelled. Growth with the context as reported for that port is shown
+beside it but not taken over: its decode graph is another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.instance import GIB
+from kimi_k2.plan.target import Target
+
+BF16, FLOAT32 = 2, 4
+# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
+REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
+REPORTED_SOURCE = "README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens"
+BLOCKS_AT_ONCE = 32  # of contrib's experts.py: blocks that one operation of the PyTorch prefill takes
+SMALL_ARRAYS = 1.1  # what the formulas leave out; test/nxd holds them to the lowered graphs
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Scratch of another implementation, as its source states it.
+
+    Attributes:
+        nbytes: interpolated at the context.
+        extrapolated: the context lies outside the reported range.
+        source: who reported it.
+    """
+
+    nbytes: int
+    extrapolated: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What a Trainium deployment needs beside its weights and cache.
+
+    Attributes:
+        fixed: reported for another implementation, see the module's text.
+        prefill, decode: arrays alive at once in our graphs, modelled. The runtime shares scratch between graphs.
+        reported: what that other implementation needs at this context.
+    """
+
+    fixed: int
+    prefill: int
+    decode: int
+    reported: Reported
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.fixed + max(self.prefill, self.decode)
+
+
+def make_scratch(config: KimiK2Config, target: Target) -> Scratch:
+    """The scratch of a Trainium target."""
+    fixed = int(REPORTED_SCRATCH_GIB[0][1] * GIB)
+    return Scratch(fixed, *live_bytes(config, target), reported_scratch(target.context))
+
+
+def live_bytes(config: KimiK2Config, target: Target) -> tuple[int, int]:
+    """Bytes of the intermediate arrays that are alive at once in the prefill and in the decode graph, at most.
+
+    Nothing is taken to be fused. Which arrays these are was read from lowered graphs (`plan/liveness.py`).
+    """
+    prefill = max(_attention_prefill(config, target), _experts_prefill(config, target))
+    decode = max(_head(config, target), _attention_decode(config, target), _experts_decode(config, target))
+    return int(SMALL_ARRAYS * prefill), int(SMALL_ARRAYS * decode)
+
+
+def _heads(config: KimiK2Config, target: Target) -> int:
+    return config.num_attention_heads // target.layout.ranks
+
+
+def _stream(config: KimiK2Config, tokens: int) -> int:
+    return tokens * config.hidden_size * BF16
+
+
+def _gate_up(config: KimiK2Config, target: Target, experts: int) -> int:
+    """Elements of `experts` gate and up matrices on one rank."""
+    return experts * config.hidden_size * 2 * config.moe_intermediate_size // target.layout.moe_tp
+
+
+def _attention_prefill(config: KimiK2Config, target: Target) -> int:
+    """Residual and normed hidden states, scores in float32 before and after masking, the mask."""
+    tokens = target.prefill_sequences * target.prompt
+    scores = target.prefill_sequences * _heads(config, target) * target.prompt**2
+    return 2 * _stream(config, tokens) + scores * (2 * FLOAT32 + 1)
+
+
+def _experts_prefill(config: KimiK2Config, target: Target) -> int:
+    """The PyTorch form, BLOCKS_AT_ONCE blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
+    tokens = target.prefill_sequences * target.prompt
+    rows = BLOCKS_AT_ONCE * (target.block_size or 0) * config.hidden_size
+    total = tokens * config.hidden_size * FLOAT32
+    weigh = 2 * rows * FLOAT32  # a block's outputs in float32, before and after their weights
+    add = total + rows * FLOAT32  # the sum before and after a block is added
+    dequantize = 0
+    if target.layout.experts == "blockwise":
+        dequantize = 2 * _gate_up(config, target, BLOCKS_AT_ONCE) * FLOAT32 + rows * BF16
+    return 3 * _stream(config, tokens) + total + max(weigh, add, dequantize)
+
+
+def _head(config: KimiK2Config, target: Target) -> int:
+    """lm_head, transposed."""
+    return config.vocab_size // target.layout.ranks * config.hidden_size * BF16
+
+
+def _attention_decode(config: KimiK2Config, target: Target) -> int:
+    """The cache of one layer, cut into its two parts, and the scores."""
+    slots = target.batch * target.context
+    return slots * (config.cache_dim * BF16 + _heads(config, target) * 2 * FLOAT32)
+
+
+def _experts_decode(config: KimiK2Config, target: Target) -> int:
+    """Gate and up of the experts that the step reads: gathered, and as they are multiplied."""
+    local = config.n_routed_experts // target.layout.moe_ep
+    slots = target.batch * config.num_experts_per_tok
+    elements = _gate_up(config, target, min(slots, local))
+    if target.layout.experts == "blockwise":
+        return 2 * elements * FLOAT32  # dequantized: before and after the scale
+    stored = BF16 if target.layout.experts == "bf16" else 1
+    return elements * ((stored if slots < local else 0) + BF16)
+
+
+def reported_scratch(context: int) -> Reported:
+    """Piecewise linear through the reported points, and beyond the last along its last section."""
+    points = REPORTED_SCRATCH_GIB
+    upper = next((i for i, (length, _) in enumerate(points) if i and context <= length), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    size = max(y0 + (y1 - y0) * (context - x0) / (x1 - x0), 0.0)
+    extrapolated = not points[0][0] <= context <= points[-1][0]
+    return Reported(int(size * GIB), extrapolated, REPORTED_SOURCE)
