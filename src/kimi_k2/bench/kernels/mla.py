@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,7 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
+from kimi_k2.kernels.attention.mla_plan import available, mla_plan
 from kimi_k2.kernels.common.hardware import has_triton
 
 HEADS = (64, 8)
@@ -32,6 +35,47 @@ class Inputs:
     cache: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    plan: Tensor | None = None
+
+
+def _one_long(batch: int) -> list[int]:
+    return [65536, *[1024] * (batch - 1)]
+
+
+def _lognormal(batch: int) -> list[int]:
+    draw = random.Random(batch)
+    return [max(1, int(min(65536, draw.lognormvariate(math.log(4096), 1.0)))) for _ in range(batch)]
+
+
+def _uniform(batch: int) -> list[int]:
+    draw = random.Random(batch)
+    return [draw.randrange(1, 32769) for _ in range(batch)]
+
+
+# What a server sees beside even batches.
+RAGGED = {
+    "one of 65,536, the rest 1,024": _one_long,
+    "lognormal about 4,096": _lognormal,
+    "uniform to 32,768": _uniform,
+}
+RAGGED_BATCHES = (16, 64, 128)
+
+
+def ragged_inputs(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    """Sequences of these lengths, pages shuffled, and their plan."""
+    pages = [-(-length // PAGE) for length in lengths]
+    numbers = torch.randperm(sum(pages)).int().split(pages)
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for row, held in zip(table, numbers, strict=True):
+        row[: len(held)] = held
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Inputs(
+        torch.randn(len(lengths), heads, ROW, device="cuda", dtype=torch.bfloat16),
+        torch.randn(sum(pages), PAGE, ROW, device="cuda", dtype=torch.bfloat16).to(dtype),
+        seq_lens,
+        table.cuda(),
+        mla_plan(seq_lens, max(pages) * PAGE, dtype != torch.bfloat16) if available() else None,
+    )
 
 
 def random_inputs(
@@ -40,17 +84,25 @@ def random_inputs(
     """Every sequence of `context` rows, values of deviation 1; `dtype` of the cache."""
     pages = -(-context // PAGE)
     table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+    plans = seq_lens.is_cuda and available()
     return Inputs(
         torch.randn(batch, heads, ROW, device=device, dtype=torch.bfloat16),
         torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
-        torch.full((batch,), context, dtype=torch.int32, device=device),
+        seq_lens,
         table,
+        mla_plan(seq_lens, pages * PAGE, dtype != torch.bfloat16) if plans else None,
     )
 
 
 def ours(one: Inputs) -> Tensor:
     """`mla_decode` as the model calls it."""
     return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
+
+
+def by_plan(one: Inputs) -> Tensor:
+    """`mla_decode` with the work shared out by the lengths; the plan, one for all layers of a step, is not timed."""
+    return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=one.plan)
 
 
 def in_triton(one: Inputs) -> Tensor:
@@ -93,11 +145,34 @@ def time_mla(
     return graph_median(calls * -(-16 // count))
 
 
+def time_ragged(call: Callable[[Inputs], Tensor], lengths: list[int], heads: int) -> float:
+    """As `time_mla` over these lengths."""
+    count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
+    calls = [partial(call, ragged_inputs(lengths, heads)) for _ in range(count)]
+    return graph_median(calls * -(-16 // count))
+
+
+def ragged_rows(calls: list[tuple[str, Callable[[Inputs], Tensor]]]) -> Iterator[Row]:
+    """Batches whose lengths differ."""
+    for heads in HEADS:
+        for name, lengths_of in RAGGED.items():
+            for batch in RAGGED_BATCHES:
+                lengths = lengths_of(batch)
+                moved = sum(lengths) * ROW * 2 + batch * heads * (ROW + LATENT) * 2
+                flops = 2 * sum(lengths) * heads * (ROW + LATENT)
+                for who, call in calls:
+                    case = f"{heads} heads, B={batch}, {name}"
+                    yield Row("mla_decode", case, who, time_ragged(call, lengths, heads), moved, flops, None)
+
+
 def rows(with_peers: bool = True) -> Iterator[Row]:
     """Each shape, ours first."""
     calls: list[tuple[str, Callable[[Inputs], Tensor]]] = [("ours", ours)]
+    if available():
+        calls.append(("ours, by plan", by_plan))
     if with_peers:
         calls += peers()
+    yield from ragged_rows(calls)
     for heads in HEADS:
         for batch in BATCHES:
             for context in CONTEXTS:

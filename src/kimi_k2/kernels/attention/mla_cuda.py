@@ -49,6 +49,7 @@ class _Arguments(ctypes.Structure):
         *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
         *fields((), _INTEGERS, ["scale", "value_scale"]),
+        *fields(["plan"], ["slots"]),
     ]
 
 
@@ -97,6 +98,7 @@ def _launch(
     splits: int,
     out: Tensor | None,
     parts: tuple[Tensor, Tensor] | None,
+    plan: Tensor | None = None,
 ) -> None:
     codes = cache.dtype != q.dtype
     value_scale = cache_scale if codes else 1.0
@@ -110,6 +112,8 @@ def _launch(
         arguments.out = out.data_ptr()
     if block_table is not None:
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
+    if plan is not None:
+        arguments.plan, arguments.slots = plan.data_ptr(), plan.shape[0] - q.shape[0]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
     launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, codes, out is not None)
@@ -137,6 +141,31 @@ def run(
         return out.zero_()
     parts = _parts(q, launch.splits) if launch.splits > 1 else None
     _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts)
+    return out
+
+
+def run_planned(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    plan: Tensor,
+    cache_scale: float = 1.0,
+) -> Tensor:
+    """`mla_decode` with the work shared out by a plan, arguments unchecked.
+
+    Raises:
+        KernelError: there is no CUDA compiler, or the launch failed.
+    """
+    batch, heads = q.shape[:2]
+    slots = plan.shape[0] - batch
+    out = q.new_empty(batch, heads, LATENT)
+    # One part a block, as `_parts` says, but that 8 heads' lie part by part.
+    few = heads == FEW_HEADS
+    parts = q.new_empty(slots, heads, LATENT, dtype=torch.float32 if few else torch.float16)
+    sums = q.new_empty(slots, heads if few else 4 * heads, dtype=torch.float32)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, (parts, sums), plan)
     return out
 
 

@@ -115,6 +115,17 @@ def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Te
             raise KernelError(f"{name} must be contiguous and on {q.device}")
 
 
+def _check_plan(q: Tensor, plan: Tensor) -> None:
+    """KernelError unless it can be the plan of so many requests, on their device."""
+    batch = q.shape[0]
+    if plan.dim() != 2 or plan.shape[0] < 2 * batch or plan.shape[1] != 4 or plan.dtype != torch.int32:
+        raise KernelError(
+            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 [B + blocks, 4] for B {batch}"
+        )
+    if plan.device != q.device or not plan.is_contiguous():
+        raise KernelError(f"plan must be contiguous and on {q.device}")
+
+
 @functools.cache
 def _triton() -> Any:
     """Triton's module of kernels; KernelError without Triton."""
@@ -142,6 +153,7 @@ def mla_decode(
     softmax_scale: float,
     block_table: Tensor | None = None,
     cache_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query a sequence over its cached rows.
 
@@ -152,6 +164,8 @@ def mla_decode(
         softmax_scale: multiplies the scores.
         block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
         cache_scale: of an e4m3 cache, whose values are codes times it.
+        plan: of `mla_plan` over these lengths and this cache, for CUDA C++: which block takes which rows, so that
+            lengths may differ; None splits every context into the same number of parts.
 
     Returns:
         bfloat16 [B, H, 512], sums of latents.
@@ -162,6 +176,9 @@ def mla_decode(
     _check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
+    if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
+        _check_plan(q, plan)
+        return _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale)
     if uses_cuda(q.shape[1], cache.dtype):
         chosen = _cuda().choose_launch(*shape)
         return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)

@@ -1,5 +1,6 @@
 // Shapes, arguments and shared memory of MLA decode attention.
 #pragma once
+#include "mla_plan.cuh"
 #include "mla_wgmma.cuh"
 
 namespace mla {
@@ -26,6 +27,25 @@ struct Arguments {
   int batch, heads, splits, table_stride, capacity;
   int share;                 // requests with the same table, length and rows: so many times `heads` heads
   float scale, value_scale;  // of the scores, times log2(e); of the values
+  // [batch], then [slots] items, or null: every context in `splits` parts. With a plan a block's part lies at the
+  // block's number, and `splits` and `share` are not used.
+  const PlannedRequest* plan;
+  int slots;
+};
+
+// What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is
+// part `split` of `a.splits`.
+template <bool PLANNED>
+struct Work {
+  int split = blockIdx.x, request = blockIdx.y;
+  __device__ __forceinline__ int64_t slot(const Arguments& a) const { return int64_t(request) * a.splits + split; }
+  __device__ __forceinline__ bool alone(const Arguments& a) const { return !(a.splits > 1); }
+};
+template <>
+struct Work<true> {
+  int request, parts;
+  __device__ __forceinline__ int64_t slot(const Arguments&) const { return blockIdx.x; }
+  __device__ __forceinline__ bool alone(const Arguments&) const { return parts == 1; }
 };
 
 // What the copies need: the queries in 9 boxes of 64 columns, the stages, and whether each has arrived or is free.

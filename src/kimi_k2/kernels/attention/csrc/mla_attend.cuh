@@ -5,7 +5,7 @@
 // register order, and computes the right 256 columns. Keys and values are the same bytes: K-major for the scores,
 // MN-major for the values.
 #include "mla_few_heads.cuh"
-#include "mla_merge.cuh"
+#include "mla_merge_planned.cuh"
 #include "mla_store.cuh"
 
 namespace mla {
@@ -43,7 +43,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
   fence_regs(acc[1]);
 }
 
-__device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, int request, int split) {
+template <bool PLANNED>
+__device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, const Work<PLANNED>& work) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   float acc[2][64] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
   mbar_wait(&m.query_full, 0);
@@ -119,10 +120,11 @@ __device__ void score_and_left(Memory& m, const Arguments& a, const Part& part, 
     }
   }
   named_arrive(kTotals, kConsumers);
-  store(a, acc, request, split, 0, top, total);
+  store(a, acc, work, 0, top, total);
 }
 
-__device__ void right(Memory& m, const Arguments& a, const Part& part, int request, int split) {
+template <bool PLANNED>
+__device__ void right(Memory& m, const Arguments& a, const Part& part, const Work<PLANNED>& work) {
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   float acc[2][64] = {};
   for (int i = 0; i < part.count; ++i) {
@@ -144,27 +146,28 @@ __device__ void right(Memory& m, const Arguments& a, const Part& part, int reque
   }
   named_sync(kTotals, kConsumers);
   const float top[2] = {m.top[row], m.top[row + 8]}, total[2] = {m.total[row], m.total[row + 8]};
-  store(a, acc, request, split, 1, top, total);
+  store(a, acc, work, 1, top, total);
 }
 
-template <bool CODES>
+template <bool CODES, bool PLANNED>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
-  const int split = blockIdx.x, request = blockIdx.y, role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const bool copies = role == 2 && (CODES || threadIdx.x < kConsumers + 32);
   int page = 0;
-  const Part part = begin<CODES>(m, a, &query, &cache, split, request, copies, &page);
-  if (part.count <= 0) return store_empty(a, request, split);
+  Work<PLANNED> work;
+  const Part part = begin<CODES>(m, a, &query, &cache, work, copies, &page);
+  if (part.count <= 0) return store_nothing(a, work);
   if (role == 2) {
     reg_dealloc<kCopierRegisters<CODES>>();
-    if (CODES) convert_rows<1>(m, a, part, request, page);
-    else if (copies) copy_rows(m, a, &cache, part, request, page);
+    if (CODES) convert_rows<1>(m, a, part, work.request, page);
+    else if (copies) copy_rows(m, a, &cache, part, work.request, page);
   } else {
     reg_alloc<kConsumerRegisters<CODES>>();
-    if (role == 0) score_and_left(m, a, part, request, split);
-    else right(m, a, part, request, split);
+    if (role == 0) score_and_left(m, a, part, work);
+    else right(m, a, part, work);
   }
 }
 

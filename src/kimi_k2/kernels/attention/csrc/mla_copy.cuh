@@ -14,6 +14,11 @@ struct Part {
     first = int(whole * split + rest * split / a.splits);
     count = int(whole * (split + 1) + rest * (split + 1) / a.splits) - first;
   }
+  __device__ explicit Part(const PlannedItem& item) : length(item.length) {
+    const int units = units_of(length);
+    first = begin_of(units, item.part, item.parts);
+    count = begin_of(units, item.part + 1, item.parts) - first;
+  }
 };
 
 // The page of the part's block `i`; 0 where there is none.
@@ -42,12 +47,8 @@ __device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUten
                 kEvictNormal);
 }
 
-// How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part
-// and, to the warps that copy, its first 32 page numbers. CODES: four of them, else one.
 template <bool CODES, class M>
-__device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
-                                      int split, int request, bool copies, int* page) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void init_barriers(M& m, const CUtensorMap* query, const CUtensorMap* cache) {
   if (threadIdx.x == 0) {
     prefetch_tensormap(query);
     prefetch_tensormap(cache);
@@ -59,6 +60,16 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
       }
     fence_mbar_init();
   }
+}
+
+// How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part
+// and, to the warps that copy, its first 32 page numbers. CODES: four of them, else one. Without work the part's count
+// is not positive.
+template <bool CODES, class M>
+__device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
+                                      const Work<false>& work, bool copies, int* page) {
+  const int lane = threadIdx.x % 32, split = work.split, request = work.request;
+  init_barriers<CODES>(m, query, cache);
   Part guess;
   if (copies) {
     // The first rows, by the length and the page as they lie there now. The launch ahead may still change them, and the
@@ -79,6 +90,26 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
   if (copies && (part.first != guess.first || part.count != guess.count)) *page = page_of(a, part, request, lane);
   // No block may end before what is copied to it has arrived.
   if (copies && part.count <= 0) mbar_wait(&m.query_full, 0);
+  return part;
+}
+
+// The same by the plan. It may still be written while this block begins: nothing is guessed from it.
+template <bool CODES, class M>
+__device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
+                                      Work<true>& work, bool copies, int* page) {
+  init_barriers<CODES>(m, query, cache);
+  __syncthreads();
+  pdl_wait();
+  pdl_launch();
+  const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan + a.batch) + blockIdx.x);
+  const PlannedItem item = {found.x, found.y, found.z, found.w};
+  if (item.request < 0) return Part();
+  work = {item.request, item.parts};
+  const Part part(item);
+  if (copies) {
+    if (threadIdx.x == kConsumers) copy_query(m, a, query, item.request);
+    *page = page_of(a, part, item.request, threadIdx.x % 32);
+  }
   return part;
 }
 

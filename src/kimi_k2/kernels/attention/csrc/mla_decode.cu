@@ -19,13 +19,24 @@ static int launch_join(const Arguments& a, cudaStream_t stream) {
   return host::launch(join<HALVES, 8, 16>, on(8), a);
 }
 
-template <bool CODES>
+// The fewer requests, the more of their threads' loads are made at once.
+template <bool HALVES>
+static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
+  const int blocks = a.batch * a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads;
+  const auto on = [&](int groups) { return host::Launch{dim3(blocks * groups), kJoinThreads, 0, stream}; };
+  if (a.batch <= 16) return host::launch(merge_planned<HALVES, 8>, on(8), a);
+  if (a.batch <= 64) return host::launch(merge_planned<HALVES, 4>, on(4), a);
+  return host::launch(merge_planned<HALVES, 1>, on(1), a);
+}
+
+template <bool CODES, bool PLANNED>
 static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, cudaStream_t stream) {
   static_assert(sizeof(Memory) <= host::kMaxShared, "a block does not have so much shared memory");
-  const dim3 blocks(a.splits, a.batch);
-  if (a.heads == kFewHeads)
-    return host::launch(attend_few<CODES>, {blocks, kFewThreads<CODES>, sizeof(FewMemory), stream}, query, cache, a);
-  return host::launch(attend<CODES>, {blocks, kThreads, sizeof(Memory), stream}, query, cache, a);
+  const dim3 blocks = PLANNED ? dim3(a.slots) : dim3(a.splits, a.batch);
+  const host::Launch few{blocks, kFewThreads<CODES>, sizeof(FewMemory), stream};
+  const host::Launch many{blocks, kThreads, sizeof(Memory), stream};
+  if (a.heads == kFewHeads) return host::launch(attend_few<CODES, PLANNED>, few, query, cache, a);
+  return host::launch(attend<CODES, PLANNED>, many, query, cache, a);
 }
 
 }  // namespace mla
@@ -41,7 +52,13 @@ extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int co
   cache = query;  // codes do not come by it
   if (!codes)
     if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
-  if (int rc = codes ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
+  if (a.plan) {
+    if (int rc = codes ? launch<true, true>(a, query, cache, stream) : launch<false, true>(a, query, cache, stream))
+      return rc;
+    return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
+  }
+  if (int rc = codes ? launch<true, false>(a, query, cache, stream) : launch<false, false>(a, query, cache, stream))
+    return rc;
   if (a.splits == 1 || !joins) return 0;
   return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

@@ -108,8 +108,17 @@ __device__ __forceinline__ void few_step_rows(FewMemory& m, FewState& state, uin
   few_values(state.acc, tile, weights, shrink);
 }
 
+// Number of a head's part: all parts of a head one after another or, by a plan, all heads of a part.
+template <bool PLANNED>
+__device__ __forceinline__ int64_t few_part(const Arguments& a, const Work<PLANNED>& work, int64_t head, int local) {
+  if constexpr (PLANNED) return work.slot(a) * kFewHeads + local;
+  else return head * a.splits + work.split;
+}
+
 // Joins the warpgroups' states, the first one's first, and writes this one's half of the latent.
-__device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewState& state, int request, int split) {
+template <bool PLANNED>
+__device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewState& state,
+                                          const Work<PLANNED>& work) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int pair = lane % 4 * 2;
 #pragma unroll
@@ -141,8 +150,8 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
     const float share0 = exp2_approximate(top0 - best), share1 = exp2_approximate(top1 - best);
     const float total = total0 * share0 + total1 * share1, inverse = a.value_scale / total;
     factor[0][h] = share0 * inverse, factor[1][h] = share1 * inverse;
-    if (a.splits > 1 && group == 0 && thread < 4)
-      a.sums[(int64_t(request) * kFewHeads + pair + h) * a.splits + split] = best + log2f(total);
+    if (!work.alone(a) && group == 0 && thread < 4)
+      a.sums[few_part(a, work, int64_t(work.request) * kFewHeads + pair + h, pair + h)] = best + log2f(total);
   }
 #pragma unroll
   for (int box = 0; box < 4; ++box) {
@@ -153,36 +162,40 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
       const int h = j % 2, column = group * 256 + box * 64 + warp * 16 + j / 2 * 8 + lane / 4;
       const float first = group ? others[j] : state.acc[box][j], second = group ? state.acc[box + 4][j] : others[j];
       const float x = first * factor[0][h] + second * factor[1][h];
-      const int64_t head = int64_t(request) * kFewHeads + pair + h;
-      if (a.splits > 1) static_cast<float*>(a.parts)[(head * a.splits + split) * kLatent + column] = x;
+      const int64_t head = int64_t(work.request) * kFewHeads + pair + h;
+      if (!work.alone(a)) static_cast<float*>(a.parts)[few_part(a, work, head, pair + h) * kLatent + column] = x;
       else a.out[head * kLatent + column] = __float2bfloat16_rn(x);
     }
   }
 }
 
 // A part without rows: its sum's logarithm is -inf and its values stay unwritten; the only part of a request is zero.
-__device__ void few_store_empty(const Arguments& a, int request, int split) {
-  const int64_t head0 = int64_t(request) * kFewHeads;
-  if (a.splits > 1) {
-    if (threadIdx.x < kFewHeads) a.sums[(head0 + threadIdx.x) * a.splits + split] = -INFINITY;
+__device__ void few_store_nothing(const Arguments& a, const Work<false>& work) {
+  const int64_t head0 = int64_t(work.request) * kFewHeads;
+  if (!work.alone(a)) {
+    if (threadIdx.x < kFewHeads) a.sums[(head0 + threadIdx.x) * a.splits + work.split] = -INFINITY;
     return;
   }
   uint4* out = reinterpret_cast<uint4*>(a.out + head0 * kLatent);
   for (int i = threadIdx.x; i < kFewHeads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
 
-template <bool CODES>
+// The merge knows of requests without parts.
+__device__ __forceinline__ void few_store_nothing(const Arguments&, const Work<true>&) {}
+
+template <bool CODES, bool PLANNED>
 __global__ void __launch_bounds__(kFewThreads<CODES>, 1)
     attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
                const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   FewMemory& m = *reinterpret_cast<FewMemory*>(raw);
-  const int split = blockIdx.x, request = blockIdx.y, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int page = 0;
-  const Part part = begin<CODES>(m, a, &query, &cache, split, request, group >= 2, &page);
-  if (part.count <= 0) return few_store_empty(a, request, split);
+  Work<PLANNED> work;
+  const Part part = begin<CODES>(m, a, &query, &cache, work, group >= 2, &page);
+  if (part.count <= 0) return few_store_nothing(a, work);
   if (group >= 2)
-    return CODES ? convert_rows<2>(m, a, part, request, page) : copy_rows(m, a, &cache, part, request, page);
+    return CODES ? convert_rows<2>(m, a, part, work.request, page) : copy_rows(m, a, &cache, part, work.request, page);
   FewState state;
   mbar_wait(&m.query_full, 0);
   for (int i = group; i < part.count; i += kStages) {
@@ -191,7 +204,7 @@ __global__ void __launch_bounds__(kFewThreads<CODES>, 1)
     if (threadIdx.x % 32 == 0)
       for (int one = 0; one < kGroups; ++one) mbar_arrive(&m.empty[group][one]);
   }
-  few_store(m, a, state, request, split);
+  few_store(m, a, state, work);
 }
 
 }  // namespace mla

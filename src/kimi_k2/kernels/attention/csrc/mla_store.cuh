@@ -54,18 +54,19 @@ __device__ __forceinline__ void store_part(const Arguments& a, const float (&acc
 }
 
 // This warpgroup's 256 columns, normalised.
-__device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][64], int request, int split, int half,
-                                      const float (&top)[2], const float (&total)[2]) {
+template <bool PLANNED>
+__device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][64], const Work<PLANNED>& work,
+                                      int half, const float (&top)[2], const float (&total)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   if (warp * 16 >= a.heads) return;
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    if (a.splits > 1) {
-      store_part(a, acc, int64_t(request) * a.splits + split, half, lower, top[lower], total[lower]);
+    if (!work.alone(a)) {
+      store_part(a, acc, work.slot(a), half, lower, top[lower], total[lower]);
       continue;
     }
     const float inverse = a.value_scale / total[lower];
-    const int64_t head = int64_t(request) * a.heads + warp * 16 + lower * 8 + lane / 4;
+    const int64_t head = int64_t(work.request) * a.heads + warp * 16 + lower * 8 + lane / 4;
     __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -77,15 +78,17 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
 }
 
 // A part without rows: its sums' logarithms are -inf and its values stay unwritten; the only part of a request is zero.
-__device__ void store_empty(const Arguments& a, int request, int split) {
-  if (a.splits > 1) {
+__device__ void store_nothing(const Arguments& a, const Work<false>& work) {
+  if (!work.alone(a)) {
     if (threadIdx.x < 2 * a.heads)
-      reinterpret_cast<float2*>(a.sums)[(int64_t(request) * a.splits + split) * 2 * a.heads + threadIdx.x] =
-          make_float2(-INFINITY, 0.f);
+      reinterpret_cast<float2*>(a.sums)[work.slot(a) * 2 * a.heads + threadIdx.x] = make_float2(-INFINITY, 0.f);
     return;
   }
-  uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
+  uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(work.request) * a.heads * kLatent);
   for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
+
+// The merge knows of requests without parts.
+__device__ __forceinline__ void store_nothing(const Arguments&, const Work<true>&) {}
 
 }  // namespace mla

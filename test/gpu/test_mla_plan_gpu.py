@@ -1,0 +1,81 @@
+"""MLA decode attention by a plan against float64: ragged lengths, graphs whose lengths change.
+
+Needs a Hopper GPU and nvcc.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, mla_decode
+from kimi_k2.kernels.attention.mla_plan import mla_plan
+from kimi_k2.kernels.common.build import find_nvcc
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
+# BF16 results and weights: 2**-9 each, in the mean far below its maximum.
+RELATIVE = 4e-3
+LENGTHS = [
+    [1],
+    [8192],
+    [0, 0],
+    [63, 64, 65],
+    [5000, 1, 0, 4097, 8192, 127, 300],
+    [8192, *[100] * 63],
+    [1000 + 77 * i for i in range(70)],
+    [random.Random(i).randrange(1, 3000) for i in range(130)],
+    [i % 3 for i in range(200)],
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} to {max(lengths)}")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("paged", [True, False])
+def test_against_float64(lengths: Sequence[int], heads: int, paged: bool) -> None:
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
+    plan = mla_plan(seq_lens, table.shape[1] * PAGE)
+    given = (cache, seq_lens, SCALE, table) if paged else (rows, seq_lens, SCALE, None)
+    found = mla_decode(q, *given, plan=plan)
+    assert found.isfinite().all()
+    wanted = reference(q, rows, lengths)
+    empty = torch.tensor([length == 0 for length in lengths], device=q.device)
+    assert not found[empty].any()
+    if not empty.all():
+        assert relative(found, wanted) < RELATIVE
+    for _ in range(3):
+        assert torch.equal(mla_decode(q, *given, plan=mla_plan(seq_lens, table.shape[1] * PAGE)), found)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_e4m3_cache(heads: int) -> None:
+    lengths = [3000, 70, 0, 1, 640]
+    q, rows, *_, seq_lens = paged_case(lengths, heads, 3072)
+    codes = rows.nan_to_num().to(torch.float8_e4m3fn)
+    plan = mla_plan(seq_lens, 3072, True)
+    found = mla_decode(q, codes, seq_lens, SCALE, None, 1.0, plan)
+    assert relative(found, reference(q, codes.bfloat16(), lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_graph_follows_the_lengths(heads: int) -> None:
+    draw = random.Random(heads)
+    q, rows, _, _, seq_lens = paged_case([2048] * 64, heads, 2048)
+    mla_decode(q, rows, seq_lens, SCALE, plan=mla_plan(seq_lens, 2048))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = mla_plan(seq_lens, 2048)
+        found = [mla_decode(q, rows, seq_lens, SCALE, plan=plan) for _ in range(3)]
+    for _ in range(5):
+        lengths = [draw.choice((0, 1, 64, 2048, draw.randrange(2048))) for _ in range(64)]
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = reference(q, rows, lengths)
+        assert all(relative(one, wanted) < RELATIVE for one in found)
+        assert all(torch.equal(one, found[0]) for one in found)
