@@ -78,6 +78,16 @@ HOSTILE = {
     "dict() that holds itself twice": (
         GROW + "{% set n.v = dict(a=n.v, b=n.v) %}{% endfor %}{{ n.v|tojson }}", "more than"),
     "output without end": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "makes something of more than"),
+    "many long texts": (
+        "".join(f"{{% set t{i} = 'a' * 10**6 %}}" for i in range(99)), "makes too much on its way"),
+    "many long lists": (
+        "".join(f"{{% set t{i} = ('汉a' * 10**5).split('a') %}}" for i in range(99)), "too much on its way|CPU time"),
+    "search from the end": (
+        "{{ ('a' * 10**6).rfind('ab' + 'a' * 10**5) }}", "looks for 100002 characters in 1000000"),
+    "strip of many characters": (
+        "{{ ('a' * 10**6).strip('b' * 10**6 + 'a') }}", "looks for 1000001 characters in 1000000"),
+    "trim of many characters": ("{{ ('a' * 10**6)|trim('b' * 10**6 + 'a') }}", "looks for 1000001 characters"),
+    "comments to strip": ("{{ ('<!---->' * 10**5)|striptags }}", "No filter named 'striptags'"),
     "wide format": ("{{ '%999999999d' % 1 }}", "width of four digits"),
     "wide format by argument": ("{{ '%*d' % (999999999, 1) }}", "width of four digits"),
     "str.format": ("{{ '{:>999999999}'.format(1) }}", "unsafe"),
@@ -102,18 +112,19 @@ def test_hostile_templates_are_typed_errors(name: str, short_patience: None) -> 
 
 
 DEEP = {
-    "brackets": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+    "brackets": "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
     "lists": "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
-    "sums": "{{ " + "1 + " * 50_000 + "1 }}",
-    "ifs": "{% if true %}" * 10_000 + "{% endif %}" * 10_000,
+    "sums": "{{ " + "1 + " * 10_000 + "1 }}",
+    "ifs": "{% if true %}" * 2000 + "{% endif %}" * 2000,
     "fors": "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
     "long": " " * (sandbox.MAX_SOURCE + 1),
+    "much": "{{ x }}" * 20_000,
 }
 
 
 @pytest.mark.parametrize("name", DEEP)
 def test_deep_and_long_templates(name: str) -> None:
-    with pytest.raises(TokenizerError, match=r"^chat template: (no valid Jinja template: |expected at most 262144)"):
+    with pytest.raises(TokenizerError, match=r"^chat template: (no valid Jinja template: |expected at most 65536)"):
         ChatTemplate(DEEP[name], NAMES)
 
 
@@ -134,7 +145,7 @@ def test_a_hostile_template_in_a_checkpoint(tmp_path: Path, short_patience: None
 def test_hostile_files(tmp_path: Path, file: str, content: bytes, says: str) -> None:
     write_synthetic_vocabulary(tmp_path, 512)
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(TokenizerError, match=rf"{file}: .*{says}"):
+    with pytest.raises(TokenizerError, match=rf"{file}: .*({says})"):
         KimiTokenizer.from_pretrained(tmp_path)
 
 
@@ -263,7 +274,7 @@ ROLE = st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"]
 
 @given(st.lists(st.dictionaries(st.sampled_from(["content", "name", "tool_calls", "tool_call_id"]), ANY), max_size=3),
        ROLE, ANY, st.sampled_from(ChatStyle))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_messages_and_tools_render_or_are_typed_errors(
     messages: list[dict[str, Any]], role: str, schema: Any, style: ChatStyle
 ) -> None:
@@ -276,7 +287,7 @@ def test_any_messages_and_tools_render_or_are_typed_errors(
 
 
 @given(st.text(alphabet="{}%#- \n'\"[]().|~+*<>a1", max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_template_renders_or_is_a_typed_error(source: str) -> None:
     try:
         ChatTemplate(source, NAMES).render_segments(USER)

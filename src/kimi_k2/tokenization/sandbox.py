@@ -24,11 +24,13 @@ from kimi_k2.errors import TokenizerError
 
 _T = TypeVar("_T")
 
-MAX_SOURCE = 2**18
+MAX_SOURCE = 2**16
 # CPU time of one rendering; the published templates take about a millisecond for a hundred messages.
 MAX_SECONDS = 2.0
-# Characters of a string, or of all strings in a list, that a template may make, beside four times its input's.
-MAX_CHARACTERS = 2**22
+# Characters of a string, or of all strings in a list, that a template may make, beside four times its input's; and
+# of all that it makes, kept or not, beside sixteen times its input's.
+MAX_CHARACTERS = 2**21
+MAX_PRODUCED = 2**25
 MAX_RANGE = 100_000
 _MAX_BITS = 4096
 _ITEM = 8  # an item of a list counts as so many characters
@@ -39,8 +41,11 @@ _FILTERS = {
     *("abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
     *("forceescape", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max"),
     *("min", "reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort", "string"),
-    *("striptags", "title", "tojson", "trim", "truncate", "unique", "upper", "urlencode", "wordcount"),
+    *("title", "tojson", "trim", "truncate", "unique", "upper", "urlencode", "wordcount"),
 }
+# Methods of strings that look for each character, or at each place, of one string in the other.
+_SEARCHING = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+_MAX_SEARCH = 2**29
 # Methods of strings that make long ones of short ones.
 _GROWING = {"center", "expandtabs", "format", "format_map", "ljust", "rjust", "translate", "zfill"}
 _WIDE = re.compile(r"%[^%A-Za-z]*(?:\d{4}|\*)")
@@ -55,6 +60,7 @@ class _Budget:
 
     def __init__(self, characters: int) -> None:
         self.characters = MAX_CHARACTERS + 4 * characters
+        self._left = MAX_PRODUCED + 16 * characters
         self._end = time.thread_time() + MAX_SECONDS
         self._steps = 0
 
@@ -66,6 +72,11 @@ class _Budget:
     def limit(self, characters: int) -> None:
         if characters > self.characters:
             raise TemplateLimitError(f"it makes something of more than {self.characters} characters")
+
+    def produce(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise TemplateLimitError("it makes too much on its way")
 
 
 _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
@@ -116,6 +127,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             characters += len(part)
             budget.limit(characters)
             texts.append(part)
+        budget.produce(characters)
         return "".join(texts)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -129,15 +141,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call a function, method or macro of a template."""
         _BUDGET.get().step()
         text = getattr(obj, "__self__", None)
-        if isinstance(text, str):
-            method = getattr(obj, "__name__", "")
-            if method == "replace":
-                _limit_replace(text, *args)
-            elif method == "join":
-                args = ([str(part) for part in _listed(*args)],)
-                _BUDGET.get().limit(sum(map(len, args[0])) + len(text) * len(args[0]))
+        if not isinstance(text, (str, bytes)):
+            made = super().call(context, obj, *args, **named)
+            return _checked(made) if isinstance(made, (str, bytes, int)) else made
+        method = getattr(obj, "__name__", "")
+        if method in _SEARCHING:
+            _limit_search(text, *args)
+        elif method == "replace":
+            _limit_replace(text, *args)
+        elif method == "join":
+            args = ([str(part) for part in _listed(*args)],)
+            _BUDGET.get().limit(sum(map(len, args[0])) + len(text) * len(args[0]))
         made = super().call(context, obj, *args, **named)
-        return _checked(made) if isinstance(made, (str, int)) else made
+        if isinstance(made, (list, tuple)):
+            _BUDGET.get().produce(_weight(made))
+        return _checked(made)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The operators that can make large values of small ones."""
@@ -210,6 +228,10 @@ def _checked(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise TemplateLimitError(f"it makes a number of more than {_MAX_BITS} bits")
     _weight(value)
+    if isinstance(value, (str, bytes)):
+        _BUDGET.get().produce(len(value))
+    elif isinstance(value, (list, tuple, dict)):
+        _BUDGET.get().produce(_ITEM * len(value))
     return value
 
 
@@ -229,7 +251,9 @@ def _joined(values: list[Any]) -> str:
     """What Jinja's `~` makes."""
     _weight(values)
     texts = [str(value) for value in values]
-    _BUDGET.get().limit(sum(map(len, texts)))
+    characters = sum(map(len, texts))
+    _BUDGET.get().limit(characters)
+    _BUDGET.get().produce(characters)
     return "".join(texts)
 
 
@@ -241,7 +265,13 @@ def _range(*arguments: int) -> range:
     return values
 
 
-def _limit_replace(text: str, old: str, new: str, *_: Any) -> None:
+def _limit_search(text: str | bytes, *arguments: Any) -> None:
+    searched = max((len(argument) for argument in arguments if isinstance(argument, (str, bytes))), default=0)
+    if len(text) * searched > _MAX_SEARCH:
+        raise TemplateLimitError(f"it looks for {searched} characters in {len(text)}")
+
+
+def _limit_replace(text: Any, old: Any, new: Any, *_: Any) -> None:
     _BUDGET.get().limit(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
 
 
@@ -252,7 +282,9 @@ def _checked_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **named: Any) -> Any:
         budget = _BUDGET.get()
         budget.step()
-        if name == "replace":
+        if name == "trim":
+            _limit_search(str(arguments[0]), *arguments[1:], *named.values())
+        elif name == "replace":
             _limit_replace(*(str(value) for value in arguments[1:4]))
         elif name == "indent":
             text, width = str(arguments[0]), named.get("width", arguments[1] if len(arguments) > 1 else 4)
