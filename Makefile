@@ -15,6 +15,7 @@ lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
 	git ls-files "*.cu" "*.cuh" "test/kernels/*.h" | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 check: lint test  ## what CI runs

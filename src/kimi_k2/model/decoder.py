@@ -14,6 +14,7 @@ from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.embedding import Embedding
+from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
@@ -117,8 +118,6 @@ class KimiK2ForCausalLM(nn.Module):
             ConfigError: config.json is missing or invalid.
             CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
         """
-        from kimi_k2.model.loading import load_checkpoint
-
         config = KimiK2Config.from_pretrained(directory)
         # Memory is claimed uninitialised on the target, so each weight is written exactly once.
         with torch.device("meta"):
