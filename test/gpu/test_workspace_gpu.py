@@ -80,6 +80,31 @@ def test_streams_at_the_same_shape(
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, right, strict=True))
 
 
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_a_kernel_need_not_be_resident_as_a_whole(
+    request: pytest.FixtureRequest, kind: str, tokens: int, repeats: int = 30
+) -> None:
+    """A stream of high priority and other work take multiprocessors before all blocks of a launch have one."""
+    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
+    calls = [operation(kind, tokens, weights, seed) for seed in range(2)]
+    wanted = [call() for call in calls]
+    other = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=-1), torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(repeats):
+        with torch.cuda.stream(streams[2]):
+            other @ other
+        for stream, call, right in zip(streams, calls, wanted, strict=False):
+            with torch.cuda.stream(stream):
+                found = call()
+                stream.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        for stream, call in zip(streams, calls, strict=False):
+            with torch.cuda.stream(stream):
+                call()
+    torch.cuda.synchronize()
+
+
 def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

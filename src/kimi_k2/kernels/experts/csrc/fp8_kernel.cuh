@@ -1,14 +1,14 @@
 // Blockwise FP8 experts on Hopper: one persistent launch streams every chosen expert's weights once.
 //
 // Work is a queue of items in order: first-stage items (256 rows: 128 gate and the same 128 up rows, a range of
-// hidden blocks), then second-stage items (256 rows of the hidden dimension, a range of intermediate blocks). A block
-// begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is some
-// block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread feeds the
-// weight ring through the copy engine without ever waiting for activations, three warps fill the token operand, two
-// warpgroups multiply (weights are the 64-row operand, tokens the narrow one), and four more warps may sum: finished
-// tokens in the fused mode, finished slabs in the prepared mode where the L2 would not hold them all. There a launch
-// before this one sorts and quantizes, and else one after it sums. Every sum has a fixed order; which block performs
-// it does not matter.
+// hidden blocks), then second-stage items (256 rows of the hidden dimension, a range of intermediate blocks). Blocks
+// claim items in order with one atomic, so whatever an item waits for has been claimed by a block that runs: no
+// deadlock, however few of the blocks, one an SM, another stream's launches leave room for. In a block, one thread
+// feeds the weight ring through the copy engine without ever waiting for activations, three warps fill the token
+// operand, two warpgroups multiply (weights are the 64-row operand, tokens the narrow one), and four more warps may
+// sum: finished tokens in the fused mode, finished slabs in the prepared mode where the L2 would not hold them all.
+// There a launch before this one sorts and quantizes, and else one after it sums. Every sum has a fixed order; which
+// block performs it does not matter.
 #include "fp8_fill.cuh"
 #include "fp8_multiply.cuh"
 #include "fp8_sum.cuh"
@@ -18,15 +18,16 @@ namespace moe {
 // One thread: claim items, announce them to the block, request their weights.
 template <int NMAX, int STAGES, bool FUSED>
 __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STAGES, FUSED>& s,
-                                             const CUtensorMap& map13, const CUtensorMap& map2, int tiles, int total) {
+                                             const CUtensorMap& map13, const CUtensorMap& map2, int tiles, int total,
+                                             int item) {
   const bool slabwise = !FUSED && NMAX == kSlabwiseTokens && sums_slabwise(a);
-  int item = blockIdx.x, seq = 0;
+  int seq = 0;
   // Prepared mode claims an item, and looks up its tile, one item before it is needed.
   [[maybe_unused]] int claimed = 0;
   [[maybe_unused]] Item ahead;
   [[maybe_unused]] int4 ahead_tile;
   if constexpr (!FUSED) {
-    claimed = gridDim.x + atomicAdd(a.ctrl, 1);
+    claimed = atomicAdd(a.ctrl, 1);
     if (item < total) {
       ahead = decode_item(a, item, tiles, slabwise);
       ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
@@ -41,7 +42,7 @@ __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STA
     if constexpr (FUSED) {
       mbar_arrive(&s.item_full[slot]);
       if (item >= total) break;
-      next = gridDim.x + atomicAdd(a.ctrl, 1);
+      next = atomicAdd(a.ctrl, 1);
       it = decode_item(a, item, tiles);
       expert = load_tile<FUSED>(a, s, it.tile).x;
     } else {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void feed_weights(const Fp8Args& a, Fp8Smem<NMAX, STA
       next = claimed;
       // Both, so that the claim under way has ended: it must not come after the count's return to zero.
       if (item >= total && next >= total) break;
-      claimed = gridDim.x + atomicAdd(a.ctrl, 1);
+      claimed = atomicAdd(a.ctrl, 1);
       if (next < total) {
         ahead = decode_item(a, next, tiles, slabwise);
         ahead_tile = load_tile<FUSED>(a, s, ahead.tile);
@@ -119,7 +120,11 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
     pdl_launch();
     pdl_wait();
   }
-  if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
+  int first = 0;
+  if (tid == 0) {
+    first = atomicAdd(a.ctrl, 1);  // on its way while the block sorts
+    s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
+  }
   if constexpr (FUSED) {
     // The tokens go to the L2 before the weights' requests queue up in front of them.
     const size_t line = (size_t)blockIdx.x * 512 + tid;
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
   if (warp < kFirstMultiplyWarp) {
     if constexpr (!FUSED && NMAX >= 64) reg_dealloc<56>();
     if (warp == 0) {
-      if (lane == 0) feed_weights(a, s, map13, map2, tiles, total);
+      if (lane == 0) feed_weights(a, s, map13, map2, tiles, total, first);
     } else {
       if constexpr (FUSED) fill_fused(a, s, tiles);
       else fill_prepared(a, s);

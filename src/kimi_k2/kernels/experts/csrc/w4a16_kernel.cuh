@@ -1,9 +1,9 @@
 // INT4 experts on Hopper: one persistent launch streams every chosen expert's packed weights.
 //
 // Work is a queue of items, first-stage ones (256 rows: 128 gate and the same 128 up rows, a range of the hidden
-// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). A block
-// begins with the item of its own number and claims the others with one atomic, so whatever an item waits for is some
-// block's already: no deadlock, as all blocks are resident, one a multiprocessor. In a block, one thread requests
+// dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). Blocks claim
+// items in order with one atomic, so whatever an item waits for has been claimed by a block that runs: no deadlock,
+// however few of the blocks, one an SM, another stream's launches leave room for. In a block, one thread requests
 // weights without ever waiting for activations, three warps (one for few tokens in bf16) copy the tokens' rows, two
 // or four warpgroups unpack weights into registers and multiply (weights are the 64-row operand, tokens the narrow
 // one), and in the fused mode four more warps sum finished tokens. Every sum has a fixed order.
@@ -14,18 +14,18 @@ namespace w4a16 {
 
 // One thread: claim items, announce them to the block, request their weights.
 template <class C>
-__device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total) {
+__device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total, int item) {
   // With few tokens most experts have one tile: what the L2 need not keep of weights it keeps of the pairs' outputs.
   constexpr uint64_t kPolicy = C::FUSED || C::E4M3 ? kEvictFirst : kEvictNormal;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
-  int item = blockIdx.x, seq = 0;
+  int seq = 0;
   for (int round = 0;; ++round) {
     const int slot = round % kRing;
     if (round >= kRing) mbar_wait(&s.item_empty[slot], ((round / kRing) - 1) & 1);
     s.ring[slot] = item < total ? item : -1;
     mbar_arrive(&s.item_full[slot]);
     if (item >= total) break;
-    const int next = gridDim.x + atomicAdd(a.ctrl, 1);
+    const int next = atomicAdd(a.ctrl, 1);
     const Item it = decode_item<C::W2_BF16>(a, item, tiles);
     const int expert = moe::load_tile<C::FUSED>(a, s, it.tile).x;
     const bool packed = !(C::W2_BF16 && it.stage);
@@ -244,7 +244,11 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     pdl_launch();
     pdl_wait();
   }
-  if (tid == 0) s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
+  int first = 0;
+  if (tid == 0) {
+    first = atomicAdd(a.ctrl, 1);  // on its way while the block sorts
+    s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
+  }
   int tiles;
   if constexpr (C::FUSED) {
     if constexpr (C::ROWS) {  // the tokens go to the L2 before the weights' requests queue up in front of them
@@ -265,7 +269,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     if constexpr (kMoveRegisters) reg_dealloc<56>();
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
-      feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2));
+      feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2), first);
     } else if (C::ROWS ? warp == 1 : warp > 0) {
       if constexpr (C::E4M3) feed_records<C>(a, s, tiles, warp - 1, lane);
       else if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
