@@ -74,10 +74,6 @@ Checkpoint = Annotated[
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch what the Hugging Face cache lacks.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything random.")]
-ChatStyleOption = Annotated[
-    Literal["instruct", "thinking", "k2.5"] | None,
-    typer.Option("--chat-style", help="Chat format; from the checkpoint's template or name if not given."),
-]
 KeepQuantized = Annotated[
     bool,
     typer.Option(
