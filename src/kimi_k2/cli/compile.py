@@ -15,6 +15,10 @@ def compile_model(
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
+    capture_layers: Annotated[
+        str | None,
+        typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False,
     hlo_only: Annotated[
         bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
@@ -38,5 +42,12 @@ def compile_model(
         standins.install()
         job.lower_all(chosen, model, out, typer.echo)
     else:
+        options = {}
+        if capture_layers is not None:
+            from kimi_k2.cli.parity import parse_layers
+            from kimi_k2.parity.nxdi import capture_options
+
+            config = KimiK2Config.load(model)
+            options = capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
         job.check_sdk()
-        job.compile_all(chosen, model, out, typer.echo)
+        job.compile_all(chosen, model, out, typer.echo, **options)

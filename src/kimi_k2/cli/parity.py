@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,12 @@ parity = typer.Typer(
 
 BackendOption = Annotated[
     Literal["cpu", "cuda", "transformers", "nxdi"], typer.Option("--backend", help="Who runs the model.")
+]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help="Deployment, for its experts' format and parallelism (nxdi).")
+]
+CompiledOption = Annotated[
+    Path | None, typer.Option(help="What `compile --capture-layers` wrote for it (nxdi); else NxD's CPU mode.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")]
 
@@ -38,6 +44,8 @@ def capture(
     positions: Annotated[int, typer.Option(min=1, help="Last positions of the prompt to keep.")] = 16,
     seed: Seed = 0,
     ranks: Ranks = None,
+    preset: PresetOption = None,
+    compiled: CompiledOption = None,
 ) -> None:
     """Run a model and keep its logits and activations."""
     from kimi_k2.config import KimiK2Config
@@ -54,16 +62,23 @@ def capture(
         from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
         tokens = KimiTokenizer.from_pretrained(checkpoint).encode(prompt)
-    inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), _layers(layers, config), positions)
+    inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)
     check_size(config, inputs)
-    trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks)
+    trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **_neuron(preset, compiled))
     if leave_ranks() > 0:
         return
     save_golden(golden, trace, config, backend, dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
 
 
-def _layers(text: str | None, config: KimiK2Config) -> list[int] | None:
+def _neuron(preset: str | None, compiled: Path | None) -> dict[str, Any]:
+    from kimi_k2.plan.deployment import Deployment
+
+    return {"preset": None if preset is None else Deployment.load(preset), "compiled": compiled}
+
+
+def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:
+    """Numbers with commas between, each a layer of the model; None is all."""
     if text is None:
         return None
     try:
@@ -84,6 +99,8 @@ def compare_command(
     dtype: DtypeOption = "float32",
     out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
     ranks: Ranks = None,
+    preset: PresetOption = None,
+    compiled: CompiledOption = None,
 ) -> None:
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
     from rich.console import Console
@@ -108,7 +125,7 @@ def compare_command(
     if {dtype, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
     coarser = max(dtype, expected.dtype, key=names.index)
-    trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks)
+    trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks, **_neuron(preset, compiled))
     if leave_ranks() > 0:
         return
     result = compare(trace, expected.trace, config, coarser)

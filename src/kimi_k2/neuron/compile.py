@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +128,21 @@ def without_nki(preset: Deployment) -> dict[str, Any]:
     return {"blockwise_matmul_config": blockwise.model_dump(), "disable_argmax_kernel": True}
 
 
-def compile_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
+def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: Any) -> None:
     """Compile to NEFFs with NxDI, then pre-shard the weights if they are not there yet; both resume.
 
     neuronx-cc's cache keeps graphs that were finished before.
+
+    Args:
+        overrides: further arguments of KimiK2NeuronConfig.
     """
     config = KimiK2Config.load(model)
-    manifest = Manifest(out, preset, config)
+    manifest = Manifest(out, preset, config, overrides)
     if manifest.complete:
         say(f"{out} is complete for this preset and model: nothing to do")
         return
     os.environ.update(environment(preset))
-    app = build_application(preset, config, model)
+    app = build_application(preset, config, model, **overrides)
     start = time.monotonic()
     say("compiling (NxDI reports each graph) ...")
     app.compile(str(out))
@@ -171,13 +174,17 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
 class Manifest:
     """compile.json beside the artifacts: what they were made from, and their sizes and digests."""
 
-    def __init__(self, out: Path, preset: Deployment, config: KimiK2Config) -> None:
+    def __init__(
+        self, out: Path, preset: Deployment, config: KimiK2Config, overrides: Mapping[str, Any] | None = None
+    ) -> None:
         self.out, self.path = out, out / MANIFEST
         made_from = {
             "preset": preset.name,
             "preset_digest": compile_digest(preset),
             "config_digest": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         }
+        if overrides:
+            made_from["overrides"] = json.dumps(overrides, sort_keys=True)
         out.mkdir(parents=True, exist_ok=True)
         self.content: dict[str, Any] = {"made_from": made_from, "complete": False, "artifacts": {}}
         if self.path.is_file():

@@ -1,116 +1,94 @@
-"""NeuronKimiK2ForCausalLM in NxD's CPU mode, one rank: logits and outputs under the plain model's names."""
+"""The NxDI model under the plain model's names, by NxDI's own tensor capture: on a device, or in NxD's CPU mode."""
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from kimi_k2.neuron import contrib, standins
+from kimi_k2.config import KimiK2Config
+from kimi_k2.neuron.application import NeuronApplication, Output, cpu_deployment
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
+from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 
-# Modules whose output has the plain model's meaning; the down projections are one here, the experts stand with shared.
-_OUTPUTS = (
-    "input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "self_attn.q_b_proj",
-    "self_attn.o_proj", "post_attention_layernorm", "mlp",
+# Modules whose output has the plain model's meaning and is whole on every rank; a graph returns rank 0's. The down
+# projections are one here, and routed experts stand with shared ones.
+WHOLE = (
+    "input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp", "",
 )  # fmt: skip
+# The same where there is one rank only.
+ALONE = ("self_attn.q_b_proj",)
+FLOAT = "trn2-tp64-ep1"  # whose layout holds the checkpoint's own values when nothing else is asked for
 
 
-def _prepare() -> None:
-    """CPU mode, one rank; stand-ins for Neuron's binary modules where the SDK's own are missing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    single = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update({"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"} | single)
-    standins.install()
+def capture_points(config: KimiK2Config, layers: Sequence[int] | None, ranks: int) -> dict[str, str]:
+    """Captured modules of NeuronKimiK2Model to the points that they are; None is all layers."""
+    names = (*WHOLE, *ALONE) if ranks == 1 else WHOLE
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    return {
+        f"layers.{layer}.{name}".rstrip("."): f"layers.{layer}.{name or 'output'}" for layer in chosen for name in names
+    }
 
 
-def _application(checkpoint: str | Path, dtype: str, length: int) -> Any:
-    config, modeling = contrib.load("config"), contrib.load("modeling_kimi_k2")
-    neuron = config.KimiK2NeuronConfig(
-        on_cpu=True,
-        tp_degree=1,
-        moe_tp_degree=1,
-        moe_ep_degree=1,
-        batch_size=1,
-        seq_len=length,
-        max_context_length=length,
-        n_positions=length,
-        torch_dtype=getattr(torch, dtype),
-        blockwise_matmul_config={"block_size": 16, "use_torch_block_wise": True},
-    )
-    inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(str(checkpoint)))
-    application = modeling.NeuronKimiK2ForCausalLM(str(checkpoint), inference)
-    application.to_cpu()
-    return application
+def capture_options(config: KimiK2Config, layers: Sequence[int] | None, ranks: int) -> dict[str, Any]:
+    """Arguments of KimiK2NeuronConfig for graphs that return logits and the captured modules' outputs.
+
+    NxDI captures only beside on-device sampling; greedy is the cheapest.
+    """
+    return {
+        "output_logits": True,
+        "on_device_sampling_config": OnDeviceSampling().model_dump(),
+        "tensor_capture_config": {"modules_to_capture": list(capture_points(config, layers, ranks))},
+    }
 
 
-def _decoder(application: Any) -> nn.Module:
-    """The traced model; CPU mode has one for both stages."""
-    for wrapper in application.models:
-        for module in (wrapper, *(m for m in vars(wrapper).values() if isinstance(m, nn.Module))):
-            for inner in module.modules():
-                if type(inner).__name__ == "NeuronKimiK2Model":
-                    return inner
-    raise ParityError("nxdi: the application holds no NeuronKimiK2Model")
+def run_nxdi(
+    checkpoint: str | Path,
+    inputs: Inputs,
+    dtype: str,
+    preset: Deployment | None = None,
+    compiled: Path | None = None,
+) -> Trace:
+    """Prefill and forced decode steps.
 
-
-@torch.inference_mode()
-def run_nxdi(checkpoint: str | Path, inputs: Inputs, dtype: str) -> Trace:
-    """Prefill and forced decode steps of the contrib model.
+    Args:
+        dtype: of CPU mode, float32 or bfloat16 (one rank); compiled graphs have their own.
+        preset: its experts' format and expert parallelism; None holds the checkpoint's values in `dtype`.
+        compiled: what `kimi-k2 compile --capture-layers` wrote for `preset` and the same layers; None is CPU mode.
 
     Raises:
         NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
-        ParityError: the dtype is not one that CPU mode takes.
+        ParityError: a dtype that CPU mode does not take, or graphs that capture nothing.
     """
-    if dtype != "float32":
-        raise ParityError(f"nxdi: CPU mode runs in float32, got {dtype}")
-    if absent := contrib.missing():
-        raise contrib.NeuronUnavailableError(f"backend nxdi: not importable here: {', '.join(absent)}")
-    _prepare()
-    length = len(inputs.prompt) + len(inputs.forced) + 1
-    application = _application(checkpoint, dtype, length)
-    trace, phase, rows = Trace(inputs), "prefill", len(inputs.prompt)
+    if compiled is None and dtype == "float64":
+        raise ParityError("nxdi: CPU mode runs in float32 or bfloat16, got float64")
+    config = KimiK2Config.from_pretrained(checkpoint)
+    if compiled is None:
+        chosen = preset or Deployment.load(FLOAT).model_copy(update={"experts": "bf16"})
+        deployment = cpu_deployment(chosen, length=len(inputs.prompt) + len(inputs.forced) + 1, dtype=dtype)
+    elif preset is None:
+        raise ParityError("nxdi: compiled graphs need their preset")
+    else:
+        deployment = preset
+    options = capture_options(config, inputs.layers, deployment.tp_degree)
+    application = NeuronApplication.load(checkpoint, deployment, compiled, **options)
+    points = list(capture_points(config, inputs.layers, deployment.tp_degree).values())
+    trace = Trace(inputs)
 
-    def emit(point: str, value: Tensor) -> None:
-        # Right padding to the bucket comes after the prompt's rows.
-        trace.add(phase, point, value.reshape(-1, value.shape[-1])[:rows])
+    def record(phase: str, output: Output, rows: int) -> None:
+        if len(output.captured) != len(points):
+            raise ParityError(f"nxdi: expected {len(points)} captured tensors, got {len(output.captured)}")
+        for point, value in zip(points, output.captured, strict=True):
+            # Right padding to the bucket comes after the prompt's rows.
+            trace.add(phase, point, value.reshape(-1, value.shape[-1])[:rows])
+        assert output.logits is not None  # output_logits
+        trace.add(phase, "lm_head", output.logits)
 
-    handles = []
-    for number, layer in enumerate(_decoder(application).get_submodule("layers").children()):
-        for name in (*_OUTPUTS, ""):
-            point = f"layers.{number}.{name or 'output'}"
-            module = layer.get_submodule(name)
-            handles.append(
-                module.register_forward_hook(
-                    lambda _m, _i, out, p=point: emit(p, out[0] if isinstance(out, tuple) else out)
-                )
-            )
-    try:
-        prompt = torch.tensor([list(inputs.prompt)])
-        positions = torch.arange(prompt.shape[1])[None]
-        out = application(input_ids=prompt, attention_mask=torch.ones_like(prompt), position_ids=positions)
-        emit_logits(trace, phase, out)
-        phase, rows = "decode", 1
-        for step, token in enumerate(inputs.forced):
-            at = prompt.shape[1] + step
-            out = application(
-                input_ids=torch.tensor([[token]]),
-                attention_mask=torch.ones(1, at, dtype=torch.int64),
-                position_ids=torch.tensor([[at]]),
-            )
-            emit_logits(trace, phase, out)
-    finally:
-        for handle in handles:
-            handle.remove()
+    record("prefill", application.prefill([inputs.prompt]), len(inputs.prompt))
+    for step, token in enumerate(inputs.forced):
+        at = torch.tensor([len(inputs.prompt) + step])
+        record("decode", application.decode(torch.tensor([token]), at), 1)
     return trace
-
-
-def emit_logits(trace: Trace, phase: str, out: Any) -> None:
-    """The last position's logits."""
-    trace.add(phase, "lm_head", out.logits[0, -1:])

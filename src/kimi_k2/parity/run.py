@@ -17,6 +17,7 @@ from kimi_k2.parity.nxdi import run_nxdi
 from kimi_k2.parity.ranks import combine
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
+from kimi_k2.plan.deployment import Deployment
 
 BACKENDS = ("cpu", "cuda", "transformers", "nxdi")
 
@@ -29,6 +30,8 @@ def run(
     *,
     greedy: bool = False,
     ranks: Path | None = None,
+    preset: Deployment | None = None,
+    compiled: Path | None = None,
 ) -> Trace:
     """The trace of a checkpoint on `backend`, computed in `dtype`.
 
@@ -36,11 +39,14 @@ def run(
         greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
         ranks: output of `convert --target cuda`, of which each process of torchrun takes its file (plain model only);
             all get the same trace.
+        preset, compiled: of `nxdi`, see `run_nxdi`.
 
     Raises:
         ParityError: there is no such backend, or it cannot run here.
         NeuronUnavailableError: `nxdi` without NxD and NxDI.
     """
+    if backend != "nxdi" and (preset is not None or compiled is not None):
+        raise ParityError(f"backend {backend}: a preset and compiled graphs are of nxdi")
     chosen: torch.dtype = getattr(torch, dtype)
     if backend in ("cpu", "cuda"):
         if backend == "cuda" and not torch.cuda.is_available():
@@ -60,5 +66,5 @@ def run(
     if backend == "transformers":
         return run_transformers(load_transformers_model(checkpoint, chosen), inputs)
     if backend == "nxdi":
-        return run_nxdi(checkpoint, inputs, dtype)
+        return run_nxdi(checkpoint, inputs, dtype, preset, compiled)
     raise ParityError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from neuronx_distributed.modules.moe.model import MoE
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
@@ -27,6 +28,7 @@ from kimi_k2.sharding.experts.format import held_format
 
 from . import patches
 from .attention import KimiK2Attention
+from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
 from .experts import KimiK2ExpertMLPs
@@ -181,6 +183,17 @@ class NeuronKimiK2Model(NeuronBaseModel):
             config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util
         )
 
+    def bfloat16(self) -> NeuronKimiK2Model:
+        """The cast of a graph (DecoderModelInstance.load_module), for CPU mode: FP8 and its float32 scales stay.
+
+        NxDI's CPU mode casts with `nn.Module.bfloat16`, which takes FP8 for a float dtype like others.
+        """
+        scales = {name: value.clone() for name, value in self.named_parameters() if name.endswith("scale")}
+        self._apply(lambda t: t.to(torch.bfloat16) if t.is_floating_point() and t.dtype.itemsize > 1 else t)
+        for name, value in scales.items():
+            self.get_parameter(name).data = value
+        return self
+
 
 class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     """Kimi-K2 for generation on Neuron; see the README beside this folder for how to use it."""
@@ -204,6 +217,9 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         os.environ["NXD_CPU_MODE"] = "1"
         patches.apply_cpu_mode(self.neuron_config)
         super().to_cpu()
+        if self.neuron_config.tensor_capture_config is not None:
+            models = {id(wrapper.model): wrapper.model for wrapper in self.models}
+            capture_in_cpu_mode(models.values(), self.neuron_config.tensor_capture_config)
 
     def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
         """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""
