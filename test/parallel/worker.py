@@ -15,8 +15,8 @@ import torch.distributed as dist
 from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.apply import gather_last
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.sharding.layout import Layout
 

@@ -5,9 +5,10 @@ comes before.
 """
 
 from kimi_k2.kernels.attention import entries as attention
+from kimi_k2.kernels.comm import entries as comm
 from kimi_k2.kernels.experts import entries as experts
 from kimi_k2.kernels.linear import entries as linear
 from kimi_k2.kernels.router import entries as router
 from kimi_k2.kernels.rowwise import entries as rowwise
 
-__all__ = ["attention", "experts", "linear", "router", "rowwise"]
+__all__ = ["attention", "comm", "experts", "linear", "router", "rowwise"]

@@ -1,46 +1,11 @@
-"""Sum over ranks: pushed into peers' memory for decode sizes on GPUs, torch.distributed's own otherwise.
-
-NVLink multicast is not used.
-"""
+"""Sum over ranks: pushed into peers' memory for decode sizes on GPUs, torch.distributed's own otherwise."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
-from dataclasses import dataclass
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels.comm.push_all_reduce import build, call_counts, mailbox_bytes, push_all_reduce, supports
-
-# Bytes that a rank may push: up to here faster than NCCL on four H200s (`bench.kernels.all_reduce`); other numbers of
-# ranks are taken to be like them.
-PUSH_BYTES = 3 * 2**19
-# PyTorch lacks symmetric memory, the GPUs cannot reach each other's or have none left, there is no CUDA compiler.
-UNREACHABLE = (ImportError, AttributeError, RuntimeError, KernelError)
-
-
-@dataclass(frozen=True)
-class Mailboxes:
-    """Where the ranks push to.
-
-    Attributes:
-        memory: this rank's own, kept alive.
-        calls: of this rank so far.
-        addresses: of every rank's memory.
-        capacity: values that one sum may have.
-        rank: this one's place in `addresses`.
-    """
-
-    memory: Tensor
-    calls: Tensor
-    addresses: list[int]
-    capacity: int
-    rank: int
+from kimi_k2.ops.collective import Ranks, all_reduce
 
 
 class AllReduce:
@@ -53,58 +18,8 @@ class AllReduce:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, active: bool = True, push: bool = True) -> None:
-        self.group, self.active, self.push = group, active, push
-        self._mailboxes: Mailboxes | None = None
+        self.ranks, self.active = Ranks(group, push), active
 
     def __call__(self, x: Tensor) -> Tensor:
         """Sum of all ranks' x, of any shape; x may be overwritten."""
-        if not self.active:
-            return x
-        x = x.contiguous()
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        if self.push and supports(x, group.size()):
-            boxes = self._mailboxes or self._prepare(group, x.device)
-            if boxes is not None and x.numel() <= boxes.capacity:
-                return push_all_reduce(x, boxes.calls, boxes.addresses, boxes.capacity, boxes.rank)
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def _prepare(self, group: dist.ProcessGroup, device: torch.device) -> Mailboxes | None:
-        self._mailboxes = make_mailboxes(group, device)
-        self.push = self._mailboxes is not None
-        return self._mailboxes
-
-
-def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes | None:
-    """Empty mailboxes for sums of BF16 values of up to PUSH_BYTES a rank; every rank of the group must call this.
-
-    Returns:
-        None, on all ranks, if one of them cannot have them.
-    """
-    # Multicast can put GPUs that others share out of service.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    ranks = group.size()
-    capacity = PUSH_BYTES // (ranks - 1) // 8 * 4
-    memory = addresses = None
-    with contextlib.suppress(*UNREACHABLE):
-        build()
-        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-        memory = symmetric.empty(mailbox_bytes(capacity, ranks), dtype=torch.uint8, device=device)
-    if not all_ranks(memory is not None, group, device) or memory is None:
-        return None
-    with contextlib.suppress(*UNREACHABLE):
-        found = symmetric.rendezvous(memory, group).buffer_ptrs
-        memory.zero_()
-        addresses = [int(address) for address in found]
-    # Also the barrier: nobody pushes into what its owner has yet to clear.
-    if not all_ranks(addresses is not None, group, device) or addresses is None:
-        return None
-    return Mailboxes(memory, call_counts(capacity, device), addresses, capacity, group.rank())
-
-
-def all_ranks(ready: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether it holds for every rank, once all have come here and done what they gave their devices before."""
-    flag = torch.tensor(int(ready), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-    return bool(flag)
+        return all_reduce(x.contiguous(), self.ranks) if self.active else x

@@ -16,6 +16,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.moe import Experts, MoE
+from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.sharding.layout import Layout
@@ -78,13 +79,6 @@ def parallelize(
     if reduce.active:
         model.register_forward_hook(lambda module, arguments, logits: gather_last(logits, group))
     return model
-
-
-def gather_last(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate every rank's [..., n] along the last dimension."""
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def _replace(model: nn.Module, planned: PlannedTensor, device: torch.device | str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k2.parallel.apply import gather_last
+from kimi_k2.ops.collective import gather_last
 
 # Outputs of which each rank has its heads' columns, and those of which it has its share of every sum.
 _COLUMNS = (".self_attn.q_b_proj", ".self_attn.attention")

@@ -21,8 +21,9 @@ from kimi_k2.engine.layer_step import Place
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.router import Router
+from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.apply import gather_last, parallelize
+from kimi_k2.parallel.apply import parallelize
 from kimi_k2.sharding.layout import Layout
 
 _PATTERN_BYTES = 2**26

@@ -1,4 +1,4 @@
-"""Sum over the GPUs of a host for decode sizes: `torch.ops.kimi_k2.push_all_reduce`, for `parallel.all_reduce`.
+"""Sum over the GPUs of a host for decode sizes: `torch.ops.kimi_k2.push_all_reduce`, for `ops.collective.all_reduce`.
 
 One launch that overlaps with its neighbours; csrc/all_reduce.cu says how the exchange works.
 """
