@@ -26,10 +26,12 @@ from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, requantize_fp8_channel
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
 from kimi_k2.sharding import rank_file
+from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, check_made_for, verify
+from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.presharder import JOURNAL, Presharder
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.sharding.verify import verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -46,7 +48,7 @@ Presharder(sys.argv[1], sys.argv[2], Layout(2, 2)).run()
 STEPPING = """
 import os, sys
 import torch
-from kimi_k2.sharding import presharder
+from kimi_k2.sharding import manifest, presharder
 from kimi_k2.sharding.layout import Layout
 
 def step(*_):
@@ -54,13 +56,13 @@ def step(*_):
     if not os.read(0, 1):
         os._exit(1)
 
-def write_json(path, value, write=presharder.write_json):
+def write_json(path, value, write=manifest.write_json):
     step()
     write(path, value)
     step()
 
 torch.set_num_threads(1)
-presharder.write_json = write_json
+manifest.write_json = write_json
 presharder.Presharder(sys.argv[1], sys.argv[2], Layout(2, 2), on_bytes=step, on_layer=step).run()
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_k2.checkpoint.finite import nonfinite
+from kimi_k2.checkpoint.header import DTYPES, read_header
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
 from kimi_k2.config import KimiK2Config
@@ -33,21 +33,6 @@ from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
 # after this many bytes keeps a 17 GB shard from counting as 17 GB.
 RELEASE_BYTES = 256 * 2**20
-
-SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -124,7 +109,7 @@ class CheckpointReader:
             name = self._strip(key)
             if name is None:
                 continue
-            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+            dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise TensorDtypeError(f"unknown dtype {entry['dtype']}", file=self.directory / shard, tensor=key)
             if name in self.tensors:
@@ -315,19 +300,6 @@ class CheckpointReader:
 
     def _release(self) -> None:
         self._open_shard, self._handle, self._delivered = None, None, 0
-
-
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The JSON header of a safetensors file: name -> dtype code, shape and data_offsets, in the order of the data.
-
-    Raises:
-        ValueError: (or a subclass) this is no such header.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    entries.pop("__metadata__", None)
-    return dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]))
 
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -14,39 +14,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.index import INDEX_NAME
-from kimi_k2.checkpoint.reader import SAFETENSORS_DTYPES
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.quantization.stored import TensorSpec
 
-DTYPE_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 PARTIAL_SUFFIX = ".partial"
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw little-endian bytes of a CPU tensor, without a copy if it is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def encode_header(
-    specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, int]]:
-    """Length prefix and JSON header of a safetensors file, and each tensor's absolute file offset."""
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    offsets: dict[str, int] = {}
-    position = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": DTYPE_CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
-        offsets[spec.name] = position
-        position += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
-    prefix = len(text).to_bytes(8, "little") + text
-    return prefix, {name: len(prefix) + offset for name, offset in offsets.items()}
 
 
 class SafetensorsWriter:

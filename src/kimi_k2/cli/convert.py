@@ -29,6 +29,9 @@ def convert(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
     ] = False,
+    verify_source: Annotated[
+        bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
+    ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
     rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 190.0,
 ) -> None:
@@ -49,7 +52,7 @@ def convert(
     with ByteProgress("converting", total) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
-            on_bytes=bar.advance, on_layer=_print_error,
+            verify_source=verify_source,             on_bytes=bar.advance, on_layer=_print_error,
         )  # fmt: skip
         manifest = job.run()
     if manifest["errors"]["total"]["values"]:

@@ -9,12 +9,17 @@ import typer
 
 
 def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert` wrote.")]) -> None:
-    """Read all files again and compare every tensor with the manifest's checksum."""
+    """Read all files again and compare headers and every tensor's bytes with the manifest; names all that differ."""
     from kimi_k2.progress import ByteProgress
     from kimi_k2.sharding.manifest import load_manifest
-    from kimi_k2.sharding.manifest import verify as verify_files
+    from kimi_k2.sharding.verify import faults
 
-    total = sum(load_manifest(output)["files"].values())
-    with ByteProgress("verifying", total) as bar:
-        count = sum(1 for _ in verify_files(output, bar.advance))
-    typer.echo(f"{count} files as the manifest says")
+    files = load_manifest(output)["files"]
+    found = 0
+    with ByteProgress("verifying", sum(files.values())) as bar:
+        for fault in faults(output, bar.advance):
+            found += 1
+            typer.echo(f"error: {fault}", err=True)
+    if found:
+        raise typer.Exit(1)
+    typer.echo(f"{len(files)} files as the manifest says")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
-from kimi_k2.checkpoint.writer import encode_header
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan

@@ -29,13 +29,16 @@ class LayerSink:
     Args:
         planned: the layer's tensors by name.
         ranks: the files.
+        wanted: numbers of the ranks that are written; the others have the layer already.
         threads: among which the ranks are divided.
     """
 
-    def __init__(self, planned: dict[str, PlannedTensor], ranks: list[RankFile], threads: int) -> None:
-        self.planned, self.ranks, self.threads = planned, ranks, threads
-        self._digests: list[dict[str, Any]] = [defaultdict(hashlib.sha256) for _ in ranks]
-        self._written: list[dict[str, int]] = [defaultdict(int) for _ in ranks]
+    def __init__(
+        self, planned: dict[str, PlannedTensor], ranks: list[RankFile], wanted: Sequence[int], threads: int
+    ) -> None:
+        self.planned, self.ranks, self.wanted, self.threads = planned, ranks, wanted, threads
+        self._digests: dict[int, dict[str, Any]] = {rank: defaultdict(hashlib.sha256) for rank in wanted}
+        self._written: dict[int, dict[str, int]] = {rank: defaultdict(int) for rank in wanted}
         self._experts: dict[str, list[Part]] = defaultdict(list)
         self._waiting = 0
 
@@ -55,7 +58,7 @@ class LayerSink:
     def _write_experts(self, pool: ThreadPoolExecutor) -> None:
         groups = [(self.planned[name], parts[0].expert, _shares(parts)) for name, parts in self._experts.items()]
 
-        def write(ranks: range) -> None:
+        def write(ranks: Sequence[int]) -> None:
             # Hashing and writing release the interpreter's lock.
             for rank in ranks:
                 for tensor, first, shares in groups:
@@ -77,13 +80,18 @@ class LayerSink:
         for part in parts:
             self._check(part, self.planned[part.name].shape)
         shared = {part.name: tensor_bytes(part.tensor) for part in parts if self.planned[part.name].dim is None}
+        digests = {name: hashlib.sha256(data) for name, data in shared.items()}  # once for all ranks
 
-        def write(ranks: range) -> None:
+        def write(ranks: Sequence[int]) -> None:
             # Cutting, hashing and writing release the interpreter's lock.
             for rank in ranks:
                 for part in parts:
                     tensor, data = self.planned[part.name], shared.get(part.name)
-                    self._append(rank, tensor, [data or tensor_bytes(_cut(tensor, part.tensor, rank))])
+                    if data is None:
+                        self._append(rank, tensor, [tensor_bytes(_cut(tensor, part.tensor, rank))])
+                    else:
+                        self._written[rank][part.name] = self.ranks[rank].write(part.name, [data], 0)
+                        self._digests[rank][part.name] = digests[part.name]
 
         self._over_ranks(write, pool)
 
@@ -97,19 +105,20 @@ class LayerSink:
     def write_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None, pool: ThreadPoolExecutor) -> None:
         """Append rows of a matrix: to `holder`, or to every rank its columns of them."""
         if holder is not None:
-            self._append(holder, tensor, [tensor_bytes(rows)])
+            if holder in self._written:
+                self._append(holder, tensor, [tensor_bytes(rows)])
             return
 
-        def write(ranks: range) -> None:
+        def write(ranks: Sequence[int]) -> None:
             for rank in ranks:
                 self._append(rank, tensor, [tensor_bytes(_cut(tensor, rows, rank))])
 
         self._over_ranks(write, pool)
 
-    def _over_ranks(self, write: Callable[[range], None], pool: ThreadPoolExecutor) -> None:
-        count = len(self.ranks)
+    def _over_ranks(self, write: Callable[[Sequence[int]], None], pool: ThreadPoolExecutor) -> None:
+        count = len(self.wanted)
         step = -(-count // min(count, self.threads))
-        list(pool.map(write, (range(first, min(first + step, count)) for first in range(0, count, step))))
+        list(pool.map(write, (self.wanted[first : first + step] for first in range(0, count, step))))
 
     def _append(self, rank: int, tensor: PlannedTensor, pieces: Sequence[memoryview]) -> None:
         written = self.ranks[rank].write(tensor.name, pieces, self._written[rank][tensor.name])
@@ -117,7 +126,7 @@ class LayerSink:
             self._digests[rank][tensor.name].update(piece)
         self._written[rank][tensor.name] += written
 
-    def finish(self, pool: ThreadPoolExecutor) -> list[dict[str, str]]:
+    def finish(self, pool: ThreadPoolExecutor) -> dict[int, dict[str, str]]:
         """Write what is held back; checksums by rank and name.
 
         Raises:
@@ -125,11 +134,14 @@ class LayerSink:
         """
         if self._experts:
             self._write_experts(pool)
-        for written in self._written:
+        for written in self._written.values():
             for name, tensor in self.planned.items():
                 if written[name] != tensor.spec().nbytes:
                     raise MissingTensorError("planned, but not (fully) made", tensor=name)
-        return [{name: digest.hexdigest() for name, digest in rank.items()} for rank in self._digests]
+        return {
+            rank: {name: digest.hexdigest() for name, digest in digests.items()}
+            for rank, digests in self._digests.items()
+        }
 
 
 def _shares(experts: list[Part]) -> list[list[memoryview]]:

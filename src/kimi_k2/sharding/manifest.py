@@ -1,24 +1,28 @@
-"""manifest.json beside the ranks' files: what they were made from and a SHA-256 a tensor; and its check."""
+"""manifest.json beside the ranks' files: what they were made from, their tensors, and a SHA-256 a tensor."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kimi_k2 import __version__
-from kimi_k2.checkpoint.reader import CheckpointReader, read_header
+from kimi_k2.checkpoint.header import DTYPE_CODES
+from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError, TruncatedShardError
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
+from kimi_k2.files import read_json
+from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.planned import ShardingPlan
+from kimi_k2.sharding.rank_file import FileLayout
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
-_CHUNK = 2**22
 
 
 def rank_file_name(rank: int) -> str:
@@ -26,19 +30,15 @@ def rank_file_name(rank: int) -> str:
     return f"tp{rank}_sharded_checkpoint.safetensors"
 
 
-def describe(reader: CheckpointReader, config: KimiK2Config, layout: Layout) -> dict[str, Any]:
-    """Source, options and tool version; equal for two runs that must give the same bytes."""
-    shards = {name: (reader.directory / name).stat().st_size for name in reader.index.shards}
-    headers = hashlib.sha256()
-    for name in reader.index.shards:
-        headers.update(json.dumps(read_header(reader.directory / name)).encode())
+def describe(config: KimiK2Config, layout: Layout, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Source, options and tool version.
+
+    Args:
+        source: what `source.identify` gave of the checkpoint.
+    """
     return {
         "tool": {"name": "kimi-k2", "version": __version__},
-        "source": {
-            "config_sha256": _config_digest(config),
-            "headers_sha256": headers.hexdigest(),
-            "shards": shards,
-        },
+        "source": {"config_sha256": _config_digest(config), "shards": dict(source)},
         "options": _options(layout),
     }
 
@@ -93,59 +93,66 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
         raise ConfigError("converted from a checkpoint with another configuration", file=path)
 
 
+def write_manifest(
+    output: Path,
+    made_from: Mapping[str, Any],
+    plan: ShardingPlan,
+    errors: Mapping[int, Mapping[str, float]],
+    checksums: Sequence[Mapping[str, str]],
+) -> dict[str, Any]:
+    """Write what a finished conversion consists of, with a checksum of its own; returns the content.
+
+    Args:
+        errors: by layer.
+        checksums: by rank and tensor.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    total = ConversionError()
+    for layer in sorted(errors):
+        sums = {name: value for name, value in errors[layer].items() if name != "relative_l2"}
+        total.add(ConversionError(**sums))  # type: ignore[arg-type]
+    specs = [tensor.spec() for tensor in plan.tensors]
+    size = FileLayout.of(specs).nbytes
+    content: dict[str, Any] = {
+        "made_from": made_from,
+        "files": {rank_file_name(rank): size for rank in range(plan.layout.ranks)},
+        "tensors": {spec.name: {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape)} for spec in specs},
+        "errors": {"layers": {str(layer): errors[layer] for layer in sorted(errors)}, "total": total.as_dict()},
+        "checksum": "sha256",
+        "checksums": {rank_file_name(rank): dict(sorted(sums.items())) for rank, sums in enumerate(checksums)},
+    }
+    content["sha256"] = _own_checksum(content)
+    try:
+        write_json(output / MANIFEST, content)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {error.strerror}", file=output / MANIFEST) from None
+    return content
+
+
+def _own_checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the content without `sha256`, in a form that no rewriting of the file changes."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def load_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a finished conversion.
 
     Raises:
-        MissingShardError, CorruptHeaderError: there is none, or it is no manifest.
+        MissingShardError, CorruptHeaderError: there is none, it is no manifest, or it was damaged or edited.
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        _ = content["checksums"], content["files"]
+        content = read_json(path)
+        missing = {"made_from", "files", "tensors", "errors", "checksums", "sha256"} - set(content)
     except FileNotFoundError:
         raise MissingShardError("no such file: the conversion is not finished", file=path) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptHeaderError(f"not a manifest: {error}", file=path) from None
+    except TypeError:
+        raise CorruptHeaderError("not a manifest: expected an object", file=path) from None
+    if missing:
+        raise CorruptHeaderError(f"not a manifest of this version: no {sorted(missing)[0]!r}", file=path)
+    if content["sha256"] != _own_checksum(content):
+        raise CorruptHeaderError("damaged or edited: its own checksum differs", file=path)
     return dict(content)
-
-
-def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Read everything again; yields the name of each file that is as the manifest says.
-
-    Raises:
-        MissingShardError, TruncatedShardError, CheckpointError: a file or a tensor is not; the first is named.
-    """
-    directory = Path(directory)
-    manifest = load_manifest(directory)
-    for name, size in manifest["files"].items():
-        path = directory / WEIGHTS / name
-        if not path.is_file():
-            raise MissingShardError("no such file", file=path)
-        if path.stat().st_size != size:
-            raise TruncatedShardError(f"expected {size} bytes, got {path.stat().st_size}", file=path)
-        try:
-            header = read_header(path)
-        except ValueError as error:
-            raise CorruptHeaderError(f"the header cannot be parsed: {error}", file=path) from None
-        expected = manifest["checksums"][name]
-        if header.keys() != expected.keys():
-            other = sorted(header.keys() ^ expected.keys())[0]
-            raise CheckpointError("in the manifest or in the file, but not in both", file=path, tensor=other)
-        with path.open("rb") as file:
-            base = 8 + int.from_bytes(file.read(8), "little")
-            for tensor, entry in header.items():
-                start, end = entry["data_offsets"]
-                digest = hashlib.sha256()
-                file.seek(base + start)
-                while start < end:
-                    chunk = file.read(min(_CHUNK, end - start))
-                    if not chunk:
-                        raise TruncatedShardError("ends before this tensor does", file=path, tensor=tensor)
-                    digest.update(chunk)
-                    start += len(chunk)
-                    if on_bytes:
-                        on_bytes(len(chunk))
-                if digest.hexdigest() != expected[tensor]:
-                    raise CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=tensor)
-        yield name

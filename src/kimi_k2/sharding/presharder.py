@@ -1,16 +1,16 @@
 """Convert a checkpoint to one file a rank: streamed, in bounded memory, resumable at layers.
 
 Every rank's file is preallocated. A layer's parts are converted one expert at a time, cut by the plan and written to
-their places. When a layer is whole on the disk its checksums are appended to a journal; a rerun starts with the layers
-that the journal lacks and overwrites what was half written, so the result has the same bytes as an unbroken run.
+their places. When a layer is whole on the disk its checksums are appended to a journal. A rerun reads what the journal
+calls finished again, redoes what is missing or damaged, of those ranks alone, and goes on, so the result has the same
+bytes as an unbroken run. One process at a time writes to a directory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ from typing import Any
 import torch
 
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, rank_file_name
+from kimi_k2.sharding.lock import DirectoryLock
+from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, load_manifest, rank_file_name, write_manifest
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
-from kimi_k2.sharding.rank_file import RankFile
+from kimi_k2.sharding.rank_file import FileLayout, RankFile
+from kimi_k2.sharding.source import check_same, check_unchanged, identify
 
-JOURNAL = "journal.jsonl"
 # Each holds an expert: 90 MB at the real sizes.
 THREADS = min(os.cpu_count() or 1, 8)
 _VOCABULARY = ("model.embed_tokens", "lm_head")
@@ -43,16 +44,20 @@ class Presharder:
 
     Args:
         source: checkpoint directory.
-        output: directory to write; with an unfinished conversion of the same source and options it is resumed.
+        output: directory to write; with an unfinished conversion of the same source and options it is resumed, and a
+            finished one is looked through: files that are gone or have another size or header are made again.
         layout: ranks and formats.
         report: measure the conversion error of the routed experts.
         allow_nonfinite: convert NaN, Inf and impossible scales too, whatever comes of them.
+        verify_source: hash the source's bytes before and after; two runs then go together if these are equal, whatever
+            the files' times.
         on_bytes: called with the bytes of input as they are done.
         on_layer: called with a layer's number and its error (None for a layer without converted experts).
 
     Raises:
         ConfigError: sizes do not divide, or `output` holds something else.
-        CheckpointError: the source is damaged, or the disk is full (from `run`, too).
+        CheckpointError: the source is damaged or changes, the disk is full, or another process writes to `output` (from
+            `run`, too).
         NonfiniteError: (from `run`) a tensor of the source holds NaN, Inf or impossible scales.
     """
 
@@ -64,6 +69,7 @@ class Presharder:
         *,
         report: bool = True,
         allow_nonfinite: bool = False,
+        verify_source: bool = False,
         on_bytes: Callable[[int], None] = lambda _: None,
         on_layer: Callable[[int, ConversionError | None], None] = lambda *_: None,
     ) -> None:
@@ -72,115 +78,188 @@ class Presharder:
         self.reader = CheckpointReader.for_config(source, self.config, allow_nonfinite=allow_nonfinite)
         self.plan: ShardingPlan = make_plan(self.config, layout)
         self.plan.check()
-        self.layout, self.report = layout, report
+        self.layout, self.report, self.verify_source = layout, report, verify_source
         self.on_bytes, self.on_layer = on_bytes, on_layer
-        self.made_from = {
-            **describe(self.reader, self.config, layout),
-            "report": report,
-            "allow_nonfinite": allow_nonfinite,
-        }
+        self._source = identify(self.reader, hash_bytes=verify_source)
+        described = describe(self.config, layout, self._source)
+        self.made_from = {**described, "report": report, "allow_nonfinite": allow_nonfinite}
         self.errors: dict[int, dict[str, float]] = {}
         self.checksums: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
+        self._journal = Journal(self.output / JOURNAL)
+        self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._ranks: list[RankFile] = []
+        self._trusted: set[int] = set()  # ranks whose files were finished by an earlier run and are not read again
         self._modules = modules_by_layer(self.reader.names())
 
     def run(self) -> dict[str, Any]:
         """Convert what is not yet converted; returns the manifest."""
-        if (self.output / MANIFEST).exists():
-            manifest = dict(json.loads((self.output / MANIFEST).read_text(encoding="utf-8")))
-            if manifest.get("made_from") != self.made_from:
-                raise ConfigError("holds a conversion of another source or other options", file=self.output)
-            (self.output / JOURNAL).unlink(missing_ok=True)  # a run may have died between the two
-            return manifest
         weights = self.output / WEIGHTS
-        journal = self.output / JOURNAL
-        weights.mkdir(parents=True, exist_ok=True)
-        done = self._read_journal(journal)
-        resume = done is not None
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
         try:
-            for rank in range(self.layout.ranks):
-                specs = [tensor.spec() for tensor in self.plan.tensors]
-                self._ranks.append(RankFile(weights / rank_file_name(rank), specs, resume=resume))
-            if done is None:
-                done = set()
-                self._append(journal, {"made_from": self.made_from}, new=True)
-            with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as flusher:
-                flushing: Future[None] | None = None
-                for layer in self._modules:
-                    nbytes = sum(self.reader.tensors[n].nbytes for g in self._modules[layer].values() for n in g)
-                    if layer in done:
-                        self.on_bytes(nbytes)
-                        continue
-                    checksums, error = self._layer(layer, pool)
-                    # A layer goes to the disk while the next one is converted; never more than one.
-                    if flushing is not None:
-                        flushing.result()
-                    flushing = flusher.submit(self._flush, layer, checksums, error, journal)
+            weights.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot be made: {error.strerror}", file=weights) from None
+        with DirectoryLock(self.output):
+            finished = (self.output / MANIFEST).exists()
+            done = self._earlier(weights)
+            if finished and self._is_whole(weights):
+                self._journal.remove()  # a run may have died between the two
+                return load_manifest(self.output)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
+            try:
+                for rank in range(self.layout.ranks):
+                    self._ranks.append(RankFile(weights / rank_file_name(rank), self._file, resume=done is not None))
+                if finished:
+                    self._trusted = {rank for rank, file in enumerate(self._ranks) if file.finished}
+                if done is None:
+                    self._journal.begin(self.made_from)
+                self._convert_all(done or {}, repair=finished)
+            finally:
+                torch.set_num_threads(threads)
+                for file in self._ranks:
+                    file.close()
+            self._check_source(self._source)
+            manifest = write_manifest(self.output, self.made_from, self.plan, self.errors, self.checksums)
+            self._journal.remove()
+            return manifest
+
+    def _convert_all(self, done: dict[int, FinishedLayer], *, repair: bool) -> None:
+        with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as flusher:
+            flushing: Future[None] | None = None
+            for layer in self._modules:
+                wanted: Sequence[int] = range(self.layout.ranks)
+                if layer in done:
+                    wanted = self._damaged(done[layer], pool)
+                if not wanted:
+                    self.on_bytes(self._layer_bytes(layer))
+                    continue
+                checksums, error = self._layer(layer, wanted, pool)
+                # A layer goes to the disk while the next one is converted; never more than one.
                 if flushing is not None:
                     flushing.result()
-            for file in self._ranks:
-                file.finish()
-        finally:
-            torch.set_num_threads(threads)
-            for file in self._ranks:
-                file.close()
-        return self._write_manifest(journal)
+                made = FinishedLayer(layer, error.as_dict() if error.values else None, self._merged(layer, checksums))
+                if repair and made.checksums != done[layer].checksums:
+                    raise CheckpointError(
+                        f"layer {layer} does not come out as the manifest says", file=self.output / MANIFEST
+                    )
+                flushing = flusher.submit(self._flush, made, error, journal=not repair)
+            if flushing is not None:
+                flushing.result()
+        for file in self._ranks:
+            file.finish()
+
+    def _layer_bytes(self, layer: int) -> int:
+        return sum(self.reader.tensors[name].nbytes for names in self._modules[layer].values() for name in names)
+
+    def _merged(self, layer: int, made: dict[int, dict[str, str]]) -> list[dict[str, str]]:
+        """Checksums of a layer by rank: those made now, and those of ranks that had it already."""
+        for rank, sums in made.items():
+            self.checksums[rank].update(sums)
+        names = [tensor.name for tensor in self.plan.layer(layer)]
+        return [{name: sums[name] for name in names} for sums in self.checksums]
 
     # -- resuming ------------------------------------------------------------------------------------
 
-    def _read_journal(self, path: Path) -> set[int] | None:
-        """Layers finished by an earlier run, None if there was none; their checksums and errors are taken over."""
-        if not path.exists():
-            if any((self.output / WEIGHTS).glob("*.safetensors")):
-                raise ConfigError("holds files of something else; give an empty directory", file=self.output)
-            return None
-        lines = path.read_bytes().split(b"\n")
-        complete = lines[:-1]  # a line cut off by a kill has no newline
-        if not complete:
-            return None
-        entries = [json.loads(line) for line in complete]
-        if entries[0]["made_from"] != self.made_from:
-            raise ConfigError("an unfinished conversion of another source or other options lies here", file=path)
-        if lines[-1]:
-            os.truncate(path, sum(len(line) + 1 for line in complete))
-        for entry in entries[1:]:
-            for own, saved in zip(self.checksums, entry["checksums"], strict=True):
-                own.update(saved)
-            if entry["error"] is not None:
-                self.errors[entry["layer"]] = entry["error"]
-        return {entry["layer"] for entry in entries[1:]}
+    def _earlier(self, weights: Path) -> dict[int, FinishedLayer] | None:
+        """Layers that an earlier run finished, None if there was none; their checksums and errors are taken over."""
+        if (self.output / MANIFEST).exists():
+            manifest = load_manifest(self.output)
+            made_from, finished = manifest["made_from"], self._layers_of(manifest)
+            self._check_made_from(made_from, self.output / MANIFEST, "holds a conversion")
+        else:
+            read = self._journal.read()
+            if read is None:
+                if any(weights.glob("*.safetensors")):
+                    raise ConfigError("holds files of something else; give an empty directory", file=self.output)
+                return None
+            made_from, finished = read
+            self._check_made_from(made_from, self._journal.path, "an unfinished conversion")
+        self.made_from = made_from
+        whole = {}
+        for layer in finished:
+            names = {tensor.name for tensor in self.plan.layer(layer.layer)}
+            if len(layer.checksums) != self.layout.ranks or any(set(sums) != names for sums in layer.checksums):
+                continue  # damaged: as if it were not there
+            whole[layer.layer] = layer
+            for own, sums in zip(self.checksums, layer.checksums, strict=True):
+                own.update(sums)
+            if layer.error is not None:
+                self.errors[layer.layer] = layer.error
+        return whole
 
-    def _append(self, path: Path, entry: dict[str, Any], *, new: bool = False) -> None:
-        with path.open("wb" if new else "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _layers_of(self, manifest: dict[str, Any]) -> list[FinishedLayer]:
+        """A finished conversion as the lines of its journal."""
+        errors = manifest["errors"]["layers"]
+        files = [manifest["checksums"].get(rank_file_name(rank), {}) for rank in range(self.layout.ranks)]
+        layers = {layer: {tensor.name for tensor in self.plan.layer(layer)} for layer in self._modules}
+        return [
+            FinishedLayer(
+                layer,
+                errors.get(str(layer)),
+                [{name: digest for name, digest in sums.items() if name in names} for sums in files],
+            )
+            for layer, names in layers.items()
+        ]
 
-    def _write_manifest(self, journal: Path) -> dict[str, Any]:
-        total = ConversionError()
-        for layer in sorted(self.errors):
-            sums = {name: value for name, value in self.errors[layer].items() if name != "relative_l2"}
-            total.add(ConversionError(**sums))  # type: ignore[arg-type]
-        layers = {str(layer): self.errors[layer] for layer in sorted(self.errors)}
-        manifest = {
-            "made_from": self.made_from,
-            "files": {rank_file_name(rank): file.nbytes for rank, file in enumerate(self._ranks)},
-            "errors": {"layers": layers, "total": total.as_dict()},
-            "checksum": "sha256",
-            "checksums": {rank_file_name(rank): dict(sorted(sums.items())) for rank, sums in enumerate(self.checksums)},
-        }
-        write_json(self.output / MANIFEST, manifest)
-        journal.unlink()
-        return manifest
+    def _check_made_from(self, recorded: dict[str, Any], file: Path, what: str) -> None:
+        """Refuse another source or other options.
+
+        Raises:
+            ConfigError: they differ.
+        """
+
+        def without_files(made_from: dict[str, Any]) -> dict[str, Any]:
+            return {**made_from, "source": {**made_from["source"], "shards": None}}
+
+        if without_files(recorded) != without_files(self.made_from):
+            raise ConfigError(f"{what} of another source or other options", file=file)
+        check_same(recorded["source"]["shards"], self.made_from["source"]["shards"], file)
+
+    def _is_whole(self, weights: Path) -> bool:
+        """Whether every rank's file is there with its size and header."""
+        return all(self._file.is_whole(weights / rank_file_name(rank)) for rank in range(self.layout.ranks))
+
+    def _damaged(self, layer: FinishedLayer, pool: ThreadPoolExecutor) -> list[int]:
+        """Ranks that do not hold a layer as its checksums say."""
+
+        def is_damaged(rank: int) -> bool:
+            file = self._ranks[rank]
+            if file.fresh:
+                return True
+            return any(file.checksum(name) != digest for name, digest in layer.checksums[rank].items())
+
+        ranks = [rank for rank in range(self.layout.ranks) if rank not in self._trusted]
+        return [rank for rank, damaged in zip(ranks, pool.map(is_damaged, ranks), strict=True) if damaged]
+
+    def _check_source(self, shards: Iterable[str]) -> None:
+        """Nothing may have been written to shards of the source while they were read.
+
+        Raises:
+            CheckpointError: naming the first that was.
+        """
+        check_unchanged(self.reader.directory, {shard: self._source[shard] for shard in shards})
+
+    def _flush(self, layer: FinishedLayer, error: ConversionError, *, journal: bool) -> None:
+        """Make a layer durable, then say so in the journal."""
+        for file in self._ranks:
+            file.sync()
+        names = (name for names in self._modules[layer.layer].values() for name in names)
+        self._check_source({self.reader.tensors[name].shard for name in names})
+        if layer.error is not None:
+            self.errors[layer.layer] = layer.error
+        if journal:
+            self._journal.finish_layer(layer)
+        self.on_layer(layer.layer, error if error.values else None)
 
     # -- one layer -----------------------------------------------------------------------------------
 
-    def _layer(self, layer: int, pool: ThreadPoolExecutor) -> tuple[list[dict[str, str]], ConversionError]:
+    def _layer(
+        self, layer: int, wanted: Sequence[int], pool: ThreadPoolExecutor
+    ) -> tuple[dict[int, dict[str, str]], ConversionError]:
+        """Convert a layer for the wanted ranks: checksums by rank and name, and the error of all of it."""
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
-        sink = LayerSink(planned, self._ranks, THREADS)
+        sink = LayerSink(planned, self._ranks, wanted, THREADS)
         converter = Converter(self.config, self.layout, planned, report=self.report)
         error = ConversionError()
         for part in self._rank_numbers(layer):
@@ -210,18 +289,6 @@ class Presharder:
             for _, unfinished in waiting:
                 unfinished.cancel()
         return sink.finish(pool), error
-
-    def _flush(self, layer: int, checksums: list[dict[str, str]], error: ConversionError, journal: Path) -> None:
-        """Make a layer durable, then say so in the journal."""
-        for file in self._ranks:
-            file.sync()
-        for own, new in zip(self.checksums, checksums, strict=True):
-            own.update(new)
-        measured = error if error.values else None
-        if measured:
-            self.errors[layer] = measured.as_dict()
-        self._append(journal, {"layer": layer, "error": measured and measured.as_dict(), "checksums": checksums})
-        self.on_layer(layer, measured)
 
     def _read(self, unit: Unit, groups: dict[str, list[str]]) -> dict[str, Stored]:
         return {

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX, encode_header
+from kimi_k2.checkpoint.header import encode_header
+from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import TensorSpec
 
 _AT_ONCE = os.sysconf("SC_IOV_MAX")
+_CHUNK = 2**22
 RESUME = "what is finished is kept; make room or mend the disk and run the same command again"
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What all ranks' files have in common.
+
+    Attributes:
+        specs: tensors by name, in the order of the file.
+        prefix: the file's first bytes: length and header.
+        offsets: where each tensor begins in the file.
+    """
+
+    specs: dict[str, TensorSpec]
+    prefix: bytes
+    offsets: dict[str, int]
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> FileLayout:
+        """The layout of a file with these tensors."""
+        by_name = {spec.name: spec for spec in specs}
+        return cls(by_name, *encode_header(by_name.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a file."""
+        return len(self.prefix) + sum(spec.nbytes for spec in self.specs.values())
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether a file is there with this size and header; what the tensors hold is not looked at."""
+        try:
+            with path.open("rb") as file:
+                return os.fstat(file.fileno()).st_size == self.nbytes and file.read(len(self.prefix)) == self.prefix
+        except OSError:
+            return False
 
 
 class RankFile:
@@ -21,47 +59,60 @@ class RankFile:
     what of it is valid.
 
     Args:
-        resume: take up the file that is there; otherwise it is made anew.
+        resume: take up the file that is there, finished or not; otherwise it is made anew.
+
+    Attributes:
+        fresh: nothing of it is valid yet: it was made now, or what was there had another size or header.
 
     Raises:
-        CheckpointError: the disk is full, the file cannot be written, or it is gone or of another size on resuming.
+        CheckpointError: the disk is full, or the file cannot be written.
     """
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], *, resume: bool) -> None:
+    def __init__(self, path: Path, layout: FileLayout, *, resume: bool) -> None:
         self.path = path
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        self.specs = {spec.name: spec for spec in specs}
-        prefix, self._offsets = encode_header(self.specs.values())
-        self.nbytes = len(prefix) + sum(spec.nbytes for spec in self.specs.values())
-        self.finished = resume and path.exists() and not self.partial.exists()
-        target = path if self.finished else self.partial
-        flags = os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self.layout, self.nbytes = layout, layout.nbytes
+        self.finished = resume and layout.is_whole(path) and not self.partial.exists()
+        self.fresh = False
         try:
-            self._fd = os.open(target, flags, 0o644)
+            if self.finished:
+                self._fd = os.open(path, os.O_RDWR)
+                return
+            if path.exists():
+                path.replace(self.partial)
+            self.fresh = not (resume and self.partial.exists() and self.partial.stat().st_size == self.nbytes)
+            self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if self.fresh else 0), 0o644)
         except OSError as error:
-            raise CheckpointError(f"cannot be opened: {error.strerror}", file=target) from error
-        if resume:
-            size = os.fstat(self._fd).st_size
-            if size != self.nbytes:
-                raise CheckpointError(
-                    f"expected {self.nbytes} bytes, got {size}; delete the output directory", file=target
-                )
-            return
+            raise CheckpointError(f"cannot be opened: {error.strerror}", file=self.partial) from error
         try:
             os.posix_fallocate(self._fd, 0, self.nbytes)
-            self._pwrite([memoryview(prefix)], 0)
+            self._pwrite([memoryview(layout.prefix)], 0)
         except OSError as error:
             os.close(self._fd)
-            self.partial.unlink(missing_ok=True)
+            if self.fresh:
+                self.partial.unlink(missing_ok=True)
             raise CheckpointError(
                 f"cannot reserve {self.nbytes} bytes: {error.strerror}; {RESUME}", file=self.path
             ) from error
 
+    def checksum(self, name: str) -> str:
+        """SHA-256 of a tensor's bytes as they are on the disk."""
+        digest, position = hashlib.sha256(), self.layout.offsets[name]
+        end = position + self.layout.specs[name].nbytes
+        while position < end:
+            chunk = os.pread(self._fd, min(_CHUNK, end - position), position)
+            digest.update(chunk)
+            position += len(chunk)
+        return digest.hexdigest()
+
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> int:
         """Write pieces after each other from byte `offset` within a tensor; how many bytes they are."""
         count = sum(len(piece) for piece in pieces)
-        assert offset + count <= self.specs[name].nbytes
-        position = self._offsets[name] + offset
+        assert offset + count <= self.layout.specs[name].nbytes
+        if self.finished:
+            # A damaged tensor of a finished file is mended in place; until then it is not under its final name.
+            self._unfinish()
+        position = self.layout.offsets[name] + offset
         try:
             for first in range(0, len(pieces), _AT_ONCE):
                 position = self._pwrite(pieces[first : first + _AT_ONCE], position)
@@ -70,6 +121,10 @@ class RankFile:
                 f"cannot be written: {error.strerror}; {RESUME}", file=self.partial, tensor=name
             ) from error
         return count
+
+    def _unfinish(self) -> None:
+        self.path.replace(self.partial)
+        self.finished = False
 
     def _pwrite(self, pieces: Sequence[memoryview], position: int) -> int:
         """The position after the last piece."""

@@ -1,0 +1,92 @@
+"""journal.jsonl of an unfinished conversion: what it is made from, then a line a layer that is whole on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.files import parse_json
+
+JOURNAL = "journal.jsonl"
+
+
+class FinishedLayer(NamedTuple):
+    """A line: the layer, its conversion error, and checksums by rank and tensor."""
+
+    layer: int
+    error: dict[str, float] | None
+    checksums: list[dict[str, str]]
+
+
+class Journal:
+    """Lines appended and flushed one by one; one that a kill cut off or that is damaged counts for nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> tuple[dict[str, Any], list[FinishedLayer]] | None:
+        """What the conversion is made from and its finished layers; None if it has not begun.
+
+        Raises:
+            ConfigError: the first line is damaged, so that nothing is known.
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")[:-1]  # a line cut off by a kill has no newline
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=self.path) from None
+        if not lines:
+            return None
+        try:
+            made_from = parse_json(lines[0])["made_from"]
+            _ = made_from["source"]["shards"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError("line 1 is damaged; delete the output directory", file=self.path) from None
+        finished = []
+        for line in lines[1:]:
+            try:
+                entry = parse_json(line)
+                finished.append(FinishedLayer(int(entry["layer"]), entry["error"], list(entry["checksums"])))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return dict(made_from), finished
+
+    def begin(self, made_from: dict[str, Any]) -> None:
+        """Start anew."""
+        self._append({"made_from": made_from}, os.O_TRUNC)
+
+    def finish_layer(self, layer: FinishedLayer) -> None:
+        """Say that a layer is whole on the disk."""
+        self._append(layer._asdict(), os.O_APPEND)
+
+    def _append(self, entry: dict[str, Any], flag: int) -> None:
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | flag, 0o644)
+            try:
+                # A line that was cut off must not swallow this one.
+                start = b"" if flag == os.O_TRUNC or self._ends_whole() else b"\n"
+                data = start + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+                while data:
+                    data = data[os.write(file, data) :]
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be written: {error.strerror}; make room and run the same command again", file=self.path
+            ) from None
+
+    def _ends_whole(self) -> bool:
+        with self.path.open("rb") as file:
+            if not file.seek(0, os.SEEK_END):
+                return True
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+
+    def remove(self) -> None:
+        """The conversion is finished."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""Whether a finished conversion is still what its manifest says: files, headers and every tensor's bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kimi_k2.checkpoint.header import DTYPES, header_bytes
+from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX
+from kimi_k2.errors import (
+    CheckpointError,
+    CorruptHeaderError,
+    MissingShardError,
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    TruncatedShardError,
+    UnexpectedTensorError,
+)
+from kimi_k2.files import parse_json
+from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding.manifest import WEIGHTS, load_manifest
+from kimi_k2.sharding.rank_file import FileLayout
+
+_CHUNK = 2**22
+
+
+def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[str]:
+    """Read everything again; yields the name of each file that is as the manifest says.
+
+    Raises:
+        CheckpointError: (subclasses) the first of `faults`.
+    """
+    directory = Path(directory)
+    manifest = load_manifest(directory)
+    layout = _layout(manifest)
+    for name in manifest["files"]:
+        for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes):
+            raise fault
+        yield name
+    for fault in _strangers(directory, manifest):
+        raise fault
+
+
+def faults(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[CheckpointError]:
+    """Every fault of a finished conversion: missing, extra and truncated files, headers, tensors' bytes.
+
+    Raises:
+        MissingShardError, CorruptHeaderError: the manifest itself is missing or damaged.
+    """
+    directory = Path(directory)
+    manifest = load_manifest(directory)
+    layout = _layout(manifest)
+    for name in manifest["files"]:
+        yield from _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes)
+    yield from _strangers(directory, manifest)
+
+
+def _layout(manifest: dict[str, Any]) -> FileLayout:
+    tensors = manifest["tensors"].items()
+    return FileLayout.of(TensorSpec(name, DTYPES[one["dtype"]], tuple(one["shape"])) for name, one in tensors)
+
+
+def _strangers(directory: Path, manifest: dict[str, Any]) -> Iterator[CheckpointError]:
+    for path in sorted((directory / WEIGHTS).glob("*")):
+        if path.name not in manifest["files"] and not path.name.endswith(PARTIAL_SUFFIX):
+            yield UnexpectedTensorError("the manifest knows no such file", file=path)
+
+
+def _file_faults(
+    path: Path, layout: FileLayout, checksums: dict[str, str], on_bytes: Callable[[int], None] | None
+) -> Iterator[CheckpointError]:
+    if not path.is_file():
+        yield MissingShardError("no such file", file=path)
+        return
+    if path.stat().st_size != layout.nbytes:
+        yield TruncatedShardError(f"expected {layout.nbytes} bytes, got {path.stat().st_size}", file=path)
+        return
+    try:
+        with path.open("rb") as file:
+            if file.read(len(layout.prefix)) != layout.prefix:
+                yield from _header_faults(path, layout)
+                return
+            for name in layout.specs:
+                if _checksum(file, name, layout, on_bytes) != checksums[name]:
+                    yield CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=name)
+    except OSError as error:
+        yield CheckpointError(f"cannot be read: {error.strerror}", file=path)
+
+
+def _checksum(file: BinaryIO, name: str, layout: FileLayout, on_bytes: Callable[[int], None] | None) -> str:
+    digest, left = hashlib.sha256(), layout.specs[name].nbytes
+    file.seek(layout.offsets[name])
+    while left and (chunk := file.read(min(_CHUNK, left))):
+        digest.update(chunk)
+        left -= len(chunk)
+        if on_bytes:
+            on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def _header_faults(path: Path, layout: FileLayout) -> Iterator[CheckpointError]:
+    """What differs in a header whose bytes are not those that were written; the first difference of each tensor."""
+    try:
+        found = parse_json(header_bytes(path)[8:])
+        expected = parse_json(layout.prefix[8:])
+        items = found.items()
+    except (ValueError, CheckpointError, AttributeError) as error:
+        yield CorruptHeaderError(f"the header cannot be parsed: {error}", file=path)
+        return
+    if found.get("__metadata__") != expected["__metadata__"]:
+        yield CorruptHeaderError(
+            f"expected metadata {expected['__metadata__']}, got {found.get('__metadata__')}", file=path
+        )
+    for name in sorted(expected.keys() - found.keys()):
+        yield MissingTensorError("in the manifest, but not in the file", file=path, tensor=name)
+    for name in sorted(found.keys() - expected.keys()):
+        yield UnexpectedTensorError("in the file, but not in the manifest", file=path, tensor=name)
+    for name, entry in items:
+        if name == "__metadata__" or name not in expected or entry == expected[name]:
+            continue
+        kinds = (("dtype", TensorDtypeError), ("shape", TensorShapeError), ("data_offsets", CorruptHeaderError))
+        for key, kind in kinds:
+            value = entry.get(key) if isinstance(entry, dict) else None
+            if value != expected[name][key]:
+                yield kind(f"{key}: expected {expected[name][key]}, got {value}", file=path, tensor=name)
+                break
+        else:
+            yield CorruptHeaderError("has members that no header has", file=path, tensor=name)
+    if found == expected:
+        yield CorruptHeaderError("the header's bytes are not those that were written", file=path)

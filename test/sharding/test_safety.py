@@ -1,0 +1,420 @@
+"""What a user can do to a conversion: start it twice, change its source, damage its files. It is right, or an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kimi_k2.checkpoint.header import header_bytes
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
+from kimi_k2.sharding import journal as journal_module
+from kimi_k2.sharding import rank_file
+from kimi_k2.sharding.journal import JOURNAL
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.lock import LOCK, DirectoryLock
+from kimi_k2.sharding.manifest import MANIFEST
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.sharding.verify import faults, verify
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
+
+CORRUPTIONS = int(os.environ.get("KIMI_K2_CORRUPTIONS", "40"))
+LAYOUT = Layout(2, 2)
+CONVERT = """
+import sys
+import torch
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.presharder import Presharder
+torch.set_num_threads(1)
+job = Presharder(sys.argv[1], sys.argv[2], Layout(2, 2, experts=sys.argv[3]))
+print("ready", flush=True)
+sys.stdin.read()
+job.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("safety") / "source"
+    write_synthetic_checkpoint(directory, tiny_config(num_hidden_layers=3, n_routed_experts=8), seed=4)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole") / "out"
+    Presharder(source, directory, LAYOUT).run()
+    return directory
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A private finished conversion, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
+def weights_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((directory / "weights").iterdir())}
+
+
+class StopError(Exception):
+    """Stands for a kill between two layers."""
+
+
+def stopped(source: Path, output: Path, layers: int = 1) -> None:
+    """A conversion that ended after that many layers."""
+    seen = []
+
+    def stop(layer: int, _: object) -> None:
+        seen.append(layer)
+        if len(seen) > layers:
+            raise StopError
+
+    with pytest.raises(StopError):
+        Presharder(source, output, LAYOUT, on_layer=stop).run()
+    assert (output / JOURNAL).read_bytes().count(b"\n") > layers
+    assert not (output / MANIFEST).exists()
+
+
+# -- several at once ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [("blockwise",) * 2, ("blockwise", "bf16", "per_channel", "blockwise")])
+def test_converters_started_at_once(source: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]
+    jobs = [
+        subprocess.Popen([*command, experts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for experts in options
+    ]
+    for job in jobs:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.close()
+        job.stdin = None
+    said = [job.communicate()[1].decode() for job in jobs]
+    made = json.loads((tmp_path / "out" / MANIFEST).read_text())["made_from"]["options"]["experts"]
+    for experts, job, words in zip(options, jobs, said, strict=True):
+        # Whoever came late finds the same work done, or is refused by name; nobody else says it is well.
+        refused = "another process is writing here: " in words or "other options" in words
+        assert job.returncode == 0 or refused, words
+        assert job.returncode != 0 or experts == made
+    assert any(job.returncode == 0 for job in jobs)
+    Presharder(source, tmp_path / "alone", Layout(2, 2, experts=made)).run()
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "alone")
+
+
+def test_the_lock_names_its_holder_and_goes_with_it(tmp_path: Path) -> None:
+    held, named = DirectoryLock(tmp_path), rf"process {os.getpid()} on .* since 20"
+    with held, pytest.raises(CheckpointError, match=named), DirectoryLock(tmp_path):
+        pass
+    assert not (tmp_path / LOCK).exists()
+    (tmp_path / LOCK).write_text("left by a kill")
+    with DirectoryLock(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+
+
+def test_a_file_where_a_directory_is_meant(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        Presharder(source, tmp_path / "out", LAYOUT).run()
+
+
+# -- the source changes ------------------------------------------------------------------------------------------
+
+
+def changed_expert(source: Path) -> Path:
+    """Other values in one expert of the last layer: the same header and size."""
+    shard = source / "model-3-of-3.safetensors"
+    header = header_bytes(shard)
+    start, _ = json.loads(header[8:])["model.layers.2.mlp.experts.1.up_proj.weight"]["data_offsets"]
+    flip(shard, len(header) + start + 3)
+    return shard
+
+
+def touched(source: Path) -> Path:
+    shard = source / "model-1-of-3.safetensors"
+    os.utime(shard, ns=(1, 1))
+    return shard
+
+
+def replaced(source: Path) -> Path:
+    """The same bytes and times in another file."""
+    shard = source / "model-2-of-3.safetensors"
+    shutil.copy2(shard, source / "copy")
+    (source / "copy").replace(shard)
+    return shard
+
+
+def resized(source: Path) -> Path:
+    """A longer header."""
+    shard = source / "model-1-of-3.safetensors"
+    save_file(load_file(shard), shard, metadata={"format": "pt", "more": "words"})
+    return shard
+
+
+def reordered(source: Path) -> Path:
+    """The same tensors at other offsets: the header differs, the size does not."""
+    shard = source / "model-2-of-3.safetensors"
+    data = bytearray(shard.read_bytes())
+    header = header_bytes(shard)
+    entries = json.loads(header[8:])
+    names = [name for name in entries if name.endswith("layernorm.weight") and entries[name]["shape"] == [256]][:2]
+    entries[names[0]], entries[names[1]] = entries[names[1]], entries[names[0]]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    data[8 : len(header)] = text + b" " * (len(header) - 8 - len(text))
+    shard.write_bytes(data)
+    return shard
+
+
+@pytest.mark.parametrize("change", [changed_expert, touched, replaced, resized, reordered])
+@pytest.mark.parametrize("when", ["unfinished", "finished"])
+def test_another_source_is_not_mixed_in(
+    source: Path, tmp_path: Path, change: Callable[[Path], Path], when: str
+) -> None:
+    own = Path(shutil.copytree(source, tmp_path / "source"))
+    if when == "unfinished":
+        stopped(own, tmp_path / "out")
+    else:
+        Presharder(own, tmp_path / "out", LAYOUT).run()
+    shard = change(own)
+    with pytest.raises(ConfigError, match=re.escape(shard.name)):
+        Presharder(own, tmp_path / "out", LAYOUT).run()
+
+
+def test_hashed_bytes_decide_where_both_runs_have_them(source: Path, whole: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(source, tmp_path / "source"))
+
+    def stop(layer: int, _: object) -> None:
+        if layer == 1:
+            raise StopError
+
+    with pytest.raises(StopError):
+        Presharder(own, tmp_path / "out", LAYOUT, verify_source=True, on_layer=stop).run()
+    moved = Path(shutil.copytree(own, tmp_path / "moved"))
+    with pytest.raises(ConfigError, match="--verify-source compares its bytes"):
+        Presharder(moved, tmp_path / "out", LAYOUT).run()
+    changed = Path(shutil.copytree(own, tmp_path / "changed"))
+    shard = changed_expert(changed)
+    with pytest.raises(ConfigError, match=re.escape(f"{shard.name} has other")):
+        Presharder(changed, tmp_path / "out", LAYOUT, verify_source=True).run()
+    Presharder(moved, tmp_path / "out", LAYOUT, verify_source=True).run()
+    assert weights_of(tmp_path / "out") == weights_of(whole)
+
+
+def test_a_source_written_to_meanwhile_is_found(source: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(source, tmp_path / "source"))
+    job = Presharder(own, tmp_path / "out", LAYOUT, on_layer=lambda layer, _: layer == 0 and touched(own))
+    with pytest.raises(CheckpointError, match="changed while it was being converted"):
+        job.run()
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+# -- what an earlier run left ------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def partial(output: Path, rank: int) -> Path:
+    return output / "weights" / f"tp{rank}_sharded_checkpoint.safetensors.partial"
+
+
+LEFT_BEHIND: dict[str, Callable[[Path], object]] = {
+    "partial removed": lambda out: partial(out, 1).unlink(),
+    "all partials removed": lambda out: [partial(out, rank).unlink() for rank in range(4)],
+    "partial truncated": lambda out: os.truncate(partial(out, 2), 5000),
+    "partial extended": lambda out: os.truncate(partial(out, 2), 50_000_000),
+    "header damaged": lambda out: flip(partial(out, 0), 40),
+    "finished bytes damaged": lambda out: flip(partial(out, 3), 20_000),
+    "journal line damaged": lambda out: flip(out / JOURNAL, -200),
+    "garbage in the journal": lambda out: (out / JOURNAL).open("ab").write(b"garbage\n\xff\xfe[[[\n"),
+    "journal cut": lambda out: os.truncate(out / JOURNAL, (out / JOURNAL).stat().st_size - 30),
+    "a finished name already": lambda out: partial(out, 0).rename(str(partial(out, 0)).removesuffix(".partial")),
+}
+
+
+@pytest.mark.parametrize("damage", LEFT_BEHIND)
+def test_resuming_over_damage_gives_the_right_files(source: Path, whole: Path, tmp_path: Path, damage: str) -> None:
+    stopped(source, tmp_path, layers=2)
+    LEFT_BEHIND[damage](tmp_path)
+    Presharder(source, tmp_path, LAYOUT).run()
+    assert weights_of(tmp_path) == weights_of(whole)
+    assert not (tmp_path / JOURNAL).exists()
+
+
+def test_a_journal_without_its_first_line_is_refused(source: Path, tmp_path: Path) -> None:
+    stopped(source, tmp_path)
+    flip(tmp_path / JOURNAL, 1)
+    with pytest.raises(ConfigError, match="line 1 is damaged; delete"):
+        Presharder(source, tmp_path, LAYOUT).run()
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated", "header"])
+def test_a_finished_conversion_is_made_whole(source: Path, whole: Path, finished: Path, damage: str) -> None:
+    path = finished / "weights" / "tp2_sharded_checkpoint.safetensors"
+    other = finished / "weights" / "tp1_sharded_checkpoint.safetensors"
+    before = other.stat().st_mtime_ns
+    if damage == "removed":
+        path.unlink()
+    elif damage == "truncated":
+        os.truncate(path, 1000)
+    else:
+        flip(path, 100)
+    Presharder(source, finished, LAYOUT).run()
+    assert weights_of(finished) == weights_of(whole)
+    assert other.stat().st_mtime_ns == before
+    assert list(verify(finished))
+
+
+@pytest.mark.parametrize("moment", range(10))
+def test_disk_full(source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """ENOSPC from one of the calls that write: reserving, weights, flushing, the journal."""
+    chooser, calls = random.Random(moment), 0
+    name = ("posix_fallocate", "pwritev", "fdatasync", "write", "fsync")[moment % 5]
+    last = chooser.randrange(1, {"posix_fallocate": 4, "pwritev": 60, "fdatasync": 12, "write": 4, "fsync": 4}[name])
+    module = journal_module if name in ("write", "fsync") else rank_file
+    real = getattr(os, name)
+
+    def full(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(module.os, name, full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        Presharder(source, tmp_path, LAYOUT).run()
+    monkeypatch.undo()
+    assert not (tmp_path / MANIFEST).exists()
+    Presharder(source, tmp_path, LAYOUT).run()
+    assert weights_of(tmp_path) == weights_of(whole)
+
+
+# -- damage to finished files ------------------------------------------------------------------------------------
+
+
+def edited_header(path: Path, edit: Callable[[dict[str, dict[str, list[int]]]], object]) -> None:
+    """Change the header's JSON, keeping its length if it can be kept."""
+    data, old = path.read_bytes(), header_bytes(path)
+    entries = json.loads(old[8:])
+    edit(entries)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (max(len(old) - 8, len(text)) - len(text))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[len(old) :])
+
+
+def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
+    """One drawn corruption: its kind, and the names of which `verify` must say one."""
+    files = sorted((directory / "weights").iterdir())
+    path = chooser.choice(files)
+    entries = json.loads(header_bytes(path)[8:])
+    tensor = chooser.choice(sorted(set(entries) - {"__metadata__"}))
+    other = chooser.choice([one for one in files if one != path])
+    kinds = ("dtype", "shape", "offsets", "metadata", "bytes", "missing", "extra", "swapped", "renamed tensor",
+             "truncated", "longer", "header bytes", "header length", "manifest", "dropped tensor")  # fmt: skip
+    kind = chooser.choice(kinds)
+    entry = entries[tensor]
+    if kind == "dtype":
+        alike = {"BF16": ["F16", "I16"], "F8_E4M3": ["F8_E5M2", "U8"], "F32": ["I32"], "I32": ["F32"]}
+        edited_header(path, lambda e: e[tensor].update(dtype=chooser.choice(alike[entry["dtype"]])))
+    elif kind == "shape":
+        shape = entry["shape"][::-1] if entry["shape"] != entry["shape"][::-1] else [1, *entry["shape"]]
+        edited_header(path, lambda e: e[tensor].update(shape=shape))
+    elif kind == "offsets":
+        moved = [offset + 8 for offset in entry["data_offsets"]]
+        edited_header(path, lambda e: e[tensor].update(data_offsets=moved))
+    elif kind == "metadata":
+        change = chooser.choice([{"format": "tf"}, {"format": "pt", "a": "b"}, {}])
+        edited_header(path, lambda e: e.update(__metadata__=change))
+        tensor = "metadata"
+    elif kind == "bytes":
+        start, end = entry["data_offsets"]
+        flip(path, len(header_bytes(path)) + chooser.randrange(start, end))
+    elif kind == "missing":
+        path.unlink()
+        tensor = path.name
+    elif kind == "extra":
+        shutil.copy(path, path.with_name(chooser.choice(["tp99_sharded_checkpoint.safetensors", "notes.txt"])))
+        return kind, {"tp99_sharded_checkpoint.safetensors", "notes.txt"}
+    elif kind == "swapped":
+        path.rename(directory / "held")
+        other.rename(path)
+        (directory / "held").rename(other)
+        return kind, {path.name, other.name}
+    elif kind in ("renamed tensor", "dropped tensor"):
+
+        def change_name(e: dict[str, dict[str, list[int]]]) -> None:
+            held = e.pop(tensor)
+            if kind == "renamed tensor":
+                e[tensor + "x"] = held
+
+        edited_header(path, change_name)
+    elif kind == "truncated":
+        os.truncate(path, chooser.randrange(path.stat().st_size))
+        tensor = path.name
+    elif kind == "longer":
+        with path.open("ab") as file:
+            file.write(b"\0" * chooser.randrange(1, 100))
+    elif kind == "header bytes":
+        flip(path, chooser.randrange(8, len(header_bytes(path))))
+    elif kind == "header length":
+        flip(path, chooser.randrange(8))
+    else:
+        flip(directory / MANIFEST, chooser.randrange((directory / MANIFEST).stat().st_size))
+        return kind, {MANIFEST}
+    return kind, {tensor, path.name}
+
+
+def test_verify_names_every_drawn_corruption(whole: Path, tmp_path: Path) -> None:
+    """`KIMI_K2_CORRUPTIONS=200 pytest -k corruption` draws as many as the issue asks for."""
+    chooser, seen = random.Random(11), {}
+    assert list(faults(whole)) == []
+    for number in range(CORRUPTIONS):
+        directory = Path(shutil.copytree(whole, tmp_path / "damaged"))
+        kind, names = corrupt(directory, chooser)
+        seen[kind] = seen.get(kind, 0) + 1
+        try:
+            found = [str(fault) for fault in faults(directory)]
+        except KimiK2Error as error:
+            found = [str(error)]
+        assert any(name in said for said in found for name in names), (number, kind, names, found)
+        with pytest.raises(KimiK2Error):
+            list(verify(directory))
+        shutil.rmtree(directory)
+    print(f"\n{CORRUPTIONS} corruptions found: {seen}")
+
+
+def test_an_old_manifest_is_refused(source: Path, finished: Path) -> None:
+    content = json.loads((finished / MANIFEST).read_text())
+    del content["tensors"]
+    (finished / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CorruptHeaderError, match="not a manifest of this version: no 'tensors'"):
+        list(verify(finished))
+    with pytest.raises(CorruptHeaderError, match="not a manifest of this version"):
+        Presharder(source, finished, LAYOUT).run()
+
+
+def test_looking_through_a_finished_conversion_writes_nothing(source: Path, finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    time.sleep(0.01)
+    assert Presharder(source, finished, LAYOUT).run() == json.loads((finished / MANIFEST).read_text())
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
