@@ -25,8 +25,9 @@ from kimi_k2.errors import TokenizerError
 _T = TypeVar("_T")
 
 MAX_SOURCE = 2**16
-# CPU time of one rendering; the published templates take about a millisecond for a hundred messages.
-MAX_SECONDS = 2.0
+# CPU time of one rendering, beside a second for each million characters of input. A published template takes about
+# 0.1 s for a thousand messages.
+MAX_SECONDS = 1.0
 # Characters of a string, or of all strings in a list, that a template may make, beside four times its input's; and
 # of all that it makes, kept or not, beside sixteen times its input's.
 MAX_CHARACTERS = 2**21
@@ -61,13 +62,14 @@ class _Budget:
     def __init__(self, characters: int) -> None:
         self.characters = MAX_CHARACTERS + 4 * characters
         self._left = MAX_PRODUCED + 16 * characters
-        self._end = time.thread_time() + MAX_SECONDS
+        self._seconds = MAX_SECONDS + characters * 1e-6
+        self._end = time.thread_time() + self._seconds
         self._steps = 0
 
     def step(self) -> None:
         self._steps += 1
         if self._steps % _LOOK_EVERY == 0 and time.thread_time() > self._end:
-            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} s of CPU time")
+            raise TemplateLimitError(f"it takes more than {self._seconds:.2g} s of CPU time")
 
     def limit(self, characters: int) -> None:
         if characters > self.characters:
@@ -79,6 +81,11 @@ class _Budget:
             raise TemplateLimitError("it makes too much on its way")
 
 
+# What Python code made from a template can raise; all are the template's fault, or the input's.
+_FAILURES = (
+    *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError),
+    *(SyntaxError, TypeError, ValueError),
+)
 _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 
@@ -93,10 +100,8 @@ def bounded(action: Callable[..., _T], *arguments: Any, characters: int = 0) -> 
         return action(*arguments)
     except RecursionError:
         raise TokenizerError("it nests or calls itself too deeply") from None
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError) as error:
+    except _FAILURES as error:
         raise TokenizerError(str(error) or type(error).__name__) from None
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise TokenizerError(str(error)) from None
     finally:
         _BUDGET.reset(token)
 
