@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -321,3 +322,19 @@ def test_int4_source_needs_no_fp8(tmp_path: Path) -> None:
     write_synthetic_checkpoint(tmp_path / "source", config)
     manifest = Presharder(tmp_path / "source", tmp_path / "out", Layout(2)).run()
     assert manifest["errors"]["total"]["relative_l2"] < 0.05
+
+
+def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(
+        "instance: trn2.48xlarge\nexperts: blockwise\ntp_degree: 2\nmoe_tp_degree: 2\nmoe_ep_degree: 1\n"
+        "batch_size: 1\nseq_len: 64\nmax_context_length: 64\n"
+    )
+    named = ["convert", str(checkpoints["fp8"]), str(tmp_path / "named"), "--preset", str(tmp_path / "two.yaml")]
+    assert CliRunner().invoke(app, named).exit_code == 0
+    spelled = ["convert", str(checkpoints["fp8"]), str(tmp_path / "spelled"), "--tp", "2", "--experts", "blockwise"]
+    assert CliRunner().invoke(app, [*spelled, "--spmd-rank"]).exit_code == 0
+    for path in (tmp_path / "named" / "weights").iterdir():
+        assert path.read_bytes() == (tmp_path / "spelled" / "weights" / path.name).read_bytes()
+    both = CliRunner().invoke(app, [*named, "--tp", "4"])
+    assert both.exit_code == 2
+    assert "--tp" in both.output

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 def convert(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(help="Checkpoint directory; with --dry-run a published name will do.")],
     output: Annotated[Path | None, typer.Argument(help="Directory to write.", file_okay=False)] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
+    ] = None,
     tp: Annotated[int, typer.Option(help="Ranks that share one expert.")] = 64,
     ep: Annotated[int, typer.Option(help="Groups that the experts are divided among; ranks = tp x ep.")] = 1,
     target: TargetOption = "neuron",
@@ -38,17 +42,26 @@ def convert(
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
     from kimi_k2.cli.sharding import make_layout
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.plan.deployment import Deployment
     from kimi_k2.progress import ByteProgress
     from kimi_k2.sharding.dry_run import dry_run
     from kimi_k2.sharding.presharder import Presharder
 
-    layout = make_layout(tp, ep, target, experts, spmd_rank)
+    config = KimiK2Config.load(source)
+    if preset is None:
+        layout = make_layout(tp, ep, target, experts, spmd_rank)
+    else:
+        for name in ("tp", "ep", "target", "experts", "spmd_rank"):
+            source_of = context.get_parameter_source(name)
+            if source_of is not None and source_of.name == "COMMANDLINE":
+                raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")
+        layout = Deployment.load(preset).layout(config)
     if only_sizes:
-        _print_dry_run(KimiK2Config.load(source), layout, rate)
+        _print_dry_run(config, layout, rate)
         return
     if output is None:
         raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
-    total = dry_run(KimiK2Config.load(source), layout).input_bytes
+    total = dry_run(config, layout).input_bytes
     with ByteProgress("converting", total) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,

@@ -11,6 +11,7 @@ from kimi_k2.plan.instance import INSTANCES
 from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from kimi_k2.plan.scratch import make_scratch, reported_scratch
 from kimi_k2.plan.target import GIB, Target
+from kimi_k2.sharding.experts.format import expert_formats
 
 MAX_RANKS = {one.target: one.ranks for one in INSTANCES.values()}
 
@@ -88,9 +89,8 @@ def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
 def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:
     layout = target.layout
     if layout.target == "neuron":
-        formats = ("blockwise", "per_channel")
-        for experts in formats:
-            if experts != layout.experts:
+        for experts, one in expert_formats().items():
+            if experts != layout.experts and one.quantization_type:
                 yield f"experts in {experts} FP8", replace(target, layout=replace(layout, experts=experts))
     elif layout.experts == "bf16":
         yield "the checkpoint's own format", replace(target, layout=replace(layout, experts="stored"))

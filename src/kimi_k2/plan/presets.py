@@ -49,9 +49,13 @@ class PresetRow:
 
 
 def preset_rows(config: KimiK2Config) -> list[PresetRow]:
-    """A row for each preset, the leading one first."""
-    names = sorted(preset_names(), key=lambda name: (not name.startswith("trn2"), name != LEADING, name))
-    return [_row(config, Deployment.load(name)) for name in names]
+    """A row for each preset: Trainium's first, the leading one at the top, each layout's by batch and context."""
+
+    def place(one: Deployment) -> tuple[object, ...]:
+        family = one.hardware.target != "neuron", not one.name.startswith(LEADING), one.tp_degree
+        return (*family, one.name != LEADING, one.batch_size, one.seq_len, one.name)
+
+    return [_row(config, one) for one in sorted(map(Deployment.load, preset_names()), key=place)]
 
 
 def _row(config: KimiK2Config, preset: Deployment) -> PresetRow:

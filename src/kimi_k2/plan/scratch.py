@@ -8,10 +8,12 @@ beside it but not taken over: its decode graph is another one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.instance import GIB
 from kimi_k2.plan.target import Target
+from kimi_k2.sharding.experts.format import expert_formats
 
 BF16, FLOAT32 = 2, 4
 # Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
@@ -86,6 +88,22 @@ def _gate_up(config: KimiK2Config, target: Target, experts: int) -> int:
     return experts * config.hidden_size * 2 * config.moe_intermediate_size // target.layout.moe_tp
 
 
+class _Held(NamedTuple):
+    """How an expert's weight is held: bytes a value, and whether NxD multiplies by the scales before the GEMM."""
+
+    itemsize: int
+    dequantized: bool
+
+
+def _held(config: KimiK2Config, target: Target) -> _Held:
+    rows, columns = config.moe_intermediate_size, config.hidden_size
+    experts = expert_formats()[target.layout.experts].for_layout(config, target.layout)
+    specs = experts.specs(rows, columns, target.layout.dtype)
+    # A scale an output channel multiplies the GEMM's result instead.
+    finer = any(shape[-1] > 1 for name, (_, shape) in specs.items() if name != "weight")
+    return _Held(specs["weight"][0].itemsize, finer)
+
+
 def _attention_prefill(config: KimiK2Config, target: Target) -> int:
     """Residual and normed hidden states, scores in float32 before and after masking, the mask."""
     tokens = target.prefill_sequences * target.prompt
@@ -101,7 +119,7 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     weigh = 2 * rows * FLOAT32  # a block's outputs in float32, before and after their weights
     add = total + rows * FLOAT32  # the sum before and after a block is added
     dequantize = 0
-    if target.layout.experts == "blockwise":
+    if _held(config, target).dequantized:
         dequantize = 2 * _gate_up(config, target, BLOCKS_AT_ONCE) * FLOAT32 + rows * BF16
     return 3 * _stream(config, tokens) + total + max(weigh, add, dequantize)
 
@@ -121,11 +139,10 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.batch * config.num_experts_per_tok
-    elements = _gate_up(config, target, min(slots, local))
-    if target.layout.experts == "blockwise":
-        return 2 * elements * FLOAT32  # dequantized: before and after the scale
-    stored = BF16 if target.layout.experts == "bf16" else 1
-    return elements * ((stored if slots < local else 0) + BF16)
+    elements, held = _gate_up(config, target, min(slots, local)), _held(config, target)
+    if held.dequantized:
+        return 2 * elements * FLOAT32  # before and after the scale
+    return elements * ((held.itemsize if slots < local else 0) + BF16)
 
 
 def reported_scratch(context: int) -> Reported:

@@ -26,7 +26,7 @@ from kimi_k2.parity.trace import PHASES
 from kimi_k2.plan.deployment import Deployment
 
 NXD_TESTS = Path(__file__).parents[5] / "test" / "nxd"
-PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp32-ep2")
+PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp64-ep1")
 MODEL, COMPILED = os.environ.get("KIMI_K2_MODEL"), os.environ.get("KIMI_K2_COMPILED")
 GOLDEN = os.environ.get("KIMI_K2_GOLDEN")  # directory that `kimi-k2 parity capture --greedy` wrote
 
