@@ -25,6 +25,8 @@ from pydantic import (
 )
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
+from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS
 from kimi_k2.quantization.stored import StoredFormat, parse_quantization
 
 # Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
@@ -37,7 +39,7 @@ PRESET_DIR = Path(__file__).parent / "presets"
 class YarnScaling(BaseModel):
     """YaRN parameters (Peng et al. 2023, arXiv 2309.00071), named as in `rope_scaling`."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     factor: PositiveFloat
     original_max_position_embeddings: PositiveInt
@@ -74,7 +76,9 @@ class KimiK2Config(BaseModel):
             that is missing, mistyped or inconsistent.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="ignore", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
     model_type: Literal["kimi_k2", "deepseek_v3"] = "kimi_k2"
     vocab_size: PositiveInt
@@ -122,6 +126,13 @@ class KimiK2Config(BaseModel):
             if not condition:
                 raise ConfigError(f"{expectation}, got {getattr(self, field)!r}", field=field)
 
+        for field, most in CONFIG_FIELDS.items():
+            require(field, getattr(self, field) <= most, f"expected at most {most:g}")
+        require(
+            "n_routed_experts",
+            self.num_hidden_layers * self.n_routed_experts <= EXPERTS_OF_ALL_LAYERS,
+            f"expected at most {EXPERTS_OF_ALL_LAYERS} experts in all {self.num_hidden_layers} layers",
+        )
         require(
             "num_key_value_heads",
             self.num_key_value_heads == self.num_attention_heads,
@@ -145,9 +156,11 @@ class KimiK2Config(BaseModel):
             "expected groups of at least two experts (a group is ranked by its best two)",
         )
         require("num_nextn_predict_layers", self.num_nextn_predict_layers == 0, "expected 0 (no MTP layers)")
-        for field in ("bos_token_id", "pad_token_id"):
-            token = getattr(self, field)
-            require(field, token is None or 0 <= token < self.vocab_size, f"expected below {self.vocab_size}")
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            tokens = getattr(self, field)
+            tokens = tokens if isinstance(tokens, list) else [tokens]
+            known = all(token is None or 0 <= token < self.vocab_size for token in tokens)
+            require(field, known, f"expected below {self.vocab_size}")
         return self
 
     # -- derived -----------------------------------------------------------------------------------
@@ -185,13 +198,9 @@ class KimiK2Config(BaseModel):
         path = Path(directory)
         path = path / "config.json" if path.is_dir() else path
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path, ConfigError)
         except FileNotFoundError:
             raise ConfigError("no such file; expected a Hugging Face config.json", file=path) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"not valid JSON: {error}", file=path) from None
-        except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", file=path) from None
         return cls.from_dict(raw, file=path)
 
     @classmethod

@@ -45,7 +45,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ValueError(f"nested more than {JSON_NESTING} deep") from None
     level = [content] if isinstance(content, (dict, list)) else []
-    for _ in range(JSON_NESTING):
+    for _ in range(JSON_NESTING + 1):
         if not level:
             return content
         children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))

@@ -12,12 +12,23 @@ JSON_NESTING = 100
 NAME_CHARACTERS = 255
 SHARDS = 10_000
 
-# Largest values of config.json's fields; the largest published ones follow.
-LAYERS = 1_000  # 93
-EXPERTS = 10_000  # 896
-EXPERTS_OF_ALL_LAYERS = 200_000  # 83,328; a tensor list of a million and more is built from it
-WIDTH = 1_000_000  # hidden, intermediate and latent sizes: 18,432
-HEADS = 10_000  # 128
-VOCABULARY = 10_000_000  # 163,840
-POSITIONS = 1_000_000_000  # 262,144
-ROPE_THETA = 1e12  # 50,000
+# config.json: a list of a million tensors and more is built from so many experts; 83,328 are published.
+EXPERTS_OF_ALL_LAYERS = 200_000
+_WIDTH = 1_000_000
+CONFIG_FIELDS: dict[str, float] = {
+    "num_hidden_layers": 1_000,
+    "n_routed_experts": 10_000,
+    "n_shared_experts": 1_000,
+    "num_attention_heads": 10_000,
+    "vocab_size": 10_000_000,
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "moe_intermediate_size": _WIDTH,
+    "q_lora_rank": _WIDTH,
+    "kv_lora_rank": _WIDTH,
+    "qk_nope_head_dim": _WIDTH,
+    "qk_rope_head_dim": _WIDTH,
+    "v_head_dim": _WIDTH,
+    "max_position_embeddings": 1_000_000_000,
+    "rope_theta": 1e12,
+}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
@@ -56,7 +57,7 @@ def test_the_kernels_order_changes_no_value(source: Path, monkeypatch: pytest.Mo
     ids = torch.randint(0, kept.config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(3))
     assert torch.equal(kept(ids), plain(ids))
     with pytest.raises(KernelError, match="load before"):
-        load_checkpoint(kept, source)
+        load_checkpoint(kept, CheckpointReader.for_config(source, kept.config))
 
 
 def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.checkpoint.header import header_bytes
+from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.sharding import journal as journal_module
 from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.lock import LOCK, DirectoryLock
 from kimi_k2.sharding.manifest import MANIFEST
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults, verify

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_k2.errors import CorruptHeaderError, MissingShardError
+from kimi_k2.files import read_json
+from kimi_k2.limits import NAME_CHARACTERS, SHARDS
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -43,15 +44,12 @@ class CheckpointIndex:
             if (directory / SINGLE_NAME).is_file():
                 return cls(directory, (SINGLE_NAME,), None)
             raise MissingShardError(f"expected {INDEX_NAME} or {SINGLE_NAME} in this directory", file=directory)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CorruptHeaderError(f"not valid JSON: {error}", file=path) from None
+        raw = read_json(path)
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
         for shard in set(map(_hashable, weight_map.values())):
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            if not isinstance(shard, str) or Path(shard).name != shard or not _is_shard(shard):
                 name = next(name for name, value in weight_map.items() if _hashable(value) == shard)
                 raise CorruptHeaderError(
                     f"expected the name of a .safetensors file beside the index, got {shard!r}",
@@ -59,6 +57,8 @@ class CheckpointIndex:
                     tensor=name,
                 )
         shards = tuple(sorted(set(weight_map.values()), key=_natural))
+        if len(shards) > SHARDS:
+            raise CorruptHeaderError(f"expected at most {SHARDS} shards, got {len(shards)}", file=path)
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
@@ -71,6 +71,10 @@ class CheckpointIndex:
         metadata = raw.get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         return cls(directory, shards, weight_map, int(total) if isinstance(total, (int, float)) else None)
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith(".safetensors") and len(name) <= NAME_CHARACTERS and "\0" not in name
 
 
 def _hashable(value: object) -> object:

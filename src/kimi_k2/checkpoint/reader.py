@@ -28,6 +28,7 @@ from kimi_k2.errors import (
     TruncatedShardError,
     UnexpectedTensorError,
 )
+from kimi_k2.limits import NAME_CHARACTERS
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
@@ -105,6 +106,11 @@ class CheckpointReader:
         self._acquire(shard)  # safetensors checks the header and the file's length against it
         names = []
         for key, entry in read_header(self.directory / shard).items():
+            if len(key) > NAME_CHARACTERS:
+                raise CorruptHeaderError(
+                    f"a tensor's name of {len(key)} characters; at most {NAME_CHARACTERS} are read",
+                    file=self.directory / shard,
+                )
             self._shard_of[key] = shard
             name = self._strip(key)
             if name is None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
@@ -119,11 +120,13 @@ class KimiK2ForCausalLM(nn.Module):
             CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
         """
         config = KimiK2Config.from_pretrained(directory)
+        # Before any memory is claimed: the files must hold what the configuration says.
+        reader = CheckpointReader.for_config(directory, config)
         # Memory is claimed uninitialised on the target, so each weight is written exactly once.
         with torch.device("meta"):
             model = cls(config, dtype=dtype, keep_quantized=keep_quantized, attention_form=attention_form)
         model = model.to_empty(device=device)
-        load_checkpoint(model, directory, on_tensor=on_tensor)
+        load_checkpoint(model, reader, on_tensor=on_tensor)
         model.prepare()
         return model.eval()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
 
 def load_checkpoint(
     model: KimiK2ForCausalLM,
-    directory: str | Path,
+    reader: CheckpointReader,
     *,
     on_tensor: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Fill `model` from a checkpoint directory; each stored tensor is read once.
+    """Fill `model` from a checkpoint that was opened for its configuration; each stored tensor is read once.
 
     A weight waits for its scales (which usually lie beside it), so that no more than a few Linears are held at a time.
 
     Raises:
         CheckpointError: (subclasses) see `CheckpointReader`.
     """
-    with CheckpointReader.for_config(directory, model.config) as reader:
+    with reader:
         sizes = Counter(name.rpartition(".")[0] for name in reader.names())
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in reader.stream():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kimi_k2.checkpoint.lock import DirectoryLock
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
@@ -26,7 +27,6 @@ from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.lock import DirectoryLock
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, load_manifest, rank_file_name, write_manifest
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan

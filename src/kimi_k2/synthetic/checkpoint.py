@@ -5,15 +5,16 @@ A checkpoint of tens of gigabytes needs no more memory than its largest tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.checkpoint.names import LAYER, expected_tensors
 from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.files import read_json
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.synthetic.config import IM_END, hf_config
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
@@ -75,10 +76,20 @@ def write_synthetic_checkpoint(
     Raises:
         ConfigError: the directory holds another checkpoint, or `shards` is out of range.
         TokenizerError: the vocabulary is too small for 256 bytes and 256 special slots.
-        CheckpointError: the disk is full.
+        CheckpointError: the disk is full, or another process writes there.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be made: {error.strerror}", file=directory) from None
+    with DirectoryLock(directory):
+        return _write(directory, config, seed, shards, on_tensor)
+
+
+def _write(
+    directory: Path, config: KimiK2Config, seed: int, shards: int | None, on_tensor: Callable[[TensorSpec], None] | None
+) -> int:
     recipe = {"seed": seed, "shards": shards, "config": hf_config(config)}
     _claim(directory, recipe)
     write_synthetic_vocabulary(directory, config.vocab_size)
@@ -114,8 +125,10 @@ def _claim(directory: Path, recipe: dict[str, Any]) -> None:
     """Refuse to mix two checkpoints in one directory; allow resuming the same one."""
     path = directory / RECIPE_NAME
     if path.exists():
-        if json.loads(path.read_text()) != recipe:
+        if read_json(path, ConfigError) != recipe:
             raise ConfigError("an unfinished checkpoint with other arguments lies here", file=path)
     elif any(directory.glob("*.safetensors")):
         raise ConfigError("holds a checkpoint already; give an empty directory", file=directory)
+    elif other := next((entry.name for entry in directory.iterdir() if entry.name != LOCK), None):
+        raise ConfigError(f"holds {other!r}; give an empty directory", file=directory)
     write_json(path, recipe)

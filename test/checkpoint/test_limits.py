@@ -1,0 +1,157 @@
+"""Files that claim too much are refused at once: huge headers, deep JSON, sizes that no model has."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_k2.checkpoint.index import INDEX_NAME
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, CorruptHeaderError, KimiK2Error
+from kimi_k2.files import parse_json
+from kimi_k2.limits import CONFIG_FIELDS, JSON_NESTING, SAFETENSORS_HEADER_BYTES
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
+
+MEMORY = 400 * 10**6
+
+
+@pytest.fixture
+def fp8(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints["fp8"], tmp_path / "fp8"))
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+@pytest.mark.parametrize("claimed", [SAFETENSORS_HEADER_BYTES + 1, 20 * 2**30, 2**63])
+def test_a_header_of_20_gib_in_a_sparse_file(fp8: Path, claimed: int) -> None:
+    shard = fp8 / "model-2-of-3.safetensors"
+    with shard.open("wb") as file:
+        file.write(claimed.to_bytes(8, "little"))
+    os.truncate(shard, 21 * 2**30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start = time.process_time()
+    with pytest.raises(KimiK2Error, match="header"):
+        KimiK2ForCausalLM.from_pretrained(fp8)
+    assert time.process_time() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < MEMORY
+
+
+@pytest.mark.parametrize("field", CONFIG_FIELDS)
+@pytest.mark.parametrize("value", [10**9 + 1, 10**18, 10**30])
+def test_sizes_that_no_model_has(fp8: Path, field: str, value: int) -> None:
+    value = value * 10**6 if field == "rope_theta" else value
+    edit(fp8, **{field: float(value) if field == "rope_theta" else value})
+    with pytest.raises(ConfigError, match=field):
+        KimiK2Config.from_pretrained(fp8)
+
+
+@pytest.mark.parametrize("name", ["kimi-k2-instruct", "kimi-k2.6"])
+def test_published_models_are_far_below(name: str) -> None:
+    config = KimiK2Config.from_preset(name)
+    assert all(getattr(config, field) * 10 <= most for field, most in CONFIG_FIELDS.items())
+
+
+def test_layers_times_experts(fp8: Path) -> None:
+    edit(fp8, num_hidden_layers=900, n_routed_experts=9000)
+    with pytest.raises(ConfigError, match="in all 900 layers"):
+        KimiK2Config.from_pretrained(fp8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", float("inf")),
+        ("rms_norm_eps", float("nan")),
+        ("routed_scaling_factor", float("inf")),
+        ("eos_token_id", 768),
+        ("eos_token_id", [5, -1]),
+        ("bos_token_id", 10**9),
+    ],
+)
+def test_values_that_cannot_be(fp8: Path, field: str, value: object) -> None:
+    edit(fp8, **{field: value})
+    with pytest.raises(ConfigError, match=field):
+        KimiK2Config.from_pretrained(fp8)
+
+
+@pytest.mark.parametrize("depth", [JSON_NESTING + 1, 900, 100_000])
+@pytest.mark.parametrize("file", ["config.json", INDEX_NAME])
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
+def test_deep_json(fp8: Path, depth: int, file: str, pair: str) -> None:
+    opening, closing = pair[:-1], pair[-1]
+    (fp8 / file).write_text(opening * depth + "1" + closing * depth)
+    with pytest.raises((ConfigError, CorruptHeaderError), match="deep") as caught:
+        KimiK2ForCausalLM.from_pretrained(fp8)
+    assert caught.value.file == str(fp8 / file)
+
+
+def test_nesting_is_counted() -> None:
+    fine = b"[" * JSON_NESTING + b"]" * JSON_NESTING
+    assert parse_json(fine)
+    assert parse_json(b'"' + b"[" * 5000 + b'"')
+    with pytest.raises(ValueError, match="deep"):
+        parse_json(b"[" + fine + b"]")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_names_of_shards(fp8: Path, name: str) -> None:
+    raw = json.loads((fp8 / INDEX_NAME).read_text())
+    raw["weight_map"]["lm_head.weight"] = f"{name}.safetensors"
+    (fp8 / INDEX_NAME).write_text(json.dumps(raw))
+    with pytest.raises(CorruptHeaderError, match="expected the name"):
+        KimiK2ForCausalLM.from_pretrained(fp8)
+
+
+def test_a_long_name_of_a_tensor(fp8: Path) -> None:
+    shard = fp8 / "model-2-of-3.safetensors"
+    text = json.dumps({"n" * 5000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+    with pytest.raises(CorruptHeaderError, match="5000 characters"):
+        KimiK2ForCausalLM.from_pretrained(fp8)
+
+
+LIMITED = """
+import resource, sys
+from kimi_k2.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+sys.argv = ["kimi-k2", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({"vocab_size": 9_000_000, "hidden_size": 900_000}, ["generate", "--prompt", "Hi"]),
+        ({"num_hidden_layers": 10**9}, ["inspect"]),
+    ],
+)
+def test_commands_end_at_once(fp8: Path, changes: dict[str, int], command: list[str]) -> None:
+    """Sizes within the limits that the files do not have: found before memory is claimed."""
+    edit(fp8, **changes)
+    run = [sys.executable, "-c", LIMITED, command[0], str(fp8), *command[1:]]
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert next(iter(changes)) in done.stderr or "expected shape" in done.stderr
+
+
+def test_a_directory_that_holds_something_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex'; give an empty directory"):
+        write_synthetic_checkpoint(tmp_path, tiny_config())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
