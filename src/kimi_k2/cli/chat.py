@@ -93,6 +93,7 @@ def chat(
     from kimi_k2.cli.session import Neuron, open_session
     from kimi_k2.config import KimiK2Config
     from kimi_k2.engine.sampler import SamplingParams
+    from kimi_k2.errors import GenerationError
     from kimi_k2.tokenization.eos import load_eos_token_ids
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
@@ -103,6 +104,10 @@ def chat(
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, seed, eos_token_ids=load_eos_token_ids(directory, config)
     )
+    if max_new_tokens >= config.max_position_embeddings:
+        raise GenerationError(
+            f"max_new_tokens: expected fewer than max_position_embeddings ({config.max_position_embeddings})"
+        )
     options: dict[str, Any] = {"keep_quantized": keep_quantized, "stop": stop or (), "chunk_size": chunk_size}
     where = device
     if backend == "neuron":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kimi_k2.cli.options import ExpertsOption, TargetOption
+from kimi_k2.cli.options import ExpertsOption, TargetOption, number
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -22,8 +22,8 @@ def convert(
     preset: Annotated[
         str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that share one expert.")] = 64,
-    ep: Annotated[int, typer.Option(help="Groups that the experts are divided among; ranks = tp x ep.")] = 1,
+    tp: Annotated[int, number(1, "Ranks that share one expert.")] = 64,
+    ep: Annotated[int, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = 1,
     target: TargetOption = "neuron",
     experts: ExpertsOption = None,
     spmd_rank: Annotated[
@@ -37,7 +37,7 @@ def convert(
         bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
     ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
-    rate: Annotated[float, typer.Option(help="MB/s of input that the dry run extrapolates the time from.")] = 190.0,
+    rate: Annotated[float, typer.Option(min=1e-3, max=1e6, help="MB/s of input that --dry-run takes.")] = 190.0,
 ) -> None:
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
     from kimi_k2.cli.sharding import make_layout

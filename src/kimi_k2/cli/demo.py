@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, number
 
 
 def demo(
@@ -15,7 +15,7 @@ def demo(
         Path | None, typer.Option(help="Keep the checkpoint here instead of in a temporary directory.")
     ] = None,
     model: Model = DEFAULT_MODEL,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
+    new_tokens: Annotated[int, number(2, "Tokens to decode.")] = 32,
     seed: Seed = 0,
 ) -> None:
     """Write a small synthetic checkpoint, run it and prove it against transformers.

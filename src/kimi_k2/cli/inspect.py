@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, ExpertsOption, TargetOption
+from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number
 
 if TYPE_CHECKING:
     from kimi_k2.checkpoint.reader import CheckpointReader
@@ -18,57 +19,101 @@ if TYPE_CHECKING:
 def inspect(
     checkpoint: Checkpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shard.")] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="Show how `convert --tp` would cut it instead.")] = None,
-    ep: Annotated[int, typer.Option(min=1, help="With --tp: groups that the experts are divided among.")] = 1,
-    target: TargetOption = "neuron",
+    tp: Annotated[int | None, number(1, "Show how `convert --tp` would cut it instead.")] = None,
+    ep: Annotated[int | None, number(1, "With --tp: groups that the experts are divided among; 1.")] = None,
+    target: Annotated[
+        Target | None, typer.Option(help="With --tp: whose names and layouts, neuron's if not given.")
+    ] = None,
     experts: ExpertsOption = None,
-    layer: Annotated[int, typer.Option(help="With --tp: the layer; -1 for embedding, norm and head.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="With --tp: all layers, as JSON.")] = False,
+    layer: Annotated[int | None, number(-1, "With --tp: the layer; -1 for embedding, norm and head; 1.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --tp of all layers.")] = False,
+    download: Download = False,
 ) -> None:
     """Check a checkpoint's headers against its config.json and show what it holds, without reading weights.
 
     With --tp: which slice of which tensor goes to which rank; a published model's name will do for that.
     """
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.reader import CheckpointReader
     from kimi_k2.config import KimiK2Config
 
+    directory = resolve_checkpoint(checkpoint, download=download)
     if tp is not None:
         from kimi_k2.cli.sharding import make_layout, print_sharding
 
-        print_sharding(KimiK2Config.load(checkpoint), make_layout(tp, ep, target, experts), layer, as_json)
+        config = KimiK2Config.load(directory)
+        layer = min(1, config.num_hidden_layers - 1) if layer is None else layer
+        if layer >= config.num_hidden_layers:
+            raise typer.BadParameter(f"--layer: expected -1 to {config.num_hidden_layers - 1}, got {layer}")
+        print_sharding(config, make_layout(tp, ep or 1, target or "neuron", experts), layer, as_json)
         return
-    config = KimiK2Config.from_pretrained(checkpoint)
-    reader = CheckpointReader.for_config(checkpoint, config)
-    _print_contents(checkpoint, config, reader, tensors)
+    given = {"--ep": ep, "--target": target, "--experts": experts, "--layer": layer}
+    if lonely := [name for name, value in given.items() if value is not None]:
+        raise typer.BadParameter(f"{', '.join(lonely)} go with --tp")
+    config = KimiK2Config.from_pretrained(directory)
+    reader = CheckpointReader.for_config(directory, config)
+    if as_json:
+        typer.echo(json.dumps(_contents(directory, config, reader, tensors), indent=1))
+    else:
+        _print_contents(directory, config, reader, tensors)
 
 
-def _print_contents(checkpoint: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if tensors:
-        table = Table("tensor", "dtype", "shape", "MB", "shard")
-        for name in reader.names():
-            stored = reader.tensors[name]
-            shape = "x".join(map(str, stored.shape))
-            table.add_row(
-                name, str(stored.dtype).removeprefix("torch."), shape, f"{stored.nbytes / 1e6:.3f}", stored.shard
-            )
-        console.print(table)
-    sizes: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+def _parts(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
+    """Tensors and bytes of each part."""
+    sizes: dict[str, tuple[int, int]] = {}
     for name, stored in reader.tensors.items():
-        count, size = sizes[_category(name)]
+        count, size = sizes.get(_category(name), (0, 0))
         sizes[_category(name)] = (count + 1, size + stored.nbytes)
-    summary = Table("part", "tensors", "GB", title=f"{checkpoint} ({len(reader.index.shards)} shards)")
-    for category, (count, size) in sizes.items():
+    return sizes
+
+
+def _listed(reader: CheckpointReader) -> Iterator[dict[str, Any]]:
+    for name in reader.names():
+        stored = reader.tensors[name]
+        dtype = str(stored.dtype).removeprefix("torch.")
+        shape = list(stored.shape)
+        yield {"name": name, "dtype": dtype, "shape": shape, "bytes": stored.nbytes, "shard": stored.shard}
+
+
+def _quantization(config: KimiK2Config) -> str:
+    return config.quantization.method or "none" if config.quantization else "none"
+
+
+def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> dict[str, Any]:
+    parts = {name: {"tensors": count, "bytes": size} for name, (count, size) in _parts(reader).items()}
+    fields = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings")
+    return {
+        "checkpoint": str(directory),
+        "shards": len(reader.index.shards),
+        "tensors": len(reader.tensors),
+        "bytes": reader.total_bytes,
+        "parts": parts,
+        "config": {field: getattr(config, field) for field in fields} | {"quantization": _quantization(config)},
+        **({"tensor_list": list(_listed(reader))} if tensors else {}),
+    }
+
+
+def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> None:
+    from rich.table import Column, Table
+
+    from kimi_k2.cli.output import table_console
+
+    console = table_console()
+    if tensors:
+        table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "MB", Column("shard", overflow="fold"))
+        for row in _listed(reader):
+            shape = "x".join(map(str, row["shape"]))
+            table.add_row(row["name"], row["dtype"], shape, f"{row['bytes'] / 1e6:.3f}", row["shard"])
+        console.print(table)
+    summary = Table("part", "tensors", "GB", title=f"{directory} ({len(reader.index.shards)} shards)")
+    for category, (count, size) in _parts(reader).items():
         summary.add_row(category, f"{count:,}", f"{size / 1e9:.3f}")
     summary.add_row("all", f"{len(reader.tensors):,}", f"{reader.total_bytes / 1e9:.3f}", style="bold")
     console.print(summary)
-    quantization = config.quantization.method if config.quantization else "none"
     console.print(
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts top-"
-        f"{config.num_experts_per_tok}, cache {config.cache_dim} values a token a layer, quantization {quantization}"
+        f"{config.num_experts_per_tok}, cache {config.cache_dim} values a token a layer, quantization "
+        f"{_quantization(config)}"
     )
 
 

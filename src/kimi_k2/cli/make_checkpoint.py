@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption, number
 
 
 def make_checkpoint(
@@ -21,7 +21,7 @@ def make_checkpoint(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=NUMBER", help="Override a config field, e.g. num_hidden_layers=4."),
     ] = None,
-    shards: Annotated[int | None, typer.Option(min=1, help="Number of shard files; one a layer if not given.")] = None,
+    shards: Annotated[int | None, number(1, "Number of shard files; one a layer if not given.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
@@ -50,9 +50,9 @@ def _parse_override(text: str) -> tuple[str, int | float]:
     field, _, value = text.partition("=")
     if field not in KimiK2Config.model_fields:
         raise typer.BadParameter(f"unknown field '{field}'; tiny defaults exist for: {', '.join(TINY)}")
-    for number in (int, float):
+    for kind in (int, float):
         try:
-            return field, number(value)
+            return field, kind(value)
         except ValueError:
             continue
     raise typer.BadParameter(f"{field}: expected a number, got {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -64,6 +64,30 @@ Model = Annotated[
         help="Published configuration: names, YaRN, quantization.",
     ),
 ]
+MOST = 2**31 - 1  # of whatever is counted
+
+
+def number(least: int, text: str) -> Any:
+    """An option that is a number of something."""
+    return typer.Option(min=least, max=MOST, help=text)
+
+
+def _not_empty(texts: list[str] | None) -> list[str] | None:
+    if texts is not None and not all(texts):
+        raise typer.BadParameter("expected at least one character")
+    return texts
+
+
+def picture(path: Path | None) -> Path | None:
+    """Callback of options for pictures: the suffix is one that matplotlib writes, the directory is there."""
+    suffixes = (".png", ".svg", ".pdf")
+    if path is not None and path.suffix.lower() not in suffixes:
+        raise typer.BadParameter(f"expected a name that ends in {', '.join(suffixes)}, got {str(path)!r}")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"no such directory: {path.parent}")
+    return path
+
+
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -106,12 +130,15 @@ StoredFormatOption = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
-ChunkSize = Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+ChunkSize = Annotated[int | None, number(1, "Prefill this many tokens at a time.")]
+MaxNewTokens = Annotated[int, number(1, "Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus size in (0, 1].")]
-TopK = Annotated[int, typer.Option(min=0, help="Tokens to choose from; 0 for all.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End a reply before this text; may be repeated.")]
+TopK = Annotated[int, number(0, "Tokens to choose from; 0 for all.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", callback=_not_empty, help="End a reply before this text; may be repeated."),
+]
 System = Annotated[str | None, typer.Option("--system", help="System prompt, instead of a conversation's own.")]
 Tools = Annotated[
     Path | None, typer.Option("--tools", help="Tool definitions, OpenAI-style JSON.", exists=True, dir_okay=False)
@@ -119,7 +146,7 @@ Tools = Annotated[
 Thinking = Annotated[bool, typer.Option(help="Whether K2.5 and K2.6 reason before they answer.")]
 Style = Annotated[
     Literal["instruct", "thinking", "k2.5"] | None,
-    typer.Option("--style", help="Chat style; by default what the checkpoint's template or name says."),
+    typer.Option("--chat-style", help="Chat format; by default what the checkpoint's template or name says."),
 ]
 
 # -- the NxDI model --------------------------------------------------------------------------------------------------
@@ -136,5 +163,5 @@ OnCpu = Annotated[
     bool,
     typer.Option("--on-cpu", help="NxD's CPU mode instead of --compiled (neuron); ranks are torchrun's processes."),
 ]
-Context = Annotated[int, typer.Option(min=2, help="With --on-cpu: tokens a sequence, prompt and reply.")]
+Context = Annotated[int, number(2, "With --on-cpu: tokens a sequence, prompt and reply.")]
 DEFAULT_CONTEXT = 1024

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed
+from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed, number
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -37,11 +37,11 @@ def capture(
     backend: BackendOption = "cpu",
     dtype: DtypeOption = "float32",
     prompt: Annotated[str | None, typer.Option(help="Text; random tokens if not given.")] = None,
-    prompt_length: Annotated[int, typer.Option(min=1, help="Random tokens of the prompt.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Forced decode tokens.")] = 16,
+    prompt_length: Annotated[int, number(1, "Random tokens of the prompt.")] = 64,
+    steps: Annotated[int, number(1, "Forced decode tokens.")] = 16,
     greedy: Annotated[bool, typer.Option("--greedy", help="Force the model's own choices, not random tokens.")] = False,
     layers: Annotated[str | None, typer.Option(help="Layers to keep, e.g. 0,1,30,60; all if not given.")] = None,
-    positions: Annotated[int, typer.Option(min=1, help="Last positions of the prompt to keep.")] = 16,
+    positions: Annotated[int, number(1, "Last positions of the prompt to keep.")] = 16,
     seed: Seed = 0,
     ranks: Ranks = None,
     preset: PresetOption = None,
@@ -57,11 +57,13 @@ def capture(
 
     config = KimiK2Config.from_pretrained(checkpoint)
     if prompt is None:
+        _check_length(prompt_length, steps, config)
         tokens = random_tokens(config.vocab_size, prompt_length, seed)
     else:
         from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
         tokens = KimiTokenizer.from_pretrained(checkpoint).encode(prompt)
+        _check_length(len(tokens), steps, config)
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)
     check_size(config, inputs)
     trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **_neuron(preset, compiled))
@@ -69,6 +71,17 @@ def capture(
         return
     save_golden(golden, trace, config, backend, dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
+
+
+def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
+    from kimi_k2.parity.trace import ParityError
+
+    most = config.max_position_embeddings
+    if not 1 <= prompt_length <= most - steps:
+        raise ParityError(
+            f"prompt of {prompt_length} tokens and {steps} steps: expected at least one token, and no more than"
+            f" max_position_embeddings ({most}) together"
+        )
 
 
 def _neuron(preset: str | None, compiled: Path | None) -> dict[str, Any]:

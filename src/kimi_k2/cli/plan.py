@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.options import number, picture
+
 
 def plan(
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
     preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp64-ep1",
-    context: Annotated[int | None, typer.Option(help="Cache slots a sequence; the preset's by default.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences; the preset's by default.")] = None,
-    prompt: Annotated[int | None, typer.Option(help="Tokens of the modelled prefill.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Cache slots a sequence; the preset's by default.")] = None,
+    batch: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
+    prompt: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
     port: Annotated[
         bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")
     ] = False,
@@ -22,7 +24,9 @@ def plan(
         bool, typer.Option("--published", help="Also check the planner against published memory figures.")
     ] = False,
     hlo: Annotated[Path | None, typer.Option(help="Compare with graphs that `compile --hlo-only` wrote here.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Write a stacked bar chart (PNG).")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(callback=picture, help="Write a stacked bar chart (PNG, SVG, PDF).")
+    ] = None,
     all_presets: Annotated[
         bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
     ] = False,
@@ -34,9 +38,9 @@ def plan(
     """
     from dataclasses import replace
 
-    from rich.console import Console
-
+    from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.errors import ConfigError
     from kimi_k2.plan.against_hlo import against_hlo
     from kimi_k2.plan.host import read_index
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
@@ -44,13 +48,18 @@ def plan(
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
     config = KimiK2Config.load(model)
+    console = table_console()
     if all_presets:
         rows = preset_rows(config)
         if as_json:
             typer.echo(json.dumps(rows_as_json(rows), indent=1))
         else:
-            print_presets(rows, Console(width=max(Console().width, WIDTH)))
+            console.width = max(console.width, WIDTH)
+            print_presets(rows, console)
         return
+    if context is not None and context > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        raise ConfigError(f"expected at most max_position_embeddings ({most}), got {context}", field="context")
     target = load_target(preset, config).with_lengths(context, batch, prompt)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)
@@ -60,7 +69,6 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report, indent=1))
         return
-    console = Console()
     print_report(report, console)
     if published:
         print_published(console)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.options import number
+
 
 def profile(
     preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
@@ -15,14 +17,15 @@ def profile(
     ] = "kimi-k2-instruct-0905",
     weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Fewer layers than the model has; the total is then extrapolated.")
+        int | None,
+        number(1, "Fewer layers than the model has; the total is then extrapolated."),
     ] = None,
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
     ] = False,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences, instead of the preset's.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Cached tokens, instead of the preset's.")] = None,
-    prompt: Annotated[int, typer.Option(min=0, help="Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
+    batch: Annotated[int | None, number(1, "Sequences, instead of the preset's.")] = None,
+    context: Annotated[int | None, number(1, "Cached tokens, instead of the preset's.")] = None,
+    prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
     kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
     launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,

@@ -24,9 +24,9 @@ def make_layout(tp: int, ep: int, target: Target, experts: str | None, spmd_rank
 
 def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:
     """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
-    from rich.console import Console
     from rich.table import Table
 
+    from kimi_k2.cli.output import table_console
     from kimi_k2.sharding.plan import make_plan
 
     plan = make_plan(config, layout)
@@ -42,4 +42,4 @@ def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bo
     for tensor, row in zip(plan.tensors, rows, strict=True):
         if tensor.layer == layer:
             table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+    table_console().print(table)

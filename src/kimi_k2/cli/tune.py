@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.options import number
+
 
 def tune(
     shape: Annotated[list[str] | None, typer.Option(help="Shapes to tune (TP8, EP8 ...); all if not given.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Token counts; 1 to 16384 if not given.")] = None,
+    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 16384 if not given.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the tuning files; the package's if not given.", file_okay=False)
     ] = None,

@@ -7,7 +7,10 @@ INT4), so that a mistake in this package's dequantization cannot cancel out.
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,21 @@ def transformers_config(directory: str | Path) -> Any:
     # transformers merges per-expert weights and knows its keys by model_type; kimi_k2 is not one of its own.
     for key in ("model_type", "architectures", "quantization_config", "compression_config"):
         raw.pop(key, None)
-    return transformers.DeepseekV3Config(**raw)
+    # It warns of an explicit YaRN factor, which all published configurations of the family have.
+    with _quiet("transformers.modeling_rope_utils"):
+        return transformers.DeepseekV3Config(**raw)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Errors only from this logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config, dtype: torch.dtype) -> Tensor:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint
+from kimi_k2.cli.options import Checkpoint, number, picture
 
 
 def reader(
     checkpoint: Checkpoint,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each combination; the median counts.")] = 5,
+    repeats: Annotated[int, number(1, "Runs of each combination; the median counts.")] = 5,
 ) -> None:
     """Reading speed and memory beside a plain safetensors loop, in one run."""
     from kimi_k2.bench.reader import measure, report
@@ -22,9 +22,9 @@ def reader(
 
 def context(
     checkpoint: Checkpoint,
-    plot: Annotated[Path, typer.Option(help="PNG to write.", dir_okay=False)] = Path("decode-context.png"),
-    repeats: Annotated[int, typer.Option(min=1, help="Steps at each length; the median counts.")] = 30,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    plot: Annotated[Path, typer.Option(help="Picture to write.", callback=picture)] = Path("decode-context.png"),
+    repeats: Annotated[int, number(1, "Steps at each length; the median counts.")] = 30,
+    threads: Annotated[int, number(1, "CPU threads.")] = 1,
 ) -> None:
     """Decode step cost against context, 64 to 4096 tokens, absorbed MLA: a table and a plot."""
     import torch
@@ -39,8 +39,8 @@ def context(
 def convert(
     checkpoint: Checkpoint,
     work: Annotated[Path, typer.Argument(help="Directory to write to; emptied after each job.", file_okay=False)],
-    tp: Annotated[int, typer.Option(min=1, help="As of `convert`.")] = 64,
-    ep: Annotated[int, typer.Option(min=1, help="As of `convert`.")] = 1,
+    tp: Annotated[int, number(1, "As of `convert`.")] = 64,
+    ep: Annotated[int, number(1, "As of `convert`.")] = 1,
     jobs: Annotated[str | None, typer.Option(help="Comma-separated part of the jobs.")] = None,
 ) -> None:
     """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kimi_k2.cli.options import KeepQuantized, Ranks, Seed
+from kimi_k2.cli.options import KeepQuantized, Ranks, Seed, number
 
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
@@ -26,8 +26,8 @@ def sweep(
     output_lengths: Annotated[str, typer.Option(help="Tokens to generate, comma-separated.")] = "16,32,64,128,256,512",
     prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")] = "128",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
-    runs: Annotated[int, typer.Option(help="Timed runs of each cell.")] = 5,
-    warmup: Annotated[int, typer.Option(help="Untimed runs before them.")] = 1,
+    runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5,
+    warmup: Annotated[int, number(0, "Untimed runs before them.")] = 1,
     seed: Seed = 0,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Compute dtype (cpu, cuda).")] = "float32",
     keep_quantized: KeepQuantized = False,
@@ -45,7 +45,8 @@ def sweep(
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
     ] = None,
     drift: Annotated[
-        float, typer.Option(help="With --compare: percent by which two sweeps of the same code may differ.")
+        float,
+        typer.Option(min=0.0, max=1e6, help="With --compare: percent that is noise."),
     ] = 3.0,
 ) -> None:
     """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
@@ -126,13 +127,13 @@ def _numbers(field: str, text: str) -> tuple[int, ...]:
 
 
 def _print_stopwatch(settings: Settings, backend: Backend) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from kimi_k2.bench.backend import TorchBackend
     from kimi_k2.bench.errors import SweepError
     from kimi_k2.bench.stopwatch import check_tpot
     from kimi_k2.bench.sweep import draw_prompts
+    from kimi_k2.cli.output import table_console
 
     if not isinstance(backend, TorchBackend):
         raise SweepError("--check-stopwatch needs the cpu or cuda backend")
@@ -144,15 +145,15 @@ def _print_stopwatch(settings: Settings, backend: Backend) -> None:
         difference = f"{(taken['sweep'] / taken['stopwatch'] - 1) * 100:+.2f} %"
         shape = (str(cell[name]) for name in ("prompt_length", "batch_size", "output_length"))
         table.add_row(*shape, *milliseconds[:2], difference, milliseconds[2])
-    Console().print(table)
+    table_console().print(table)
 
 
 def _print_comparison(first: Path, second: Path, drift: float) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from kimi_k2.bench.compare import compare, differing, overall
     from kimi_k2.bench.results import load_results
+    from kimi_k2.cli.output import table_console
 
     a, b = load_results(first), load_results(second)
     ratios = compare(a, b, drift)
@@ -169,7 +170,7 @@ def _print_comparison(first: Path, second: Path, drift: float) -> None:
     for one in ratios:
         shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
         table.add_row(*shape, one.metric, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", one.verdict)
-    console = Console()
+    console = table_console()
     console.print(table)
     means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())
     console.print(f"geometric means of B / A: {means}", highlight=False)
