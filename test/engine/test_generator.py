@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -55,13 +56,19 @@ def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "capturable", lambda model, batch: True)
     monkeypatch.setattr(ranks, "leave_ranks", lambda: done.append("left"))
     generator = Generator(KimiK2ForCausalLM.from_pretrained(wide))
+
+    def capture() -> None:
+        step = generator.prepare(1, 4)[1]
+        assert isinstance(step, DecodeStep)
+        step._captured = cast(torch.cuda.CUDAGraph, Graph())
+
     with ranks.Rank(0, generator, Layout(1)):
-        generator.prepare(1, 4)[1]._captured = Graph()
+        capture()
     with RanksBackend(ranks.Rank(0, generator, Layout(1))):
-        generator.prepare(1, 4)[1]._captured = Graph()
+        capture()
     assert done == ["reset", "left"] * 2
     with pytest.raises(RuntimeError, match="lost"), ranks.Rank(0, generator, Layout(1)):
-        generator.prepare(1, 4)[1]._captured = Graph()
+        capture()
         raise RuntimeError("lost")
     assert done == ["reset", "left"] * 2 + ["reset"]
 

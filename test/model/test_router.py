@@ -22,7 +22,7 @@ def reference_router(experts: int, top_k: int, n_group: int, topk_group: int, bi
         hidden_size=experts, n_routed_experts=experts, num_experts_per_tok=top_k, n_group=n_group,
         topk_group=topk_group, routed_scaling_factor=2.827, norm_topk_prob=True,
     )  # fmt: skip
-    router = hf.DeepseekV3TopkRouter(config)
+    router: torch.nn.Module = hf.DeepseekV3TopkRouter(config)
     router.weight.data = torch.eye(experts)
     router.e_score_correction_bias = bias
     return router

@@ -112,7 +112,7 @@ def test_a_pinned_operation_is_not_joined_with_others() -> None:
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that asks the table as one of a GPU would."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.comm import entries, mailboxes
@@ -55,7 +55,7 @@ def replace(names: dict[str, Any]) -> None:
     """Put these in, in a process of its own; the table takes its CPU for a GPU."""
     for name, value in names.items():
         setattr(entries if hasattr(entries, name) else mailboxes, name, value)
-    torch.Tensor.is_cuda = True  # type: ignore[assignment]
+    torch.Tensor.is_cuda = True
 
 
 def run_rank(rank: int, ranks: int, library: str, rendezvous: str, boxes: list[Tensor], found: Tensor) -> None:
@@ -84,7 +84,7 @@ def test_ranks_agree(all_reduce_on_cpu: str, tmp_path: Path, ranks: int) -> None
     boxes = [box.share_memory_() for box in dirty]
     found = torch.full((ranks, 3, capacity), float("nan"), dtype=torch.bfloat16).share_memory_()
     arguments = (ranks, all_reduce_on_cpu, str(tmp_path / "rendezvous"), boxes, found)
-    mp.start_processes(run_rank, arguments, nprocs=ranks, start_method="fork")
+    start_processes(run_rank, arguments, nprocs=ranks, start_method="fork")
     for call, values in enumerate((capacity, 12, capacity)):
         wanted = sum((part(rank, call, values).double() for rank in range(ranks)), torch.zeros(()).double())
         for rank in range(ranks):
@@ -118,6 +118,6 @@ def run_without(rank: int, failure: str, library: str, rendezvous: str, boxes: l
 @pytest.mark.parametrize("failure", ["build", "empty", "rendezvous"])
 def test_ranks_fall_back_together(all_reduce_on_cpu: str, tmp_path: Path, failure: str) -> None:
     boxes = [torch.zeros(mailbox_bytes(PUSHED // 2, 2), dtype=torch.uint8).share_memory_() for _ in range(2)]
-    mp.start_processes(
+    start_processes(
         run_without, (failure, all_reduce_on_cpu, str(tmp_path / "r"), boxes), nprocs=2, start_method="fork"
     )

@@ -76,7 +76,7 @@ def test_ranks_on_gpus(for_gpus: KimiK2Config, moe_tp: int, moe_ep: int, tmp_pat
         ids, logits, stepped = run_ranks(tmp_path / "source", work, layout, f"cuda:{dtype}")
         wanted = exact(ids)
         errors = distance(logits, wanted), distance(stepped, wanted[:, -3:])
-        method = for_gpus.quantization and for_gpus.quantization.quant_method
+        method = for_gpus.quantization and for_gpus.quantization.name
         print(f"\n{method} {moe_tp} x {moe_ep} {dtype}: {errors[0]:.2e}, DecodeStep {errors[1]:.2e}")
         assert max(errors) < limit
 

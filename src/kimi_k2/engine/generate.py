@@ -70,7 +70,8 @@ def prefill(
 
 def decode_step(model: KimiK2ForCausalLM, tokens: Tensor, positions: Tensor, cache: LatentCache) -> Tensor:
     """One token a sequence, each at its own position: int64 [B], int64 [B] to logits [B, vocab_size]."""
-    return model(tokens[:, None], positions[:, None], cache)[:, 0]
+    logits: Tensor = model(tokens[:, None], positions[:, None], cache)
+    return logits[:, 0]
 
 
 def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:

@@ -102,7 +102,8 @@ class MultiHeadLatentAttention(nn.Module):
             out = value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
         else:
             out = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
-        return self.o_proj(out.flatten(2))
+        projected: Tensor = self.o_proj(out.flatten(2))
+        return projected
 
     def kv_b(self, dtype: torch.dtype) -> Tensor:
         """kv_b_proj by head: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV."""

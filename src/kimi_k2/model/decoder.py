@@ -48,7 +48,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """[B, S, H] to [B, S, H]; arguments as for MultiHeadLatentAttention."""
         x = x + self.self_attn(self.input_layernorm(x), positions, rotation, cache, length)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + fed
 
 
 class KimiK2Model(nn.Module):
@@ -71,7 +72,8 @@ class KimiK2Model(nn.Module):
         rotation = self.rotary(positions.clamp(min=0), x.dtype)
         for layer in self.layers:
             x = layer(x, positions, rotation, cache, length)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 class KimiK2ForCausalLM(nn.Module):

@@ -35,7 +35,8 @@ def mla_absorbed_attention(
     """`mla_decode`; padding attends to slot 0, as in the plain function."""
     query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
     seq_lens = (positions.squeeze(1).clamp(min=0) + 1).int()
-    return mla_decode.mla_decode(query, cache, seq_lens, softmax_scale).unsqueeze(1)
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale)
+    return out.unsqueeze(1)
 
 
 def _supports_mla_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> bool:
