@@ -25,7 +25,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Complex product of each pair, in float64."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())).flatten(-2)
@@ -39,11 +39,11 @@ def test_query_and_cache_entry(heads: int) -> None:
     query = absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6)
     nope, rope = q.view(3, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
-    wanted = torch.cat((latent, turned(rope, cos[:, None], sin[:, None])), dim=-1)
+    wanted = torch.cat((latent, rotated(rope, cos[:, None], sin[:, None])), dim=-1)
     assert (query.double() - wanted).norm() / wanted.norm() < 3e-3
     c = kv_a[:, :512].double()
     normed = c * (c.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
-    entry = torch.cat((normed, turned(kv_a[:, 512:], cos, sin)), dim=-1)
+    entry = torch.cat((normed, rotated(kv_a[:, 512:], cos, sin)), dim=-1)
     for row in (0, 1):
         slot = positions[row]
         assert (cache[row, slot].double() - entry[row]).norm() / entry[row].norm() < 4e-3
@@ -84,7 +84,7 @@ def test_query_and_entry_in_one_launch(tokens: int, heads: int) -> None:
     blocks = scale.double().repeat_interleave(128, 0)[: len(q_b)].repeat_interleave(128, 1)
     exact = (x @ (q_b.double() * blocks).T).view(tokens, heads, 192)
     latent = torch.einsum("bhn,hnr->bhr", exact[..., :128], w_uk.double())
-    wanted = torch.cat((latent, turned(exact[..., 128:], cos[:, None], sin[:, None])), dim=-1)
+    wanted = torch.cat((latent, rotated(exact[..., 128:], cos[:, None], sin[:, None])), dim=-1)
     assert torch.equal(found, again)
     # q rounded to BF16 between the products, its input rounded twice, the result once.
     assert distance(found, wanted) < 5e-3

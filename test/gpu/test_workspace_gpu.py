@@ -84,7 +84,7 @@ def test_streams_at_the_same_shape(
 def test_a_kernel_need_not_be_resident_as_a_whole(
     request: pytest.FixtureRequest, kind: str, tokens: int, repeats: int = 30
 ) -> None:
-    """A stream of high priority and other work take multiprocessors before all blocks of a launch have one."""
+    """A stream of high priority and other work take SMs before all blocks of a launch have one."""
     weights = request.getfixturevalue("fp8" if kind == "router" else kind)
     calls = [operation(kind, tokens, weights, seed) for seed in range(2)]
     wanted = [call() for call in calls]

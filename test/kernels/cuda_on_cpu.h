@@ -212,9 +212,9 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 namespace decode {
 
 inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(address); }
-inline void wait_for_previous() {}
-inline void let_next_start() {}
-inline float2 two_codes(uint32_t pair) { return {on_cpu::e4m3(pair & 0xff), on_cpu::e4m3(pair >> 8 & 0xff)}; }
+inline void pdl_wait() {}
+inline void pdl_launch() {}
+inline float2 fp8x2_to_float2(uint32_t pair) { return {on_cpu::e4m3(pair & 0xff), on_cpu::e4m3(pair >> 8 & 0xff)}; }
 inline float from_half(uint32_t half) {
   static const std::vector<float> values = [] {
     std::vector<float> made;
@@ -241,14 +241,13 @@ inline uint32_t to_half(float value) {  // to nearest, ties to even
   std::frexp(rounded, &exponent);
   return sign | (uint32_t(exponent + 14) << 10) + uint32_t(std::ldexp(rounded, 11 - exponent)) - 1024;
 }
-inline uint32_t pack_halves(float low, float high) { return to_half(low) | to_half(high) << 16; }
+inline uint32_t pack_half2(float low, float high) { return to_half(low) | to_half(high) << 16; }
 inline float2 from_halves(uint32_t two) { return {from_half(two & 0xffff), from_half(two >> 16)}; }
-inline uint32_t two_halves(uint32_t pair) {
-  const float2 two = two_codes(pair);
-  return pack_halves(two.x, two.y);
+inline uint32_t fp8x2_to_half2(uint32_t pair) {
+  const float2 two = fp8x2_to_float2(pair);
+  return pack_half2(two.x, two.y);
 }
-inline void multiply_halves(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                            uint32_t b1) {
+inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& of = on_cpu::blocks[on_cpu::rank].fragments[warp];
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -263,8 +262,8 @@ inline void multiply_halves(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2
     }
   __syncwarp();
 }
-inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
-inline void wait_for_copies() {}
+inline void cp_async_16(void* to, const void* from) { std::memcpy(to, from, 16); }
+inline void cp_async_wait() {}
 
 inline void cluster_arrive() {
   on_cpu::cluster_generation[on_cpu::turns.current] = on_cpu::cluster_barrier.generation;
@@ -275,7 +274,7 @@ inline void cluster_wait() {
   while (on_cpu::cluster_barrier.generation == mine) on_cpu::give_way();
 }
 template <class T>
-T* of_rank(T* mine, int rank) {
+T* map_shared_rank(T* mine, int rank) {
   const ptrdiff_t place = reinterpret_cast<unsigned char*>(mine) - on_cpu::dynamic_shared;
   return reinterpret_cast<T*>(on_cpu::blocks[rank].shared + place);
 }

@@ -29,7 +29,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())).flatten(-2)
 
@@ -91,7 +91,7 @@ def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
     weight = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn) if fp8 else torch.randn(rows, columns)
     scale = torch.rand(1, columns // 128) if fp8 else None
     parts, out = torch.empty(splits, tokens, rows), torch.empty(tokens, rows)
-    fused_linear_triton.product[(3, splits)](
+    fused_linear_triton.gemm[(3, splits)](
         x, weight, scale, norm, out if splits == 1 else parts, tokens, rows, 1e-6,
         COLUMNS=columns, SPLITS=splits, ROWS=16, CHUNK=chunk,
     )  # fmt: skip
@@ -119,8 +119,8 @@ def absorb(codes: float) -> dict[str, float]:
     )  # fmt: skip
     nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
-    wanted = torch.cat((latent, turned(rope, cos[:, None], sin[:, None])), dim=-1)
-    entries = torch.cat((normed(kv[:, :512], norm), turned(kv[:, 512:], cos, sin)), dim=-1)
+    wanted = torch.cat((latent, rotate(rope, cos[:, None], sin[:, None])), dim=-1)
+    entries = torch.cat((normed(kv[:, :512], norm), rotate(kv[:, 512:], cos, sin)), dim=-1)
     before[0, 4], before[2, 0] = entries[0] * codes, entries[2] * codes
     return {f"absorb query codes={codes}": error(query, wanted), f"absorb cache codes={codes}": error(cache, before)}
 
@@ -160,7 +160,7 @@ def rowwise() -> dict[str, float]:
     return {
         "rowwise dequantize": error(values, weight.double() * blocks),
         "rowwise norm": error(quotients, normed(x, norm)),
-        "rowwise rotate": error(rotated, turned(heads, cos[:, :, None], sin[:, :, None])),
+        "rowwise rotate": error(rotated, rotate(heads, cos[:, :, None], sin[:, :, None])),
         "rowwise store": error(cache, before),
     }
 
@@ -174,7 +174,7 @@ def main() -> None:
                 launch = mla_decode.Launch(16, 32, splits, 4, 2, narrow, tma=False)
                 errors[f"mla paged={paged} narrow={narrow} splits={splits}"] = mla(launch, 8, paged)
     for paged, narrow, splits in ((False, False, 2), (True, True, 2), (True, False, 1), (False, True, 1)):
-        codes = mla_decode.for_codes(mla_decode.Launch(16, 64, splits, 4, 2, narrow))
+        codes = mla_decode.for_fp8_cache(mla_decode.Launch(16, 64, splits, 4, 2, narrow))
         name = f"mla e4m3 paged={paged} narrow={narrow} splits={splits}"
         errors[name] = mla(codes, 8, paged, torch.float8_e4m3fn)
     errors |= {f"prefill S={s} T={t}": prefill(s, t) for s, t in ((40, 40), (37, 90))}

@@ -50,7 +50,7 @@ def units(length: int) -> int:
 
 
 def time_of(items: Parts, overhead: float = 2.0, absent: float = 0.4) -> float:
-    """Units of time until the last block ends, each taken by the multiprocessor that is free first."""
+    """Units of time until the last block ends, each taken by the SM that is free first."""
     free = [0.0] * MULTIPROCESSORS
     for request, part, parts, length in items:
         n = units(length)

@@ -19,10 +19,10 @@ def decode(monkeypatch):
     def product(x, weight, logits, gate):
         made.append(("product with gate" if gate is not None else "product", logits is scratch))
 
-    def run(tokens, launches=0, experts=384, multiprocessors=132):
+    def run(tokens, launches=0, experts=384, sm_count=132):
         made.clear()
         for module in (fused_gate, router_gemm):
-            monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", multiprocessors))
+            monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", sm_count))
         monkeypatch.setattr(router_gemm, "absent_logits", lambda _: scratch)
         monkeypatch.setattr(router_gemm, "launch_router", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))
@@ -50,7 +50,7 @@ def test_launches_can_be_pinned(decode):
 
 
 def test_blocks_that_could_not_wait_for_each_other_take_two(decode):
-    assert decode(1, multiprocessors=60) == TWO
-    assert decode(1, experts=32, multiprocessors=60) == ONE
+    assert decode(1, sm_count=60) == TWO
+    assert decode(1, experts=32, sm_count=60) == ONE
     with pytest.raises(KernelError, match="whole GPU"):
-        decode(1, launches=1, multiprocessors=60)
+        decode(1, launches=1, sm_count=60)

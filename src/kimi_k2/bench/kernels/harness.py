@@ -48,6 +48,6 @@ def read_bandwidth(size: int = 2**32) -> float:
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """TFLOP/s of the median of ten square BF16 products of random matrices."""
+    """TFLOP/s of the median of ten square BF16 GEMMs of random matrices."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / statistics.median(event_times(lambda: a @ b, 10)) / 1e6

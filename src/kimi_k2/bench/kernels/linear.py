@@ -1,4 +1,4 @@
-"""Time of the decode-size products of a TP8 rank, beside cuBLAS on a BF16 weight of the same shape."""
+"""Time of the decode-size GEMMs of a TP8 rank, beside cuBLAS on a BF16 weight of the same shape."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
             for label, (splits, strip) in launches.items():
                 calls = [partial(fused_linear, x, w, scale, norm, 1e-6, splits, strip) for w in weights]
                 moved, flops = count * columns, 2 * tokens * count * columns
-                yield Row("norm + FP8 product", f"{name}, T={tokens}", label, graph_median(calls), moved, flops)
+                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", label, graph_median(calls), moved, flops)
             if with_peers:
                 wide = [w.bfloat16() for w in weights]
                 seconds = graph_median([partial(torch.mm, x, w.t()) for w in wide])
-                yield Row("norm + FP8 product", f"{name}, T={tokens}", "cuBLAS BF16", seconds, 2 * moved, flops)
+                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", "cuBLAS BF16", seconds, 2 * moved, flops)

@@ -185,7 +185,7 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
                     target = TARGETS.get((heads, batch)) if name == "ours" and context == 8192 else None
                     case = f"{heads} heads, B={batch}, T={context}"
                     yield Row("mla_decode", case, name, time_mla(call, batch, heads, context), moved, flops, target)
-        codes = partial(random_inputs, dtype=torch.float8_e4m3fn)
-        time = time_mla(ours, 64, heads, 8192, codes)
+        fp8_cache = partial(random_inputs, dtype=torch.float8_e4m3fn)
+        time = time_mla(ours, 64, heads, 8192, fp8_cache)
         case = f"{heads} heads, B=64, T=8192, e4m3 cache"
         yield Row("mla_decode", case, "ours", time, 64 * 8192 * ROW, 2 * 64 * 8192 * heads * (ROW + LATENT))

@@ -34,11 +34,11 @@ def call(one: tuple[Tensor, ...], launch: tuple[int, int, int, int]) -> Tensor:
 def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tensor:
     """The same where no tokens are cached before: values padded to the keys' width, as PyTorch's operation wants."""
     keys, values = expanded.split([NOPE, VALUE], dim=-1)
-    turned = cache[:, None, :, -ROPE:].expand(-1, keys.shape[1], -1, -1)
+    rotated = cache[:, None, :, -ROPE:].expand(-1, keys.shape[1], -1, -1)
     q = torch.cat((nope, rope), dim=-1).transpose(1, 2)
     wide = F.pad(values, (0, ROPE))
     return F.scaled_dot_product_attention(
-        q, torch.cat((keys, turned), dim=-1), wide, is_causal=True, scale=SOFTMAX_SCALE
+        q, torch.cat((keys, rotated), dim=-1), wide, is_causal=True, scale=SOFTMAX_SCALE
     )
 
 

@@ -52,7 +52,7 @@ class StepTimes:
 
 
 def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
-    """Values of a trained model's size in every parameter and buffer; FP8 without NaN codes, norms around one."""
+    """Values of a trained model's size in every parameter and buffer; FP8 without NaN, norms around one."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     noise = torch.randn(_PATTERN_BYTES, device=device, generator=generator)

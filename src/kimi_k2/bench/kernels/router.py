@@ -1,4 +1,4 @@
-"""Time of the router product alone and with the gate, beside cuBLAS and beside two launches."""
+"""Time of the router GEMM alone and with the gate, beside cuBLAS and beside two launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS, HIDDEN = 384, 7168
 
 
 def cublas(x: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's product of bfloat16 with float32 output."""
+    """PyTorch's GEMM of bfloat16 with float32 output."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
@@ -33,7 +33,7 @@ def time_calls(call: Callable[..., Any], tokens: int) -> float:
 
 
 def rows(with_peers: bool = True) -> Iterator[Row]:
-    """Each token count: the product, then the product and the gate."""
+    """Each token count: the GEMM, then the GEMM and the gate."""
     bias = torch.randn(EXPERTS, device="cuda") * 0.03
     product: dict[str, Callable[..., Any]] = {"ours": router_gemm, "cuBLAS": cublas}
 
@@ -46,7 +46,7 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
         "ours, two launches": routed_in(2),
         "cuBLAS, our gate": lambda x, w: ours(cublas(x, w), bias),
     }
-    for operation, calls in (("router product", product), ("router product and gate", routed)):
+    for operation, calls in (("router GEMM", product), ("router GEMM and gate", routed)):
         for tokens in TOKENS:
             moved = (EXPERTS + tokens) * HIDDEN * 2 + tokens * (EXPERTS * 4 if calls is product else TOP_K * 8)
             for name, call in calls.items():

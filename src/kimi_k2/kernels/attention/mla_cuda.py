@@ -64,9 +64,9 @@ def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
     return heads in HEADS and cache_dtype in CACHE_DTYPES
 
 
-def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> CudaLaunch:
+def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> CudaLaunch:
     """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context."""
-    return CudaLaunch(max(1, min(multiprocessors // max(1, batch), 64, -(-capacity // PAGE))))
+    return CudaLaunch(max(1, min(sm_count // max(1, batch), 64, -(-capacity // PAGE))))
 
 
 def divides_heads(batch: int, heads: int, capacity: int) -> bool:
@@ -100,8 +100,8 @@ def _launch(
     parts: tuple[Tensor, Tensor] | None,
     plan: Tensor | None = None,
 ) -> None:
-    codes = cache.dtype != q.dtype
-    value_scale = cache_scale if codes else 1.0
+    fp8_cache = cache.dtype != q.dtype
+    value_scale = cache_scale if fp8_cache else 1.0
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
@@ -116,7 +116,7 @@ def _launch(
         arguments.plan, arguments.slots = plan.data_ptr(), plan.shape[0] - q.shape[0]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
-    launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, codes, out is not None)
+    launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, out is not None)
 
 
 def run(

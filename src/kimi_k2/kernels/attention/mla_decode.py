@@ -56,22 +56,22 @@ class Launch:
             raise KernelError(f"{self}: expected stages >= 2, block_n a divisor of {PAGE}, splits 1 to 128")
 
 
-def choose_launch(batch: int, heads: int, capacity: int, multiprocessors: int = 132) -> Launch:
+def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> Launch:
     """Launch for the shapes (swept on an H200): one wave of blocks, none with less than one step of context."""
     if heads > 16:
-        blocks, launch = multiprocessors, (64, 64, 8, 2, False)
+        blocks, launch = sm_count, (64, 64, 8, 2, False)
     elif batch < 32:
-        blocks, launch = multiprocessors, (16, 64, 4, 2, True)
+        blocks, launch = sm_count, (16, 64, 4, 2, True)
     else:
-        # Steps of 32 rows leave shared memory for two blocks a multiprocessor: one loads while the other computes.
-        blocks, launch = 2 * multiprocessors, (16, 32, 4, 5, False)
+        # Steps of 32 rows leave shared memory for two blocks an SM: one loads while the other computes.
+        blocks, launch = 2 * sm_count, (16, 32, 4, 5, False)
     block_h, block_n, warps, stages, narrow = launch
     splits = max(1, min(blocks // max(1, batch), 128, -(-capacity // block_n)))
     return Launch(block_h, block_n, splits, warps, stages, narrow)
 
 
-def for_codes(launch: Launch) -> Launch:
-    """The launch for an e4m3 cache, whose codes become bfloat16 in registers: not where TMA would put them."""
+def for_fp8_cache(launch: Launch) -> Launch:
+    """The launch for an e4m3 cache, whose values become bfloat16 in registers: not where TMA would put them."""
     return replace(launch, tma=False)
 
 
@@ -163,7 +163,7 @@ def mla_decode(
         seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros.
         softmax_scale: multiplies the scores.
         block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
-        cache_scale: of an e4m3 cache, whose values are codes times it.
+        cache_scale: of an e4m3 cache, whose values are multiplied by it.
         plan: of `mla_plan` over these lengths and this cache, for CUDA C++: which block takes which rows, so that
             lengths may differ; None splits every context into the same number of parts.
 
@@ -184,7 +184,7 @@ def mla_decode(
         return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
     launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
-        launch = for_codes(launch)
+        launch = for_fp8_cache(launch)
     return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
 
 

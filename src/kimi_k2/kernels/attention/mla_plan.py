@@ -30,10 +30,10 @@ def available() -> bool:
     return find_nvcc() is not None
 
 
-def slots_for(batch: int, multiprocessors: int) -> int:
+def slots_for(batch: int, sm_count: int) -> int:
     """Blocks of the grid that follows a plan."""
     waves = next(waves for most, waves in WAVES if batch <= most)
-    return max(waves, -(-batch // multiprocessors)) * multiprocessors
+    return max(waves, -(-batch // sm_count)) * sm_count
 
 
 def _check(seq_lens: Tensor) -> None:
@@ -59,10 +59,10 @@ def mla_plan(seq_lens: Tensor, capacity: int, quantized: bool = False) -> Tensor
     """
     _check(seq_lens)
     batch = seq_lens.shape[0]
-    multiprocessors = hopper(seq_lens.device.index, "mla_plan")[1]
-    slots = slots_for(batch, multiprocessors)
+    sm_count = hopper(seq_lens.device.index, "mla_plan")[1]
+    slots = slots_for(batch, sm_count)
     plan = torch.empty(batch + slots, 4, dtype=torch.int32, device=seq_lens.device)
-    sizes = batch, capacity, slots, multiprocessors
+    sizes = batch, capacity, slots, sm_count
     launch(
         "attention/mla_plan", "kimi_mla_plan", "mla_plan", seq_lens.device, seq_lens, plan, *sizes, OVERHEAD[quantized]
     )

@@ -1,7 +1,7 @@
 """MLA prefill attention: `torch.ops.kimi_k2.mla_prefill`, stands for `ops.mla.mla_naive_attention`.
 
-Keys (128 of a head, 64 turned ones shared by all heads) and values (128) are expanded from the cached latents by one
-matrix product; then attention runs over blocks of slots with an online softmax, never writing the scores. Queries at
+Keys (128 of a head, 64 rotated ones shared by all heads) and values (128) are expanded from the cached latents by one
+GEMM; then attention runs over blocks of slots with an online softmax, never writing the scores. Queries at
 position p see slots 0..p, so a chunk of a prompt attends to what earlier chunks left in the cache.
 """
 
@@ -83,9 +83,9 @@ def mla_prefill(
 
     Args:
         q_nope: bfloat16 [B, S, H, 128].
-        q_rope: bfloat16 [B, S, H, 64], turned.
+        q_rope: bfloat16 [B, S, H, 64], rotated.
         expanded: bfloat16 [B, H, T, 256], the part of the keys without position | values.
-        cache: bfloat16 [B, T, 576], of which the last 64 are the turned keys.
+        cache: bfloat16 [B, T, 576], of which the last 64 are the rotated keys.
         positions: int64 [B, S], slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
         softmax_scale: multiplies the scores.
 

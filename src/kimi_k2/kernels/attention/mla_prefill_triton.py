@@ -14,9 +14,9 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One block of slots from `start`: online softmax in base 2; slots from `end` on are neither read nor seen."""
     slot = start + tl.arange(0, BLOCK_N)
-    column, turned = tl.arange(0, 128), tl.arange(0, 64)
+    column, rotated = tl.arange(0, 128), tl.arange(0, 64)
     key_at = keys + slot[:, None] * key_stride + column[None, :]
-    rope_at = ropes + slot[:, None] * rope_stride + turned[None, :]
+    rope_at = ropes + slot[:, None] * rope_stride + rotated[None, :]
     if MASKED:
         inside = (slot < end)[:, None]
         k_nope, value = tl.load(key_at, inside, 0.0), tl.load(key_at + 128, inside, 0.0)
@@ -46,14 +46,14 @@ def attend(  # type: ignore[no-untyped-def]
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     query = block * BLOCK_M + tl.arange(0, BLOCK_M)
     here = query < queries
-    column, turned = tl.arange(0, 128), tl.arange(0, 64)
+    column, rotated = tl.arange(0, 128), tl.arange(0, 64)
     # Padding (negative) sees slot 0, so that its row stays finite; past the cache's end there is nothing to see.
     position = tl.load(positions + batch * queries + query, here, 0)
     position = tl.maximum(tl.minimum(position, slots - 1), 0).to(tl.int32)
     at = q_nope + batch * nope_batch + head * nope_head + query[:, None].to(tl.int64) * nope_token
     nope = tl.load(at + column[None, :], here[:, None], 0.0)
     at = q_rope + batch * rope_batch + head * rope_head + query[:, None].to(tl.int64) * rope_token
-    rope = tl.load(at + turned[None, :], here[:, None], 0.0)
+    rope = tl.load(at + rotated[None, :], here[:, None], 0.0)
     keys = expanded + (batch * heads + head) * slots * 256
     ropes = cache + batch * cache_batch + 512
     end = tl.max(position, 0) + 1

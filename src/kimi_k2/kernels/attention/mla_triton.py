@@ -72,13 +72,13 @@ def attend(
 
     Writes the normalised part and the base-2 logarithm of its sum of exponentials (-inf for an empty part, whose values
     are left unwritten); with one part, the result. Only the last block of a context is masked: what lies past its end,
-    NaN too, is never multiplied. Of a QUANTIZED cache, values are codes times `cache_scale`, which `scale` contains.
+    NaN too, is never multiplied. Of a QUANTIZED cache, values are times `cache_scale`, which `scale` contains.
     """
     split, request = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     within = head < heads
     row = request.to(tl.int64) * heads + head
-    column, turned = tl.arange(0, 512), 512 + tl.arange(0, 64)
+    column, rotated = tl.arange(0, 512), 512 + tl.arange(0, 64)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -93,7 +93,7 @@ def attend(
             tl.store(sums + row * splits + split, tl.full((BLOCK_H,), float("-inf"), tl.float32), within)
         return
     q_latent = tl.load(q + row[:, None] * 576 + column[None, :], within[:, None], 0.0)
-    q_rope = tl.load(q + row[:, None] * 576 + turned[None, :], within[:, None], 0.0)
+    q_rope = tl.load(q + row[:, None] * 576 + rotated[None, :], within[:, None], 0.0)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((512, BLOCK_H) if NARROW else (BLOCK_H, 512), tl.float32)
@@ -107,7 +107,7 @@ def attend(
         else:
             place = cache + (base + slot)[:, None] * 576
             latent = tl.load(place + column[None, :])
-            rope = tl.load(place + turned[None, :])
+            rope = tl.load(place + rotated[None, :])
         latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
         top, total, acc = step(q_latent, q_rope, latent, rope, slot < 0, top, total, acc, scale, False, NARROW)
     if NARROW:

@@ -1,4 +1,4 @@
-"""From attention's first products to its query at decode, in one launch: `torch.ops.kimi_k2.query_and_entry`.
+"""From attention's first GEMMs to its query at decode, in one launch: `torch.ops.kimi_k2.query_and_entry`.
 
 q_b behind its norm, RoPE, W_UK absorbed, the new token's cache entry: replaces lines of `model.attention` for a few
 tokens with an FP8 q_b over a BF16 cache. csrc/query.cu says how the launch works.
@@ -100,7 +100,7 @@ def query_and_entry(
         cache: bfloat16 [B, T, 576], written.
 
     Returns:
-        bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope; q itself is rounded to bfloat16.
+        bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope; q itself is rounded to bfloat16.
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.

@@ -23,7 +23,7 @@ def has_triton() -> bool:
 
 @functools.cache
 def hopper(index: int, operation: str) -> tuple[str, int]:
-    """Name and number of multiprocessors of GPU `index`; KernelError in `operation`'s name if it is no Hopper."""
+    """Name and number of SMs of GPU `index`; KernelError in `operation`'s name if it is no Hopper."""
     properties = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) != (9, 0):
         raise KernelError(f"{operation} needs compute capability 9.0, {properties.name} has {properties.major}.x")

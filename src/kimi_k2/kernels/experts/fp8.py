@@ -1,7 +1,7 @@
 """Blockwise FP8 routed experts on Hopper: `torch.ops.kimi_k2.moe_fp8`.
 
 Weights are e4m3 with one float32 scale a 128x128 block; activations are quantized to e4m3 by groups of 128 values of a
-token (scale = amax / 448), before each of the two matrix products; sums are float32. csrc/fp8_kernel.cuh says how the
+token (scale = amax / 448), before each of the two GEMMs; sums are float32. csrc/fp8_kernel.cuh says how the
 launch works. Capture-safe: see common/workspace.py for scratch memory.
 """
 
@@ -150,7 +150,7 @@ def queue_arguments(
     shape: Shape,
     routing: tuple[Tensor, Tensor, Tensor | None],
     chosen: ExpertChoice,
-    multiprocessors: int,
+    sm_count: int,
 ) -> _Structure:
     """`_Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
 
@@ -162,7 +162,7 @@ def queue_arguments(
     named = {**tensors, "topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
     arguments = fill(structure, named, shape, topk_indices, expert_map)
     arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
-    arguments.grid, arguments.programmatic = multiprocessors, 1
+    arguments.grid, arguments.programmatic = sm_count, 1
     return arguments
 
 
@@ -204,7 +204,7 @@ def moe_fp8(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    name, multiprocessors = hopper(x.device.index, "moe_fp8")
+    name, sm_count = hopper(x.device.index, "moe_fp8")
     weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
 
     def chosen_for(count: int) -> ExpertChoice:
@@ -219,7 +219,7 @@ def moe_fp8(
         memory = scratch(_layout(*part, chosen), x.device)
         tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
         routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, sm_count)
         launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
     return out
 

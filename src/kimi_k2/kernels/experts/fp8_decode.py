@@ -1,7 +1,7 @@
 """FP8 experts for a few tokens on Hopper: `torch.ops.kimi_k2.moe_decode`.
 
 Replaces `ops.experts.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
-hardly any expert is chosen twice: every token-expert pair is a product of its own, bound by reading the weights once.
+hardly any expert is chosen twice: every token-expert pair is a GEMM of its own, bound by reading the weights once.
 Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
 csrc/fp8_decode.cu says how its two launches work. Capture-safe.
 """
@@ -24,7 +24,7 @@ from kimi_k2.kernels.experts.launch import fill
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
 MAX_TOKENS = 4
 MAX_SLOTS = 17
-# What a token's intermediate may take of a multiprocessor's shared memory.
+# What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
 _POINTERS = (

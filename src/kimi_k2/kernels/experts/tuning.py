@@ -101,7 +101,7 @@ def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: in
     fused = pairs <= MAX_FUSED_PAIRS
     chosen = experts * (1.0 - (1.0 - 1.0 / experts) ** pairs)  # expected distinct experts
     cells = chosen * (inter // 128)
-    # Enough first-stage items to occupy 132 multiprocessors about once.
+    # Enough first-stage items to occupy 132 SMs about once.
     splits1 = next((s for s in (1, 2, 4, 8) if cells * s >= 100), 8) if fused else 1
     per_expert = pairs / max(chosen, 1.0)
     rows = 16 if fused else 32 if per_expert <= 20 else 64

@@ -3,7 +3,7 @@
 Replaces `ops.experts.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
 dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
 times scale rounded once; for few tokens an expert to e4m3, unrounded, and scales are applied to sums (tokens are then
-the sum of two e4m3 codes, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
+the sum of two e4m3 values, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
 bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
 order by `prepare_w4a16`. csrc/w4a16_kernel.cuh says how the launch works; up to `DECODE_TOKENS` tokens
 csrc/w4a16_decode.cu takes one token-expert pair at a time. Capture-safe: see common/workspace.py for scratch memory.
@@ -34,9 +34,9 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 # Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
 # atomics and token loads wait behind them.
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
-# Bytes of a token's 128 columns as e4m3 codes, offsets and a factor (csrc/w4a16_records.cuh).
+# Bytes of a token's 128 columns as e4m3 values, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
-# Up to here the pairs are products of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
+# Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
 # 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot).
 DECODE_TOKENS = {False: 6, True: 2}
 DECODE_HIDDEN = (1024, 7168)
@@ -192,7 +192,7 @@ def moe_w4a16(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    name, multiprocessors = hopper(x.device.index, "moe_w4a16")
+    name, sm_count = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     if choice is None and takes_decode(tokens, top_k, hidden, inter, w2_bf16):
@@ -218,7 +218,7 @@ def moe_w4a16(
         memory = scratch(_layout(*part, chosen), x.device)
         tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
         routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        queue = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, multiprocessors)
+        queue = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, sm_count)
         queue.w2_bf16, queue.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
         launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out

@@ -1,9 +1,9 @@
-"""FP8-block and BF16 products for few tokens, bound by reading the weight once (replaces `model.linear`).
+"""FP8-block and BF16 GEMMs for few tokens, bound by reading the weight once (replaces `model.linear`).
 
 Up to 8 tokens (4 with a BF16 weight) go to csrc/linear_decode.cu, where Triton left half of the time and more on the
 table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and
 rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
-split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the product:
+split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the GEMM:
 the weight of the norm multiplies the tokens, and each program computes the statistics itself.
 """
 
@@ -123,7 +123,7 @@ def fused_linear(
     if not splits:
         splits, block_rows = choose_launch(rows, columns)
     parts = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
-    kernels.product[(-(-rows // block_rows), splits)](
+    kernels.gemm[(-(-rows // block_rows), splits)](
         x, weight, weight_scale_inv, norm_weight, parts, tokens, rows, eps,
         COLUMNS=columns, SPLITS=splits, ROWS=block_rows, CHUNK=512 if columns // splits % 512 == 0 else BLOCK,
         num_warps=4,
@@ -162,7 +162,7 @@ def _launch_decode(
 def fused_add_linear(
     x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first product.
+    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first GEMM.
 
     Args:
         x, delta: bfloat16 [T, K], T up to 16; other arguments as `fused_linear` takes them.

@@ -8,7 +8,7 @@ import triton.language as tl
 
 # Triton takes no annotations but its own.
 @triton.jit
-def product(  # type: ignore[no-untyped-def]
+def gemm(  # type: ignore[no-untyped-def]
     x, weight, scale, norm, parts, tokens, rows, eps,
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip

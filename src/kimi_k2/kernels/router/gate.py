@@ -33,7 +33,7 @@ INTEGERS = [
     "indices64",
     "packed",
     "warps",
-    "multiprocessors",
+    "sm_count",
     "programmatic",
 ]
 
@@ -184,7 +184,7 @@ def gate_arguments(
         top_k=indices.shape[1],
         normalize=norm_topk_prob,
         indices64=indices.dtype == torch.int64,
-        multiprocessors=hopper(bias.device.index, "the gate")[1],
+        sm_count=hopper(bias.device.index, "the gate")[1],
         programmatic=1,
         scale=routed_scaling_factor,
     )

@@ -67,9 +67,7 @@ def add_norm_route(
     total, normed, indices, weights = _check(x, delta, norm_weight, weight, e_score_correction_bias, top_k)
     gate = gate_arguments(e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, None)
     fits = 0 < x.shape[0] <= MAX_TOKENS and weight.shape[0] >= MIN_EXPERTS
-    scratch = (
-        router_gemm.absent_logits(x.device) if fits and all_resident(weight.shape[0], gate.multiprocessors) else None
-    )
+    scratch = router_gemm.absent_logits(x.device) if fits and all_resident(weight.shape[0], gate.sm_count) else None
     if scratch is None:
         total, normed = add_norm(x, delta, norm_weight, eps)
         options = norm_topk_prob, routed_scaling_factor

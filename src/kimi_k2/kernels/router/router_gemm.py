@@ -4,7 +4,7 @@
 float32, over a fixed order for up to 64 tokens; cuBLAS with float32 output above). `torch.ops.kimi_k2.router_decode` is
 `router_gemm` followed by `fused_gate`, up to 64 tokens. csrc/router_gemm.cuh says how the launch works.
 
-One launch passes the logits between blocks while it runs; two launches overlap (the gate's begins while the product's
+One launch passes the logits between blocks while it runs; two launches overlap (the gate's begins while the GEMM's
 ends) and give every token a block of its own, so `router_decode` makes two beyond `ONE_LAUNCH_TOKENS`.
 """
 
@@ -82,17 +82,17 @@ def absent_logits(device: torch.device) -> Tensor:
     return marked(MAX_TOKENS * MAX_FUSED_EXPERTS, device).view(torch.float32)
 
 
-def all_resident(experts: int, multiprocessors: int) -> bool:
+def all_resident(experts: int, sm_count: int) -> bool:
     """Whether all blocks of the one launch run at once, so that they may wait for each other.
 
-    Eight blocks for 16 experts (32 beyond 16 tokens), two of them to a multiprocessor; a quarter of the room is left
-    for clusters that do not fill a group of multiprocessors.
+    Eight blocks for 16 experts (32 beyond 16 tokens), two of them to an SM; a quarter of the room is left
+    for clusters that do not fill a group of SMs.
     """
-    return experts // 16 * 8 <= 1.5 * multiprocessors
+    return experts // 16 * 8 <= 1.5 * sm_count
 
 
 def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None, **others: Any) -> None:
-    """Launch the product, with the gate if given; `others` are further fields of the arguments.
+    """Launch the GEMM, with the gate if given; `others` are further fields of the arguments.
 
     Raises:
         KernelError: the launch failed, or there is no instance for the sizes.
@@ -146,7 +146,7 @@ def check_decode(
     index_dtype: torch.dtype,
     launches: int,
 ) -> None:
-    """KernelError unless product and gate take these arguments in one operation."""
+    """KernelError unless GEMM and gate take these arguments in one operation."""
     check_product(x, weight)
     if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
         raise KernelError(
@@ -181,7 +181,7 @@ def router_decode(
             e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
         )
         wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
-        scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.multiprocessors) else None
+        scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
         if scratch is not None:
             launch_router(x, weight, scratch, gate)
         elif launches == 1:

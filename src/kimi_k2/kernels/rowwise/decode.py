@@ -1,4 +1,4 @@
-"""What lies between attention's products at decode, one launch each (replaces lines of `model.attention`, `.norm`).
+"""What lies between attention's GEMMs at decode, one launch each (replaces lines of `model.attention`, `.norm`).
 
 `absorb_and_store`: kv_a norm, RoPE of key and queries, cache write, W_UK absorbed into the queries.
 `add_norm`: residual sum and the norm after it.
@@ -88,10 +88,10 @@ def absorb_and_store(
         positions: int64 [B], slots to write; a negative one writes nothing.
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 or e4m3 [B, T, 576], written.
-        cache_scale: of an e4m3 cache, whose values are codes times it, as `mla_decode` reads them; saturated at 448.
+        cache_scale: of an e4m3 cache, whose values are multiplied by it, as `mla_decode` reads them; saturated at 448.
 
     Returns:
-        bfloat16 [B, H, 576], W_UK^T q_nope | turned q_rope.
+        bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope.
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take.
@@ -99,10 +99,10 @@ def absorb_and_store(
     _check_absorb(q, kv_a, w_uk, cos, positions, cache)
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
-    codes = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
+    stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
     if batch:
         _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
-            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, codes,
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, num_warps=4,
             launch_pdl=True,
         )  # fmt: skip

@@ -10,14 +10,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton takes no annotations but its own.
 @triton.jit
 def absorb(  # type: ignore[no-untyped-def]
-    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps, codes,
+    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
 
     OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has ended. The entry is stored
-    `codes` times its value.
+    `stored` times its value.
     """
     job, batch = tl.program_id(0), tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
@@ -54,12 +54,12 @@ def absorb(  # type: ignore[no-untyped-def]
         latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
         quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
         entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
-        entry_latent = quotient * tl.load(norm + column).to(tl.float32) * codes
+        entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
         tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
         source = kv + batch * kv_stride + RANK + 2 * pair
         even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
-        tl.store(entry + RANK + 2 * pair, ((even * c - odd * s) * codes).to(cache.dtype.element_ty), pair_here)
-        tl.store(entry + RANK + 2 * pair + 1, ((odd * c + even * s) * codes).to(cache.dtype.element_ty), pair_here)
+        tl.store(entry + RANK + 2 * pair, ((even * c - odd * s) * stored).to(cache.dtype.element_ty), pair_here)
+        tl.store(entry + RANK + 2 * pair + 1, ((odd * c + even * s) * stored).to(cache.dtype.element_ty), pair_here)
 
 
 @triton.jit

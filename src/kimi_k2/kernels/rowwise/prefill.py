@@ -1,4 +1,4 @@
-"""What lies between the products at prefill, one launch each, where plain PyTorch takes five to ten.
+"""What lies between the GEMMs at prefill, one launch each, where plain PyTorch takes five to ten.
 
 FP8 blocks to BF16, RMSNorm, RoPE and the cache's new entries: entries of the dispatch table for their plain functions.
 """

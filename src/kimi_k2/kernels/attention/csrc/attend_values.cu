@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
   JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
   const int rank = blockIdx.x, head = blockIdx.y;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / 16;
-  let_next_start();
+  pdl_launch();
   cluster_arrive();
   const int row = (rank * kWarps + warp) * kRowsEach;
   uint4 raw_weight[kRowsEach][2];
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
     for (int i = 0; i < 2; ++i)
       raw_weight[r][i] = load_once(a.weight + (int64_t(head) * kWidth + row + r) * kJoined + (i * 32 + lane) * 8);
   const int64_t place = int64_t(blockIdx.z) * a.heads + head;
-  wait_for_previous();
+  pdl_wait();
 
   // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
   float share[kMaxParts / 32], top = -INFINITY, whole = 0;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
   // Warp w writes to block w.
-  reinterpret_cast<__nv_bfloat162*>(of_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
+  reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
       __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
   cluster_arrive();
   cluster_wait();

@@ -12,10 +12,10 @@ namespace mla {
 
 // Three warpgroups, the third to copy: registers are handed from it to the other two.
 constexpr int kThreads = kConsumers + 128;
-template <bool CODES>
-constexpr int kConsumerRegisters = CODES ? 192 : 240;
-template <bool CODES>
-constexpr int kCopierRegisters = CODES ? 120 : 24;
+template <bool FP8_CACHE>
+constexpr int kConsumerRegisters = FP8_CACHE ? 192 : 240;
+template <bool FP8_CACHE>
+constexpr int kCopierRegisters = FP8_CACHE ? 120 : 24;
 // Named barriers: weights written, weights read, totals written, one warpgroup alone (4 and 5).
 constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 4;
 
@@ -149,23 +149,23 @@ __device__ void right(Memory& m, const Arguments& a, const Part& part, const Wor
   store(a, acc, work, 1, top, total);
 }
 
-template <bool CODES, bool PLANNED>
+template <bool FP8_CACHE, bool PLANNED>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const bool copies = role == 2 && (CODES || threadIdx.x < kConsumers + 32);
+  const bool copies = role == 2 && (FP8_CACHE || threadIdx.x < kConsumers + 32);
   int page = 0;
   Work<PLANNED> work;
-  const Part part = begin<CODES>(m, a, &query, &cache, work, copies, &page);
+  const Part part = begin<FP8_CACHE>(m, a, &query, &cache, work, copies, &page);
   if (part.count <= 0) return store_nothing(a, work);
   if (role == 2) {
-    reg_dealloc<kCopierRegisters<CODES>>();
-    if (CODES) convert_rows<1>(m, a, part, work.request, page);
+    reg_dealloc<kCopierRegisters<FP8_CACHE>>();
+    if (FP8_CACHE) convert_rows<1>(m, a, part, work.request, page);
     else if (copies) copy_rows(m, a, &cache, part, work.request, page);
   } else {
-    reg_alloc<kConsumerRegisters<CODES>>();
+    reg_alloc<kConsumerRegisters<FP8_CACHE>>();
     if (role == 0) score_and_left(m, a, part, work);
     else right(m, a, part, work);
   }

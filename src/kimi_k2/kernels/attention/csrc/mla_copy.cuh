@@ -33,9 +33,9 @@ __device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, 
 }
 
 // The L2 is asked for 64 rows, unless they are not all there.
-template <bool CODES>
+template <bool FP8_CACHE>
 __device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
-  constexpr int kBytes = CODES ? kRow : kRow * 2;
+  constexpr int kBytes = FP8_CACHE ? kRow : kRow * 2;
   if (row >= 0 && row + kRows <= a.rows) prefetch_bulk_l2(a.cache + row * kBytes, kRows * kBytes);
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUten
                 kEvictNormal);
 }
 
-template <bool CODES, class M>
+template <bool FP8_CACHE, class M>
 __device__ __forceinline__ void init_barriers(M& m, const CUtensorMap* query, const CUtensorMap* cache) {
   if (threadIdx.x == 0) {
     prefetch_tensormap(query);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void init_barriers(M& m, const CUtensorMap* query, co
     mbar_init(&m.query_full, 1);
     for (int stage = 0; stage < kStages; ++stage)
       for (int group = 0; group < kGroups; ++group) {
-        mbar_init(&m.full[stage][group], CODES ? 4 : 1);
+        mbar_init(&m.full[stage][group], FP8_CACHE ? 4 : 1);
         mbar_init(&m.empty[stage][group], 4);  // the warps of the group's last reader
       }
     fence_mbar_init();
@@ -63,20 +63,20 @@ __device__ __forceinline__ void init_barriers(M& m, const CUtensorMap* query, co
 }
 
 // How every block begins: barriers, the wait for the launch ahead, the queries on their way. Gives the block's part
-// and, to the warps that copy, its first 32 page numbers. CODES: four of them, else one. Without work the part's count
-// is not positive.
-template <bool CODES, class M>
+// and, to the warps that copy, its first 32 page numbers. FP8_CACHE: four of them, else one. Without work the part's
+// count is not positive.
+template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       const Work<false>& work, bool copies, int* page) {
   const int lane = threadIdx.x % 32, split = work.split, request = work.request;
-  init_barriers<CODES>(m, query, cache);
+  init_barriers<FP8_CACHE>(m, query, cache);
   Part guess;
   if (copies) {
     // The first rows, by the length and the page as they lie there now. The launch ahead may still change them, and the
     // rows: nothing is taken from here.
     guess = Part(a, load_l2(a.lengths + request / a.share), split);
     if (threadIdx.x == kConsumers && guess.count > 0)
-      ask<CODES>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
+      ask<FP8_CACHE>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
   }
   __syncthreads();
   pdl_wait();
@@ -94,10 +94,10 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
 }
 
 // The same by the plan. It may still be written while this block begins: nothing is guessed from it.
-template <bool CODES, class M>
+template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       Work<true>& work, bool copies, int* page) {
-  init_barriers<CODES>(m, query, cache);
+  init_barriers<FP8_CACHE>(m, query, cache);
   __syncthreads();
   pdl_wait();
   pdl_launch();

@@ -29,35 +29,35 @@ static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
   return host::launch(merge_planned<HALVES, 1>, on(1), a);
 }
 
-template <bool CODES, bool PLANNED>
+template <bool FP8_CACHE, bool PLANNED>
 static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, cudaStream_t stream) {
   static_assert(sizeof(Memory) <= host::kMaxShared, "a block does not have so much shared memory");
   const dim3 blocks = PLANNED ? dim3(a.slots) : dim3(a.splits, a.batch);
-  const host::Launch few{blocks, kFewThreads<CODES>, sizeof(FewMemory), stream};
+  const host::Launch few{blocks, kFewThreads<FP8_CACHE>, sizeof(FewMemory), stream};
   const host::Launch many{blocks, kThreads, sizeof(Memory), stream};
-  if (a.heads == kFewHeads) return host::launch(attend_few<CODES, PLANNED>, few, query, cache, a);
-  return host::launch(attend<CODES, PLANNED>, many, query, cache, a);
+  if (a.heads == kFewHeads) return host::launch(attend_few<FP8_CACHE, PLANNED>, few, query, cache, a);
+  return host::launch(attend<FP8_CACHE, PLANNED>, many, query, cache, a);
 }
 
 }  // namespace mla
 
-// A cache of e4m3 with `codes`, else of bfloat16. Without `joins`, args->parts and args->sums are the result. Returns
-// 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int codes, int joins, void* stream_ptr) {
+// A cache of e4m3 with `fp8_cache`, else of bfloat16. Without `joins`, args->parts and args->sums are the result.
+// Returns 0, a cudaError_t, or a host::Error.
+extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp8_cache, int joins, void* stream_ptr) {
   using namespace mla;
   const Arguments& a = *args;
   const auto stream = static_cast<cudaStream_t>(stream_ptr);
   CUtensorMap query, cache;
   if (int rc = encode(&query, q, int64_t(a.batch) * a.heads, a.heads)) return rc;
-  cache = query;  // codes do not come by it
-  if (!codes)
+  cache = query;  // FP8 values do not come by it
+  if (!fp8_cache)
     if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
   if (a.plan) {
-    if (int rc = codes ? launch<true, true>(a, query, cache, stream) : launch<false, true>(a, query, cache, stream))
+    if (int rc = fp8_cache ? launch<true, true>(a, query, cache, stream) : launch<false, true>(a, query, cache, stream))
       return rc;
     return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
   }
-  if (int rc = codes ? launch<true, false>(a, query, cache, stream) : launch<false, false>(a, query, cache, stream))
+  if (int rc = fp8_cache ? launch<true, false>(a, query, cache, stream) : launch<false, false>(a, query, cache, stream))
     return rc;
   if (a.splits == 1 || !joins) return 0;
   return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);

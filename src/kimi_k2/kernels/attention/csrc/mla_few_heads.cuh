@@ -1,14 +1,14 @@
 // MLA decode attention of 8 heads: cache rows, then columns of the latent, lie along the 64 rows of the matrix
 // instruction and the heads along its 8 columns, so that nothing is multiplied for absent heads: with eight times the
-// products the card lowers its clock. Two warpgroups take every other 64 cache rows, each with its own online softmax
+// MMAs the card lowers its clock. Two warpgroups take every other 64 cache rows, each with its own online softmax
 // and its own stage; at the end each finishes half of the latent.
 #pragma once
 #include "mla_fp8_cache.cuh"
 
 namespace mla {
 
-template <bool CODES>
-constexpr int kFewThreads = kConsumers + (CODES ? 256 : 32);
+template <bool FP8_CACHE>
+constexpr int kFewThreads = kConsumers + (FP8_CACHE ? 256 : 32);
 // Named barriers: one for each warpgroup, and both at the end.
 constexpr int kWarpgroup = 1, kHanded = 3;
 static_assert(kStages == 2, "a stage for each warpgroup: neither can come upon the other one's phase");
@@ -21,7 +21,7 @@ struct FewState {
 __device__ __forceinline__ void few_scores(const FewMemory& m, float (&score)[4], const uint8_t* tile, uint64_t* full,
                                            int phase, float scale) {
   const uint32_t query = smem_u32(m.query), keys = smem_u32(tile);
-  float sums[4][4];  // four chains: no product waits for the one before it
+  float sums[4][4];  // four chains: no MMA waits for the one before it
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     if (box % 4 == 0) {
@@ -183,8 +183,8 @@ __device__ void few_store_nothing(const Arguments& a, const Work<false>& work) {
 // The merge knows of requests without parts.
 __device__ __forceinline__ void few_store_nothing(const Arguments&, const Work<true>&) {}
 
-template <bool CODES, bool PLANNED>
-__global__ void __launch_bounds__(kFewThreads<CODES>, 1)
+template <bool FP8_CACHE, bool PLANNED>
+__global__ void __launch_bounds__(kFewThreads<FP8_CACHE>, 1)
     attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
                const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -192,10 +192,11 @@ __global__ void __launch_bounds__(kFewThreads<CODES>, 1)
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int page = 0;
   Work<PLANNED> work;
-  const Part part = begin<CODES>(m, a, &query, &cache, work, group >= 2, &page);
+  const Part part = begin<FP8_CACHE>(m, a, &query, &cache, work, group >= 2, &page);
   if (part.count <= 0) return few_store_nothing(a, work);
   if (group >= 2)
-    return CODES ? convert_rows<2>(m, a, part, work.request, page) : copy_rows(m, a, &cache, part, work.request, page);
+    return FP8_CACHE ? convert_rows<2>(m, a, part, work.request, page)
+                     : copy_rows(m, a, &cache, part, work.request, page);
   FewState state;
   mbar_wait(&m.query_full, 0);
   for (int i = group; i < part.count; i += kStages) {

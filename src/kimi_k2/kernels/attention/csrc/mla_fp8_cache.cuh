@@ -9,9 +9,9 @@ constexpr int kAhead = 3;
 // A step of one warp: 18 times 8 rows of 64 columns.
 constexpr int kUnits = 2 * kBoxes;
 
-// Two codes; exact: e4m3 is a part of float16, and of bfloat16.
-__device__ __forceinline__ uint32_t two_bf16(uint32_t codes) {
-  const float2 two = from_e4m3(codes);
+// Two e4m3 values; exact: e4m3 is a part of float16, and of bfloat16.
+__device__ __forceinline__ uint32_t two_bf16(uint32_t fp8) {
+  const float2 two = from_e4m3(fp8);
   return pack_bf16(two.x, two.y);
 }
 __device__ __forceinline__ uint4 eight_bf16(uint32_t low, uint32_t high) {

@@ -2,7 +2,7 @@
 //
 // With parts of at most `c` units of 64 rows a request of `u` units has ceil(u / c) of them. For every number of waves
 // w that the grid has room for, a warp finds the smallest c whose parts fill no more than w waves; of these the one
-// that should end first is taken, by the bound for blocks that are handed out as multiprocessors become free. Longer
+// that should end first is taken, by the bound for blocks that are handed out as SMs become free. Longer
 // parts come first, so that short ones fill what is left at the end.
 #include "common/csrc/decode.cuh"
 #include "mla_plan.cuh"
@@ -16,7 +16,7 @@ constexpr float kMergeCost = 1.f;
 struct PlanArguments {
   const int* lengths;        // [batch]
   PlannedRequest* requests;  // [batch], then the items
-  int batch, capacity, slots, multiprocessors;
+  int batch, capacity, slots, sm_count;
   float overhead;  // of a block, in units
 };
 
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
   __shared__ float estimate[kMostWaves];
   __shared__ int choice[kMostWaves];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  decode::let_next_start();
-  decode::wait_for_previous();
+  decode::pdl_launch();
+  decode::pdl_wait();
   for (int r = thread; r < a.batch; r += kPlanThreads) {
     const int length = __ldcg(a.lengths + r);
     units[r] = units_of(length < a.capacity ? length : a.capacity);
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
     longest = fmaxf(longest, __shfl_xor_sync(decode::kAll, longest, mask));
     total += __shfl_xor_sync(decode::kAll, total, mask);
   }
-  const int room = (warp + 1) * a.multiprocessors;
+  const int room = (warp + 1) * a.sm_count;
   auto count = [&](int most) {
     float sum = 0;
     for (int r = lane; r < a.batch; r += 32) sum += float(parts_for(units[r], most));
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
     if (count(middle) <= float(room)) high = middle;
     else low = middle + 1;
   }
-  const float items = count(high), each = float(a.multiprocessors), block = float(high) + a.overhead;
+  const float items = count(high), each = float(a.sm_count), block = float(high) + a.overhead;
   const float in_waves = float(warp + 1) * block, handed_out = (total + a.overhead * items) / each + block;
   if (lane == 0) {
     choice[warp] = high;
@@ -97,10 +97,10 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
 }  // namespace mla
 
 // `plan` is int32 [batch + slots, 4]; slots at least batch. Returns 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int slots, int multiprocessors,
+extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int slots, int sm_count,
                              float overhead, void* stream) {
   if (batch < 1 || batch > mla::kMostRequests || slots < batch) return host::kNoInstance;
-  const mla::PlanArguments a{lengths, static_cast<mla::PlannedRequest*>(plan), batch, capacity, slots, multiprocessors,
+  const mla::PlanArguments a{lengths, static_cast<mla::PlannedRequest*>(plan), batch, capacity, slots, sm_count,
                              overhead};
   return decode::launch(mla::make_plan, dim3(1), mla::kPlanThreads, 0, a, stream);
 }

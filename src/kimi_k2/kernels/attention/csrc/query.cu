@@ -1,4 +1,4 @@
-// Between attention's first products and attention itself, at decode: q_b behind its norm, RoPE, W_UK absorbed into the
+// Between attention's first GEMMs and attention itself, at decode: q_b behind its norm, RoPE, W_UK absorbed into the
 // queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of
 // the head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of
 // W_UK^T q. All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
@@ -35,23 +35,23 @@ struct QueryMemory {
 
 __device__ __forceinline__ float widened(const __nv_bfloat16* at) { return __bfloat162float(__ldcg(at)); }
 
-// A pair of values turned by the token's position.
-__device__ __forceinline__ __nv_bfloat162 turned(const QueryArguments& a, int token, int pair, float even, float odd) {
+// A pair of values rotated by the token's position.
+__device__ __forceinline__ __nv_bfloat162 rotated(const QueryArguments& a, int token, int pair, float even, float odd) {
   const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
   return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
 }
 
-// The first warp stores the normed latent, the second one the turned key.
+// The first warp stores the normed latent, the second one the rotated key.
 __device__ __forceinline__ void store_entry(const QueryArguments& a, int token) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  wait_for_previous();
+  pdl_wait();
   const int64_t position = a.positions[token];
   if (warp > 1 || position < 0 || position >= a.capacity) return;
   const __nv_bfloat16* latent = a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput;
   __nv_bfloat16* entry = a.cache + (int64_t(token) * a.capacity + position) * kEntry;
   if (warp == 1) {
     const __nv_bfloat16* key = latent + kRank + 2 * lane;
-    reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = turned(a, token, lane, widened(key), widened(key + 1));
+    reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = rotated(a, token, lane, widened(key), widened(key + 1));
     return;
   }
   uint4 value[2];
@@ -70,19 +70,19 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   const int rank = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   if (head == a.heads) {
-    let_next_start();
+    pdl_launch();
     if (rank == 0) store_entry(a, token);
     return;
   }
   cluster_arrive();
   const int mine = rank * kRows + warp;  // a warp's rows are kWarps apart, each with scales of its own
-  uint4 codes[kEach][kLoads], keys[kKeys];
+  uint4 fp8[kEach][kLoads], keys[kKeys];
   float scale[kEach];
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const int row = head * kHead + mine + r * kWarps;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) codes[r][i] = load_once(a.q_b + int64_t(row) * kInput + i * 512 + lane * 16);
+    for (int i = 0; i < kLoads; ++i) fp8[r][i] = load_once(a.q_b + int64_t(row) * kInput + i * 512 + lane * 16);
     scale[r] = lane < kInput / 128 ? __ldg(a.q_b_scale + row / 128 * (kInput / 128) + lane) : 0.f;
   }
   const int group = thread % 8, key = thread / 8;
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   input.x = a.qkv_a + int64_t(token) * (kInput + kEntry);
   input.norm = a.q_norm, input.tokens = 1, input.eps = a.q_eps;
   request_norm<1, kInput>(input, m.token);
-  wait_for_previous();
+  pdl_wait();
   prepare<1, kInput, true>(input, m.token, m.sums);
-  let_next_start();
+  pdl_launch();
 
   float total[kEach] = {};
 #pragma unroll
@@ -103,13 +103,13 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
     float x[16];
     take16(m.token, kInput, i * 32 + lane, x);
 #pragma unroll
-    for (int r = 0; r < kEach; ++r) total[r] += dot16(codes[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
+    for (int r = 0; r < kEach; ++r) total[r] += dot16(fp8[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
   }
   cluster_wait();  // the others have begun, so that their shared memory is theirs
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const float q = __bfloat162float(__float2bfloat16(sum_lanes(total[r])));
-    if (lane < kBlocks) of_rank(m.q, lane)[mine + r * kWarps] = q;
+    if (lane < kBlocks) map_shared_rank(m.q, lane)[mine + r * kWarps] = q;
   }
   cluster_arrive();
   cluster_wait();
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   } else if (thread < kWide + kRope / 2 / kBlocks) {
     const int pair = rank * (kRope / 2 / kBlocks) + thread - kWide;
     reinterpret_cast<__nv_bfloat162*>(out + kRank)[pair] =
-        turned(a, token, pair, m.q[kNope + 2 * pair], m.q[kNope + 2 * pair + 1]);
+        rotated(a, token, pair, m.q[kNope + 2 * pair], m.q[kNope + 2 * pair + 1]);
   }
 }
 

@@ -14,12 +14,12 @@ struct ValueArguments {
 };
 
 __global__ void __launch_bounds__(kThreads) value_rows(const ValueArguments a) {
-  let_next_start();
+  pdl_launch();
   const int lane = threadIdx.x % 32, row = blockIdx.x * kWarps + threadIdx.x / 32, head = row / a.width;
   if (row >= a.heads * a.width) return;
   const uint4* at = reinterpret_cast<const uint4*>(a.weight + int64_t(row) * kLatent) + lane;
   const uint4 raw[2] = {load_once(at), load_once(at + 32)};
-  wait_for_previous();
+  pdl_wait();
   for (int t = 0; t < a.tokens; ++t) {
     const uint4* latent = reinterpret_cast<const uint4*>(a.latent + int64_t(t * a.heads + head) * kLatent) + lane;
     const uint4 given[2] = {__ldcg(latent), __ldcg(latent + 32)};

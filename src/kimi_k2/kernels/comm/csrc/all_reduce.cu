@@ -23,8 +23,8 @@ template <int RANKS>
 __global__ void __launch_bounds__(kReduceThreads) all_reduce(const ReduceArguments a) {
   const int packet = blockIdx.x * kReduceThreads + threadIdx.x;
   const bool here = packet < a.packets;
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_launch();
   const uint32_t call = __ldcg(a.calls + blockIdx.x) + 1;
   uint2 part[RANKS];
   const uint2 mine = here ? __ldcg(a.x + packet) : make_uint2(0, 0);

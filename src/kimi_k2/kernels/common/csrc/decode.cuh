@@ -24,12 +24,12 @@ __device__ __forceinline__ void widen(const uint4 raw, float* to) {
 }
 
 // Sum of 16 e4m3 values times 16 float32 values.
-__device__ __forceinline__ float dot16(const uint4 codes, const float (&x)[16]) {
-  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+__device__ __forceinline__ float dot16(const uint4 fp8, const float (&x)[16]) {
+  const uint32_t words[4] = {fp8.x, fp8.y, fp8.z, fp8.w};
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float2 w = two_codes((words[i / 2] >> (i % 2 * 16)) & 0xffff);
+    const float2 w = fp8x2_to_float2((words[i / 2] >> (i % 2 * 16)) & 0xffff);
     sum += w.x * x[2 * i];
     sum += w.y * x[2 * i + 1];
   }

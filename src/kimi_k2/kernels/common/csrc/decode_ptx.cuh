@@ -24,49 +24,49 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-__device__ __forceinline__ float2 two_codes(uint32_t pair) {
+__device__ __forceinline__ float2 fp8x2_to_float2(uint32_t pair) {
   const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return __half22float2(*reinterpret_cast<const __half2*>(&half));
 }
 
-// Pairs of float16, the first in the low half: from two e4m3 codes, which is exact, and from float32.
-__device__ __forceinline__ uint32_t two_halves(uint32_t pair) {
+// Pairs of float16, the first in the low half: from two e4m3 values, which is exact, and from float32.
+__device__ __forceinline__ uint32_t fp8x2_to_half2(uint32_t pair) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
   return halves;
 }
-__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   const __half2 two = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&two);
 }
 
 // d += a b over 16 columns: 16 rows of a, 8 columns of b, both float16. Lane 4 g + q has, of rows g (a0, a2) and g + 8
 // and of column g of b, the elements 2 q, 2 q + 1 (a0, a1, b0) and those 8 further on; of d the columns 2 q, 2 q + 1.
-__device__ __forceinline__ void multiply_halves(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                                uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                        uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // 16 bytes to shared memory in the background.
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
+__device__ __forceinline__ void cp_async_16(void* to, const void* from) {
   asm volatile(
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
       "l"(from)
       : "memory");
 }
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The blocks of a cluster, which run together: a barrier in two halves, another block's copy of a place in shared
 // memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 template <class T>
-__device__ __forceinline__ T* of_rank(T* mine, int rank) {
+__device__ __forceinline__ T* map_shared_rank(T* mine, int rank) {
   uint64_t other;
   asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(reinterpret_cast<uint64_t>(mine)), "r"(rank));
   return reinterpret_cast<T*>(other);

@@ -11,9 +11,9 @@ namespace host {
 constexpr size_t kMaxShared = 227 * 1024;
 static_assert(kMaxShared == 232448, "227 KiB: CUDA's limit a block on compute capability 9.0");
 
-// Share of a multiprocessor's memory, in percent, that the launches of a decode step have it keep for their blocks, the
-// rest being L1 for loads in flight. Launches that ask for different shares do not overlap: the multiprocessor runs
-// empty before it is divided anew, which cost a layer 4 of 45 us. MLA's own launches and products of 5 to 8 tokens of
+// Share of an SM's memory, in percent, that the launches of a decode step have it keep for their blocks, the
+// rest being L1 for loads in flight. Launches that ask for different shares do not overlap: the SM runs
+// empty before it is divided anew, which cost a layer 4 of 45 us. MLA's own launches and GEMMs of 5 to 8 tokens of
 // 4096 columns or more need more than this share and still do so.
 constexpr int kDecodeShare = 58;
 

@@ -99,13 +99,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 }
 // Two values as e4m3, the first in the low byte; too large ones become 448.
 __device__ __forceinline__ uint32_t to_e4m3(float lo, float hi) {
-  uint16_t codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
-  return codes;
+  uint16_t fp8;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(fp8) : "f"(hi), "f"(lo));
+  return fp8;
 }
-__device__ __forceinline__ float2 from_e4m3(uint32_t codes) {
+__device__ __forceinline__ float2 from_e4m3(uint32_t fp8) {
   uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(fp8)));
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 

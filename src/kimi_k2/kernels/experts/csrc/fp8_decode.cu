@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
   const uint8_t* weights = a.shared_gate_up;
   const float* scales = a.shared_gate_up_scale;
   if (!shared) {
-    wait_for_previous();
-    let_next_start();
+    pdl_wait();
+    pdl_launch();
     float weight;
     const int expert = routed_expert(a, token * a.top_k + slot - (a.shared_gate_up != nullptr), weight);
     if (expert < 0) return;
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads, 3) gate_up_rows(const ExpertArgument
   const float gate_scale[2] = {lane < kBlocks ? __ldg(scales + lane) : 0.f, more ? __ldg(scales + lane + 32) : 0.f};
   const float up_scale[2] = {lane < kBlocks ? __ldg(up_scales + lane) : 0.f, more ? __ldg(up_scales + lane + 32) : 0.f};
   if (shared) {
-    wait_for_previous();
-    let_next_start();
+    pdl_wait();
+    pdl_launch();
   }
   const uint4* x = reinterpret_cast<const uint4*>(a.x) + int64_t(token) * (kColumns / 8);
   take_groups<(kColumns / 8 + kThreads - 1) / kThreads>(
@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
   __shared__ Pairs pairs[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.y, slots = slots_of(a);
   const int row = (blockIdx.x * kWarps + warp) * kDownRows, per_slot = a.inter / 16, held = slots * per_slot;
-  let_next_start();
+  pdl_launch();
 
   const int chunks = list_pairs(a, token, a.shared_gate_up != nullptr, pairs[warp]) * per_slot;
   float total[kDownRows] = {};
   bool waited = false;
   for (int base = 0; base < chunks || !waited; base += 32 * kDownBatch) {
-    uint4 codes[kDownBatch][kDownRows];
+    uint4 fp8[kDownBatch][kDownRows];
     float factor[kDownBatch];
     int place[kDownBatch];
 #pragma unroll
@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
                            (of * (a.hidden / 128) + row / 128) * (a.inter / 128) + within / 8;
       place[b] = (entry >> 16) * per_slot + within;
 #pragma unroll
-      for (int r = 0; r < kDownRows; ++r) codes[b][r] = load_once(at + int64_t(r) * a.inter);
+      for (int r = 0; r < kDownRows; ++r) fp8[b][r] = load_once(at + int64_t(r) * a.inter);
       factor[b] = __ldg(scale) * pairs[warp].weight[which];
     }
     if (!waited) {
-      wait_for_previous();
+      pdl_wait();
       take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * held * 4, held * 4,
                      [&](int v, const uint4 value) { values[(v & 3) * held + (v >> 2)] = value; });
       __syncthreads();
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_rows(const ExpertArguments a
         for (int i = 0; i < 4; ++i) x[4 * quarter + i] = __uint_as_float((&four.x)[i]);
       }
 #pragma unroll
-      for (int r = 0; r < kDownRows; ++r) total[r] += dot16(codes[b][r], x) * factor[b];
+      for (int r = 0; r < kDownRows; ++r) total[r] += dot16(fp8[b][r], x) * factor[b];
     }
   }
 #pragma unroll

@@ -1,4 +1,4 @@
-// One work item in two warpgroups: products on the tensor cores, promoted block by block, then stored.
+// One work item in two warpgroups: MMAs on the tensor cores, promoted block by block, then stored.
 #pragma once
 #include "fp8_store.cuh"
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
         acc[1][4 * j + 3] += t1[4 * j + 3] * d1;
       }
     } else {
-      // Products of 64 rows and up to 96 tokens, each promoted while the next is under way: NT = 128 in four halves.
+      // MMAs of 64 rows and up to 96 tokens, each promoted while the next is under way: NT = 128 in four halves.
       constexpr int kPart = NT > 96 ? NT / 2 : NT, kParts = NT / kPart, kProducts = 2 * kParts;
       float t[2][kPart / 2];
       auto multiply = [&](int p) {

@@ -25,7 +25,7 @@ __device__ __forceinline__ void local_experts(const Fp8Args& a, int p, int pairs
 }
 
 // Prepared mode, first launch: the first blocks sort the pairs by expert, the others quantize the tokens. Every sorter
-// counts all pairs, and puts those of its share of the experts into their slots: one multiprocessor's stores to
+// counts all pairs, and puts those of its share of the experts into their slots: one SM's stores to
 // scattered places are what took long.
 __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant__ Fp8Args a) {
   __shared__ int count[kMaxExperts];

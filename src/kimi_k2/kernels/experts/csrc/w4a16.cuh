@@ -42,12 +42,12 @@ struct Config {
   static constexpr int THREADS = 128 + CONSUMERS + (FUSED ? 128 : 0);
 };
 
-constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 codes, offsets and a factor: w4a16_records.cuh
+constexpr int kRecord = 288;  // bytes of a token's 128 columns as e4m3 values, offsets and a factor: w4a16_records.cuh
 
 template <class C>
 struct Smem {
   // Tokens. Few in bf16: a row each. Many: two halves of 64 columns, rows of 128 bytes, swizzled; so are e4m3's upper
-  // and lower codes.
+  // and lower values.
   alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
   alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
@@ -56,9 +56,9 @@ struct Smem {
   float factor[C::E4M3 ? C::STAGES : 1][CODED];
   int held[C::E4M3 ? C::STAGES : 1];                            // tokens that a stage held last, negative if paired
   float exchange[C::E4M3 ? 2 : 1][C::E4M3 ? C::NMAX : 1][128];  // sums that one warpgroup has for the other's rows
-  alignas(16) unsigned char records[CODED][256];                // codes of an item's intermediate on their way out
+  alignas(16) unsigned char records[CODED][256];                // values of an item's intermediate on their way out
   unsigned amax[CODED];                                         // of its float32 values, as bits
-  int sums[CODED][4];  // of its codes, a group of 32 columns each; zero between items
+  int sums[CODED][4];  // of its values, a group of 32 columns each; zero between items
   uint64_t weights_full[C::STAGES], full[C::STAGES], empty[C::STAGES];  // full: the tokens' operand
   uint64_t item_full[kRing], item_empty[kRing], epi_full[kRing], epi_empty[kRing];
   int ring[kRing];
@@ -111,8 +111,8 @@ struct Unpack {
   __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t codes = (word >> (i / 2 * 8)) & (i % 2 ? 0x00F000F0u : 0x000F000Fu);
-      const __nv_bfloat162 d = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&codes), scale[i % 2], offset[i % 2]);
+      const uint32_t nibbles = (word >> (i / 2 * 8)) & (i % 2 ? 0x00F000F0u : 0x000F000Fu);
+      const __nv_bfloat162 d = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&nibbles), scale[i % 2], offset[i % 2]);
       a[i] = *reinterpret_cast<const uint32_t*>(&d);
     }
   }

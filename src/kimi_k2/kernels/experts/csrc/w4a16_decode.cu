@@ -51,7 +51,7 @@ __device__ __forceinline__ uint4 take_steps(const uint32_t* token, int column, i
   return *reinterpret_cast<const uint4*>(token + column / 2 + 4 * (lane & 3));
 }
 
-// acc += 16 rows by 128 columns; even and odd steps apart, so that products wait less for each other.
+// acc += 16 rows by 128 columns; even and odd steps apart, so that MMAs wait less for each other.
 __device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (&word)[2], uint32_t scale,
                                                const uint32_t* token, int column, int lane) {
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (
   }
 }
 
-// PER_WARP chunks of 128 columns a warp, AHEAD of them in flight. Four blocks of a multiprocessor, so that all of eight
+// PER_WARP chunks of 128 columns a warp, AHEAD of them in flight. Four blocks of an SM, so that all of eight
 // pairs' are under way at once where the intermediate is 512 wide; with three the last ones ran alone.
 template <int PER_WARP, int AHEAD>
 __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArguments a) {
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArgument
   __shared__ float part[kWarps][16];
   constexpr int kChunks = PER_WARP * kWarps, kColumns = kChunks * 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, pair = blockIdx.y;
-  decode::wait_for_previous();
-  decode::let_next_start();
+  decode::pdl_wait();
+  decode::pdl_launch();
   float weight;
   const int expert = decode::routed_expert(a, pair, weight);
   if (expert < 0) return;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
   constexpr int kColumns = BF16 ? 32 : 128, kBatch = 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, token = blockIdx.y;
   const int chunks = a.inter / kColumns;
-  decode::let_next_start();
+  decode::pdl_launch();
   const int count = decode::list_pairs(a, token, false, pairs[warp]);
   float total[2] = {};
   bool waited = false;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
           if (!BF16) scale[i] = __ldg(scales + (first + i) * kChunkScales);
         }
       if (!waited) {
-        decode::wait_for_previous();
+        decode::pdl_wait();
         const int groups = a.top_k * a.inter / 8;
         decode::take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * groups, groups,
                                [&](int v, const uint4 value) { put8(values, v, value); });

@@ -1,12 +1,12 @@
 // Few tokens an expert: INT4 weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is
 // rounded.
 //
-// A nibble n with zeros above it is the e4m3 code of n / 512, so a word of 8 weights becomes two registers of the left
-// operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 codes: the upper half of
+// A nibble n with zeros above it is the e4m3 value n / 512, so a word of 8 weights becomes two registers of the left
+// operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 values: the upper half of
 // its significand and the lower. Products of a group of 32 columns are summed by the tensor cores; scales are applied
 // to the sums in float32, and the 8 that symmetric INT4 is stored with comes in with the activations:
 //
-//     w . x = sum over groups of scale * (512 / c * acc - 8 / c * sum of codes),   c: the activations' power of two.
+//     w . x = sum over groups of scale * (512 / c * acc - 8 / c * sum of values),   c: the activations' power of two.
 //
 // -8 / c * sum is an offset of a token's group (w4a16_records.cuh), in bf16, which the tensor cores multiply with the
 // scales as they are.
@@ -25,12 +25,12 @@ __device__ __forceinline__ uint64_t desc_rows_of_16(const void* tile) {
   return (uint64_t(8) << 32) | (smem_u32(tile) & 0x3FFFF) >> 4;
 }
 
-// sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both products of a
+// sum += TILES of a chunk's 64-row tiles of weights, from `tile` on, x N tokens, by one warpgroup. Both MMAs of a
 // group of columns, and in the first round those of scales and offsets, are under way together.
 template <int N, int TILES, bool PAIRED, class C>
 __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int tile, float (&sum)[4][N / 2]) {
   const int t = threadIdx.x & 127, q = t & 3;
-  constexpr int GROUPS = N <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;  // groups whose products are started together
+  constexpr int GROUPS = N <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;  // groups whose MMAs are started together
   constexpr uint32_t kLow = 0x0f0f0f0fu;
   const unsigned char *words = s.w[st] + tile * 4096 + t * 16, *scales = s.scale[st] + tile * 512 + (t >> 2) * 16;
   uint4 word[TILES], scale[TILES];  // words of two groups, scales of all four
@@ -183,7 +183,7 @@ __device__ __forceinline__ void store_records(const Args& a, Smem<C>& s, const I
       split(value[m][j].x, value[m][j].y, power, upper, lower, sum);
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      // Codes are multiples of 2^-9 below 2^9: their sum is exact as an integer, whatever its order.
+      // Values are multiples of 2^-9 below 2^9: their sum is exact as an integer, whatever its order.
       if (q == 0) atomicAdd(&s.sums[c][first + m], __float2int_rn(sum * 512.f));
       unsigned char* to = s.records[c] + (first + m) * 32 + (w >> 1) * 16 + 4 * q + (w & 1);
       to[0] = upper, to[2] = upper >> 8;

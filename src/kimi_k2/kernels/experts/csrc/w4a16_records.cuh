@@ -1,7 +1,7 @@
-// Tokens of the INT4 experts' e4m3 products (w4a16_e4m3.cuh) as records, and how they come into the ring.
+// Tokens of the INT4 experts' e4m3 GEMMs (w4a16_e4m3.cuh) as records, and how they come into the ring.
 //
-// An activation chunk (128 columns of a token) is a record: the upper codes, the lower ones, the four groups' offsets
-// -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, code 4q + 2p + h is column 8h + 2q + p,
+// An activation chunk (128 columns of a token) is a record: the upper values, the lower ones, the four groups' offsets
+// -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, value 4q + 2p + h is column 8h + 2q + p,
 // as the weights' words have it.
 #pragma once
 #include "w4a16.cuh"
@@ -23,7 +23,7 @@ struct Power {
   }
 };
 
-// Two values as codes; adds what the codes stand for to `sum`, exactly.
+// Two values as e4m3, upper and lower halves; adds what they stand for to `sum`, exactly.
 __device__ __forceinline__ void split(float a, float b, const Power& power, uint32_t& upper, uint32_t& lower,
                                       float& sum) {
   a *= power.up, b *= power.up;
@@ -85,13 +85,13 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
   if (lane == 0) *reinterpret_cast<float*>(to + 272) = e.factor;
 }
 
-// Up to here the upper and lower codes of a tile's tokens share the right operand's 8 rows: one product makes both
+// Up to here the upper and lower values of a tile's tokens share the right operand's 8 rows: one MMA makes both
 // sums, which are added in the end. That rounds otherwise, so it is not done where a token may come into either of an
 // expert's several tiles: in the prepared mode.
 constexpr int kPaired = 4;
 __device__ __forceinline__ bool is_paired(const int4& tile) { return tile.z <= kPaired && !tile.w; }
 
-// Where 16 bytes of a token's lower or upper codes go in a stage's right operand, whose tiles are swizzled.
+// Where 16 bytes of a token's lower or upper values go in a stage's right operand, whose tiles are swizzled.
 template <class C>
 __device__ __forceinline__ int place_of(int token, int part, bool lower, bool paired) {
   const int row = token + (lower && paired ? kPaired : 0);
@@ -99,8 +99,8 @@ __device__ __forceinline__ int place_of(int token, int part, bool lower, bool pa
 }
 
 // Clears the rows of a stage that no token fills, if it held other rows last: zeros take the tensor cores less energy,
-// and the card's limit of that bounds the speed. Of paired codes the lower ones' offsets must be zero. One warp has the
-// stage to itself.
+// and the card's limit of that bounds the speed. Of paired values the lower ones' offsets must be zero. One warp has
+// the stage to itself.
 template <class C>
 __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, const int4& tile, int lane) {
   const bool paired = is_paired(tile);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, 
 }
 
 // Copies an item's records chunk by chunk, asynchronously: a lane every other token's 16 bytes `lane & 15` of the
-// codes, and its own token's offsets and factor.
+// values, and its own token's offsets and factor.
 template <class C>
 struct RecordCopy {
   const unsigned char* from;  // chunk 0 of row 0

@@ -14,7 +14,7 @@
 namespace decode {
 
 template <int TOKENS, int SEGMENTS, int STEPS, int SETS, int SPLIT, int TILES, int CLUSTER>
-struct ProductMemory {
+struct GemmMemory {
   static constexpr int kBlockWarps = SPLIT * TILES, kBlockThreads = 32 * kBlockWarps;
   static constexpr int kWarpRows = SETS * 16 / SEGMENTS, kRows = TILES * kWarpRows;
   static constexpr int kColumns = STEPS * SPLIT * SEGMENTS * 64, kGroups = kColumns / 8;
@@ -24,7 +24,7 @@ struct ProductMemory {
   static constexpr int kEach = (kGroups + kBlockThreads - 1) / kBlockThreads;
   static constexpr int kWidth = kColumns * CLUSTER;
   static_assert(kColumns % 128 == 0 && 128 % kRows == 0, "whole scale blocks");
-  uint4 codes[STEPS][SETS * 2][kBlockThreads];
+  uint4 fp8[STEPS][SETS * 2][kBlockThreads];
   uint4 token[TOKENS][kGroups + 1];  // so that two tokens' columns lie in different banks
   float factor[kColumns / 128][8];   // of 128 columns of a token: the weight's scale and what undoes the token's
   float squares[TOKENS][kBlockWarps], parts[kBlockWarps][TOKENS][kWarpRows];
@@ -90,8 +90,8 @@ __device__ __forceinline__ void convert(const LinearArguments& a, int rank, bool
 }
 
 template <int TOKENS, bool NORMED, int SEGMENTS, int STEPS, int SETS, int SPLIT, int TILES, int CLUSTER>
-__global__ void __launch_bounds__(32 * SPLIT * TILES) product(const LinearArguments a) {
-  using Memory = ProductMemory<TOKENS, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
+__global__ void __launch_bounds__(32 * SPLIT * TILES) fp8_gemm(const LinearArguments a) {
+  using Memory = GemmMemory<TOKENS, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
   using Way = Step<SEGMENTS>;
   constexpr int kBlockThreads = Memory::kBlockThreads, kLanes = kBlockThreads / Memory::kAtOnce;
   DECODE_DYNAMIC_SHARED(uint4, raw);
@@ -117,37 +117,37 @@ __global__ void __launch_bounds__(32 * SPLIT * TILES) product(const LinearArgume
     const int at = row + s * Way::kRows;  // what lies past the last row is not stored
     const uint8_t* of = weights + int64_t(at < a.rows ? at : a.rows - 1) * Memory::kWidth;
 #pragma unroll
-    for (int c = 0; c < STEPS; ++c) copy_async(&m.codes[c][s][thread], of + c * Way::kColumns);
+    for (int c = 0; c < STEPS; ++c) cp_async_16(&m.fp8[c][s][thread], of + c * Way::kColumns);
   }
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_launch();
   convert<TOKENS, NORMED>(a, rank, blockIdx.x < CLUSTER, norm, scale, m);
-  wait_for_copies();
+  cp_async_wait();
   __syncthreads();
 
-  constexpr int kProducts = (TOKENS + Way::kTokens - 1) / Way::kTokens;
-  float total[kProducts][SETS * 2] = {};
+  constexpr int kMmas = (TOKENS + Way::kTokens - 1) / Way::kTokens;
+  float total[kMmas][SETS * 2] = {};
 #pragma unroll 1
   for (int c = 0; c < STEPS; ++c) {
-    uint4 x[kProducts][2];
+    uint4 x[kMmas][2];
     const float* factor = m.factor[((first + c) * SEGMENTS + way.segment) / 2];
 #pragma unroll
-    for (int p = 0; p < kProducts; ++p) {
+    for (int p = 0; p < kMmas; ++p) {
       const int t = p * Way::kTokens + way.given();
       way.take(m.token[t < TOKENS ? t : TOKENS - 1], first + c, x[p]);
     }
 #pragma unroll
     for (int s = 0; s < SETS; ++s) {
-      float sum[kProducts][2];
-      way.multiply(sum, m.codes[c][2 * s][thread], m.codes[c][2 * s + 1][thread], x);
+      float sum[kMmas][2];
+      way.multiply(sum, m.fp8[c][2 * s][thread], m.fp8[c][2 * s + 1][thread], x);
 #pragma unroll
-      for (int p = 0; p < kProducts; ++p)
+      for (int p = 0; p < kMmas; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) total[p][2 * s + h] += sum[p][h] * factor[p * Way::kTokens + way.token()];
     }
   }
 #pragma unroll
-  for (int p = 0; p < kProducts; ++p)
+  for (int p = 0; p < kMmas; ++p)
 #pragma unroll
     for (int s = 0; s < SETS * 2; ++s) {
       const float sum = way.whole(total[p][s]);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(32 * SPLIT * TILES) product(const LinearArgume
   constexpr int kSums = TOKENS * Memory::kRows, kRounds = (kSums + kBlockThreads - 1) / kBlockThreads;
   if (CLUSTER > 1) {
     cluster_wait();  // the others have begun, so that their shared memory is theirs
-    Memory& leader = *of_rank(&m, 0);
+    Memory& leader = *map_shared_rank(&m, 0);
     if (thread < TOKENS) leader.all_squares[rank][thread] = block_squares(thread);
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(32 * SPLIT * TILES) product(const LinearArgume
 }
 
 template <int TOKENS, int SEGMENTS, int STEPS, int SETS, int SPLIT, int TILES, int CLUSTER = 1>
-int start_product(const LinearArguments& a, void* stream) {
-  using Memory = ProductMemory<TOKENS, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
+int start_gemm(const LinearArguments& a, void* stream) {
+  using Memory = GemmMemory<TOKENS, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
   const int blocks = (a.rows + Memory::kRows - 1) / Memory::kRows * CLUSTER;
-  const auto kernel = a.norm != nullptr ? product<TOKENS, true, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>
-                                        : product<TOKENS, false, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
+  const auto kernel = a.norm != nullptr ? fp8_gemm<TOKENS, true, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>
+                                        : fp8_gemm<TOKENS, false, SEGMENTS, STEPS, SETS, SPLIT, TILES, CLUSTER>;
   return launch(kernel, dim3(blocks), Memory::kBlockThreads, sizeof(Memory), a, stream, CLUSTER);
 }
 

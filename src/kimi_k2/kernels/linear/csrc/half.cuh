@@ -2,10 +2,10 @@
 // but for the smallest of 128 columns, which a power of two brings into float16's range.
 //
 // A step of a warp is two loads of 16 bytes a lane, each of 8 / SEGMENTS rows of SEGMENTS times 64 columns, so that
-// whole lines are read. The product's 16 rows are the two loads' lanes, four lanes a row, with 64 columns each; its 8
+// whole lines are read. The MMA's 16 rows are the two loads' lanes, four lanes a row, with 64 columns each; its 8
 // columns are 8 / SEGMENTS tokens, each with SEGMENTS times 64 columns in columns of its own. Where the segments agree
-// the product is wanted, elsewhere it is not. The sum does not depend on the order of columns, so that a lane's 16
-// bytes are what four products take from it; more tokens take part in further products.
+// the MMA is wanted, elsewhere it is not. The sum does not depend on the order of columns, so that a lane's 16
+// bytes are what four MMAs take from it; more tokens take part in further MMAs.
 #pragma once
 #include "common/csrc/decode.cuh"
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint4 to_halves(const float (&x)[8], float& back) {
   const float scale = half_scale(max_lanes<16>(top), back);
   uint4 halves;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) (&halves.x)[i] = pack_halves(x[2 * i] * scale, x[2 * i + 1] * scale);
+  for (int i = 0; i < 4; ++i) (&halves.x)[i] = pack_half2(x[2 * i] * scale, x[2 * i + 1] * scale);
   return halves;
 }
 
@@ -48,11 +48,11 @@ struct Step {
   int group, quad, segment;  // four lanes a group
   __device__ Step() : group(threadIdx.x % 32 / 4), quad(threadIdx.x % 4), segment(group % SEGMENTS) {}
 
-  // Of a load: the lane's row, its first column. Of a product: the token whose columns the lane gives.
+  // Of a load: the lane's row, its first column. Of an MMA: the token whose columns the lane gives.
   __device__ int row() const { return group / SEGMENTS; }
   __device__ int column() const { return segment * 64 + quad * 16; }
   __device__ int given() const { return group / SEGMENTS; }
-  // Whether a product's sum in this lane is wanted, and of which token.
+  // Whether an MMA's sum in this lane is wanted, and of which token.
   __device__ bool wanted() const { return quad * 2 % SEGMENTS == segment / 2 * 2; }
   __device__ int token() const { return quad * 2 / SEGMENTS; }
 
@@ -63,21 +63,20 @@ struct Step {
   }
 
   // Sums of the lane's two rows over the step's columns, with each of the given parts of tokens.
-  template <int PRODUCTS>
-  __device__ void multiply(float (&sum)[PRODUCTS][2], const uint4 low, const uint4 high,
-                           const uint4 (&x)[PRODUCTS][2]) const {
-    float d[PRODUCTS][2][4] = {};
+  template <int MMAS>
+  __device__ void multiply(float (&sum)[MMAS][2], const uint4 low, const uint4 high, const uint4 (&x)[MMAS][2]) const {
+    float d[MMAS][2][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t l = (&low.x)[j], h = (&high.x)[j];
-      const uint32_t a[4] = {two_halves(l & 0xffff), two_halves(h & 0xffff), two_halves(l >> 16), two_halves(h >> 16)};
+      const uint32_t a[4] = {fp8x2_to_half2(l & 0xffff), fp8x2_to_half2(h & 0xffff), fp8x2_to_half2(l >> 16),
+                             fp8x2_to_half2(h >> 16)};
 #pragma unroll
-      for (int p = 0; p < PRODUCTS; ++p)
-        multiply_halves(d[p][j % 2], a[0], a[1], a[2], a[3], (&x[p][j / 2].x)[j % 2 * 2],
-                        (&x[p][j / 2].x)[j % 2 * 2 + 1]);
+      for (int p = 0; p < MMAS; ++p)
+        mma_f16(d[p][j % 2], a[0], a[1], a[2], a[3], (&x[p][j / 2].x)[j % 2 * 2], (&x[p][j / 2].x)[j % 2 * 2 + 1]);
     }
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
+    for (int p = 0; p < MMAS; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         sum[p][h] = group % 2 ? d[p][0][2 * h + 1] + d[p][1][2 * h + 1] : d[p][0][2 * h] + d[p][1][2 * h];

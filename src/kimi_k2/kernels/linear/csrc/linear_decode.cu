@@ -1,4 +1,4 @@
-// Products for few tokens, norm and residual sum before them optional: e4m3 weights as fp8_gemm.cuh says, bf16 ones
+// GEMMs for few tokens, norm and residual sum before them optional: e4m3 weights as fp8_gemm.cuh says, bf16 ones
 // here.
 #include "fp8_gemm.cuh"
 
@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) values[i] = load_once(weights + i * 32);
   request_norm<TOKENS, kColumns>(a, token);
-  wait_for_previous();
+  pdl_wait();
   prepare<TOKENS, kColumns, false>(a, token, sums);
-  let_next_start();
+  pdl_launch();
 
   float total[TOKENS] = {};
 #pragma unroll
@@ -70,19 +70,19 @@ int by_columns(const LinearArguments& a, void* stream) {
   constexpr int kSegments = TOKENS == 1 ? 8 : 2, kShare = 8 / kSegments;
   constexpr int kShorter = TOKENS == 1 ? 4 : 2, kShareShorter = 4 / kShorter;  // for widths that 512 does not divide
   switch (a.columns) {
-    case 256: return start_product<TOKENS, kShorter, 1, 2, kShareShorter, 8 / kShareShorter>(a, stream);
-    case 512: return start_product<TOKENS, kSegments, 1, 4, kShare, 8 / kShare>(a, stream);
-    case 1024: return start_product<TOKENS, kSegments, 2, 4, kShare, 8 / kShare>(a, stream);
+    case 256: return start_gemm<TOKENS, kShorter, 1, 2, kShareShorter, 8 / kShareShorter>(a, stream);
+    case 512: return start_gemm<TOKENS, kSegments, 1, 4, kShare, 8 / kShare>(a, stream);
+    case 1024: return start_gemm<TOKENS, kSegments, 2, 4, kShare, 8 / kShare>(a, stream);
     case 1536:
-      if constexpr (TOKENS == 1) return start_product<TOKENS, 8, 3, 1, 1, 8>(a, stream);
-      else return start_product<TOKENS, 2, 1, 2, 12, 1>(a, stream);
-    case 2048: return start_product<TOKENS, kSegments, 4, 2, kShare, 8 / kShare>(a, stream);
-    case 2304: return start_product<TOKENS, kShorter, 9, 1, kShareShorter, 8 / kShareShorter>(a, stream);
-    case 4096: return start_product<TOKENS, kSegments, 8, 1, kShare, 8 / kShare>(a, stream);
+      if constexpr (TOKENS == 1) return start_gemm<TOKENS, 8, 3, 1, 1, 8>(a, stream);
+      else return start_gemm<TOKENS, 2, 1, 2, 12, 1>(a, stream);
+    case 2048: return start_gemm<TOKENS, kSegments, 4, 2, kShare, 8 / kShare>(a, stream);
+    case 2304: return start_gemm<TOKENS, kShorter, 9, 1, kShareShorter, 8 / kShareShorter>(a, stream);
+    case 4096: return start_gemm<TOKENS, kSegments, 8, 1, kShare, 8 / kShare>(a, stream);
     case 7168:
-      if constexpr (TOKENS == 1) return start_product<TOKENS, 8, 7, 1, 1, 8, 2>(a, stream);
-      else if (a.rows <= 1024) return start_product<TOKENS, 2, 4, 2, 2, 4, 7>(a, stream);
-      else return start_product<TOKENS, 2, 7, 1, 4, 4, 2>(a, stream);
+      if constexpr (TOKENS == 1) return start_gemm<TOKENS, 8, 7, 1, 1, 8, 2>(a, stream);
+      else if (a.rows <= 1024) return start_gemm<TOKENS, 2, 4, 2, 2, 4, 7>(a, stream);
+      else return start_gemm<TOKENS, 2, 7, 1, 4, 4, 2>(a, stream);
     default: return host::kNoInstance;
   }
 }

@@ -1,4 +1,4 @@
-// Arguments of the products for a few tokens, and what they do with the tokens: residual sum and RMSNorm.
+// Arguments of the GEMMs for a few tokens, and what they do with the tokens: residual sum and RMSNorm.
 #pragma once
 #include "rowwise/csrc/norm.cuh"
 
@@ -16,7 +16,7 @@ struct LinearArguments {
   float eps;
 };
 
-// Shared memory of a product: the tokens, then the norm's weight.
+// Shared memory of a GEMM: the tokens, then the norm's weight.
 template <int TOKENS, int COLUMNS>
 constexpr size_t token_bytes() {
   return size_t(TOKENS + 1) * COLUMNS * 2;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void request_norm(const LinearArguments& a, uint4* to
   constexpr int kGroups = COLUMNS / 8;
   if (a.norm == nullptr) return;
   for (int v = threadIdx.x; v < kGroups; v += kThreads)
-    copy_async(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
+    cp_async_16(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
 }
 
 // Tokens to shared memory, after the launches before this one; ends with a barrier. SPLIT: as `place_of` says.
@@ -65,7 +65,7 @@ __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, 
       if (thread % 32 == 0) sums[t][thread / 32] = sum;
     }
   }
-  wait_for_copies();
+  cp_async_wait();
   __syncthreads();
   if (a.norm == nullptr) return;
 #pragma unroll

@@ -9,7 +9,7 @@ template <int EXPERTS, int KP, int WARPS>
 static int launch_packed(const GateArgs& a, cudaStream_t stream) {
   constexpr size_t smem = sizeof(PackedSmem<EXPERTS, WARPS>);
   static_assert(smem <= host::kMaxShared, "a block does not have so much shared memory");
-  const int groups = (a.tokens + 3) / 4, grid = groups < a.multiprocessors ? groups : a.multiprocessors;
+  const int groups = (a.tokens + 3) / 4, grid = groups < a.sm_count ? groups : a.sm_count;
   return host::launch(gate_packed_kernel<EXPERTS, KP, WARPS>,
                       {dim3(grid), WARPS * 32, smem, stream, bool(a.programmatic)}, a);
 }

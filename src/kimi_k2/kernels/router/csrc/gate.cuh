@@ -15,7 +15,7 @@ struct GateArgs {
   const int* num_valid;  // null, or one value: tokens from it on are padding
   void* indices;         // int32 or int64 [tokens, top_k]
   float* weights;        // [tokens, top_k]
-  int tokens, experts, top_k, normalize, indices64, packed, warps, multiprocessors, programmatic;
+  int tokens, experts, top_k, normalize, indices64, packed, warps, sm_count, programmatic;
   float scale;
 };
 

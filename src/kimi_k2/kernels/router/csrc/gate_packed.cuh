@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gate_packed_kernel(GateArgs a) 
   cudaGridDependencySynchronize();
   const int groups = (a.tokens + 3) / 4, step = gridDim.x * WARPS;
   const int valid_tokens = a.num_valid == nullptr ? a.tokens : min(a.tokens, *a.num_valid);
-  int group = warp * gridDim.x + blockIdx.x;  // neighbouring groups go to different multiprocessors
+  int group = warp * gridDim.x + blockIdx.x;  // neighbouring groups go to different SMs
   for (; group < groups; group += step) {     // while this warp waits for its rows, others work
     copy_group(a, group, scratch, lane);
     __pipeline_wait_prior(0);

@@ -3,13 +3,13 @@
 // logits[T, E] = x[T, H] W[E, H]^T in bfloat16 products and float32 sums. A cluster of eight blocks owns 16 * MT
 // experts and splits H; each warp takes steps of 32 columns straight from memory into the fragments of mma.m16n8k16.
 // The sum over H does not depend on the order of columns, so a lane's 16 contiguous bytes serve as the fragments of two
-// products. Each block sums its warps and sends the sums of token t to block t % 8 of the cluster, which adds the eight
+// MMAs. Each block sums its warps and sends the sums of token t to block t % 8 of the cluster, which adds the eight
 // in their order. With the gate, the blocks of the first cluster route their tokens as soon as all logits are there:
 // each logit is its own flag, a NaN that no arithmetic produces until it is written. That saves a fence, an atomic
 // counter and the wait for both; it needs all blocks resident at once, which the caller makes sure of.
 //
-// NORMED: x is the residual and the product is of RMSNorm(x + delta). The norm's quotient is applied to the finished
-// sums, so that the product need not wait for it: the blocks' sums of squares travel with their parts of the product.
+// NORMED: x is the residual and the GEMM is of RMSNorm(x + delta). The norm's quotient is applied to the finished
+// sums, so that the GEMM need not wait for it: the blocks' sums of squares travel with their parts of the GEMM.
 // The second cluster writes the residual sum and its norm.
 #pragma once
 #include <cooperative_groups.h>
@@ -33,7 +33,7 @@ struct RouterArgs {
   const __nv_bfloat16* x;       // [tokens, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
   float* logits;                // [tokens, experts]; if fused all absent before the launch, and again after it
-  const __nv_bfloat16* delta;   // null, or [tokens, hidden], with a norm before the product
+  const __nv_bfloat16* delta;   // null, or [tokens, hidden], with a norm before the GEMM
   const __nv_bfloat16* norm;    // [hidden]
   __nv_bfloat16* total;         // [tokens, hidden], x + delta
   __nv_bfloat16* normed;        // [tokens, hidden]
@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_normed(const RouterArgs& a, int split, con
   }
 }
 
-// RESIDENT blocks of a multiprocessor: with room for two launches' blocks, the next one fetches its weights early.
+// RESIDENT blocks of an SM: with room for two launches' blocks, the next one fetches its weights early.
 template <int MT, int NT, int RESIDENT, bool FUSED, bool NORMED>
 __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(kSplits, 1, 1)
     router_kernel(RouterArgs a) {
