@@ -22,7 +22,8 @@ PRESETS = sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 
 
 def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
-    return json.loads((PRESET_DIR / f"{name}.json").read_text())
+    result: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
+    return result
 
 
 # name: (max_position, eps, factor, beta_fast, quantization, prefix, softmax scale), from the facts file

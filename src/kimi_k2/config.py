@@ -179,7 +179,8 @@ class KimiK2Config(BaseModel):
     def softmax_scale(self) -> float:
         """Scale on the attention logits: qk_head_dim^-0.5 times the squared YaRN magnitude."""
         yarn = self.rope_scaling.softmax_multiplier if self.rope_scaling else 1.0
-        return self.qk_head_dim**-0.5 * yarn
+        result: float = self.qk_head_dim**-0.5 * yarn
+        return result
 
     @property
     def latent_norm_eps(self) -> float:

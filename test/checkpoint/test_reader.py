@@ -115,7 +115,8 @@ def test_natural_shard_order(tmp_path: Path) -> None:
 
 def json_header(path: Path) -> dict[str, dict[str, list[int]]]:
     data = path.read_bytes()
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    result: dict[str, dict[str, list[int]]] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return result
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:

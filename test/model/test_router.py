@@ -25,7 +25,8 @@ def reference_router(experts: int, top_k: int, n_group: int, topk_group: int, bi
     router: torch.nn.Module = hf.DeepseekV3TopkRouter(config)
     router.weight.data = torch.eye(experts)
     router.e_score_correction_bias = bias
-    return router
+    result: torch.nn.Module = router
+    return result
 
 
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (8, 4)])

@@ -70,7 +70,8 @@ class Program:
             else:
                 arrays = put([self.graph.constants[number]] * self.ranks)
             arguments.append(self._joined(arrays))
-        return self.executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+        result: list[list[Any]] = self.executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+        return result
 
     def _joined(self, arrays: list[Any]) -> Any:
         shape = arrays[0].shape

@@ -113,7 +113,8 @@ def execute(job: dict[str, Any], directory: Path, timeout: float = 400) -> dict[
     command = [sys.executable, str(EXECUTED_WORKER), str(path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(output, weights_only=False)
+    result: dict[str, Any] = torch.load(output, weights_only=False)
+    return result
 
 
 @torch.inference_mode()

@@ -41,7 +41,8 @@ def cases() -> list[dict[str, Any]]:
 
 def distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Relative L2 distance at each position."""
-    return ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten()
+    out: torch.Tensor = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten()
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def bf16(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     options = neuron_config(1, 1, 1, seq_len=LENGTH, torch_dtype="bfloat16")
     options["blockwise_matmul_config"]["block_size"] = 128
     job = {"checkpoint": long_checkpoint, "neuron_config": options, "cases": cases()}
-    return execute(job, tmp_path_factory.mktemp("bf16"))
+    result: dict[str, Any] = execute(job, tmp_path_factory.mktemp("bf16"))
+    return result
 
 
 def test_float32_where_float32_is_due(bf16: dict[str, Any]) -> None:

@@ -87,7 +87,8 @@ def test_bf16_decode(tmp_path: Path, length: int) -> None:
     expected = stepped(exact, tokens, forced)
 
     def distance(found: torch.Tensor) -> torch.Tensor:
-        return (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        out: torch.Tensor = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return out
 
     ours, theirs = distance(logits[:, 0]), distance(stepped(rounded, tokens, forced))
     print(

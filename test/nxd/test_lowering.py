@@ -21,7 +21,8 @@ def lowered(*arguments: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, str(WORKER), *arguments], capture_output=True, text=True, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("COUNTS ")]
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(lines[0].removeprefix("COUNTS "))
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("COUNTS "))
+    return result
 
 
 def expert_bytes(moe_tp: int) -> int:

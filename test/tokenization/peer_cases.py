@@ -46,7 +46,8 @@ OSLO, LIMA = '{"city": "Oslo"}', '{"city": "Lima"}'
 
 
 def weather(index: int, arguments: str = OSLO) -> str:
-    return call(f"functions.weather:{index}", arguments)
+    result: str = call(f"functions.weather:{index}", arguments)
+    return result
 
 
 def weathers(index: int, arguments: str = OSLO) -> tuple[str, str, str]:

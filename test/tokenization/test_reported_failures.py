@@ -28,7 +28,8 @@ LONG = json.dumps({"path": "a.py", "text": 'def f():\n    return "<|{}|>"\n' * 8
 
 
 def read(index: int, arguments: str = '{"path": "a.py"}') -> str:
-    return call(f"functions.read_file:{index}", arguments)
+    result: str = call(f"functions.read_file:{index}", arguments)
+    return result
 
 
 def reads(index: int, arguments: str = '{"path": "a.py"}') -> tuple[str, str, str]:

@@ -31,7 +31,8 @@ def tpot(run: dict[str, Any]) -> float:
 
 def end_to_end(run: dict[str, Any]) -> float:
     """Seconds from the call to the last token."""
-    return run["ttft"] + math.fsum(run["itl"])
+    result: float = run["ttft"] + math.fsum(run["itl"])
+    return result
 
 
 def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -79,7 +80,8 @@ def load_results(path: Path) -> dict[str, Any]:
         raise SweepError(f"expected schema {SCHEMA!r}, got {version!r}", file=path)
     if problem := first_problem(content):
         raise SweepError(problem, file=path)
-    return content
+    result: dict[str, Any] = content
+    return result
 
 
 # The keys that each level of a result must have, with their types; sweep.schema.json says the same and more.

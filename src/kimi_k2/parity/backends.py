@@ -70,7 +70,8 @@ def _hooked(decoder: nn.Module, emit: Emit) -> Iterator[None]:
 
 
 def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    out: Tensor = output[0] if isinstance(output, tuple) else output
+    return out
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:

@@ -77,7 +77,8 @@ def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config,
         scheme = QuantizationScheme(targets=["Linear"], weights=args)
         # The library multiplies in the scale's dtype; a BF16 scale would round the product.
         widened = {**stored, "weight_scale": stored["weight_scale"].to(dtype)}
-        return PackedQuantizationCompressor.decompress(widened, scheme)["weight"].to(dtype)
+        out: Tensor = PackedQuantizationCompressor.decompress(widened, scheme)["weight"].to(dtype)
+        return out
     if "weight_scale_inv" in stored:
         fp8 = _import("transformers.integrations.finegrained_fp8")
         quantization = config.quantization
@@ -85,7 +86,8 @@ def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config,
         block = list(quantization.weight_block_size)
         if not hasattr(fp8, "_dequantize_fp8_weight"):
             raise MissingLibraryError("the comparison of FP8 needs transformers 5.x, which can dequantize it on a CPU")
-        return fp8._dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], block, dtype)
+        out: Tensor = fp8._dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], block, dtype)
+        return out
     return stored["weight"].to(dtype)
 
 

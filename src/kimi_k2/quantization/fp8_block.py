@@ -246,7 +246,8 @@ def _gaussian_e4m3() -> Tensor:
     """65536 FP8 values as bytes whose quantiles are a Gaussian's, scaled so that a 128x128 block just reaches 448."""
     quantiles = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536)
     values = (quantiles * (E4M3_MAX / _BLOCK_SIGMAS)).clamp(-E4M3_MAX, E4M3_MAX)
-    return values.to(torch.float8_e4m3fn).view(torch.uint8)
+    out: Tensor = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    return out
 
 
 def _draw_from(table: Tensor, size: int, generator: torch.Generator) -> Tensor:

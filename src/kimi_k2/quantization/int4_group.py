@@ -80,7 +80,8 @@ def dequantize_int4_group(
         )
     values = unpack_int4(weight_packed, columns).to(torch.float32).unflatten(-1, (-1, group_size))
     values *= weight_scale.to(torch.float32).unsqueeze(-1)
-    return values.flatten(-2).to(dtype)
+    out: Tensor = values.flatten(-2).to(dtype)
+    return out
 
 
 def quantize_int4_group(

@@ -87,7 +87,8 @@ class PlannedTensor:
             return expert.contiguous().unsqueeze(0)
         dim = self.dim - 1
         cut = expert.unflatten(dim, (self.stride, self.parts, -1)).movedim(dim + 1, 0)
-        return cut.contiguous().flatten(dim + 1, dim + 2)
+        out: Tensor = cut.contiguous().flatten(dim + 1, dim + 2)
+        return out
 
     def regions(self, rank: int) -> list[Region]:
         """Boxes of the whole tensor that `rank` holds; concatenated along `dim` they are its local tensor."""

@@ -49,11 +49,14 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             return self.forward_selective(hidden_states, expert_affinities, expert_index)
         if seq_len == 1 or tokens * top_k < self.blockwise_matmul_config.block_size:
             if self.moe_expert_model_parallel_group.size() > 1:
-                return self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
-            return self.forward_all_experts(hidden_states, expert_affinities, expert_index)
-        return self.forward_blockwise(
+                out: Tensor = self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
+                return out
+            out: Tensor = self.forward_all_experts(hidden_states, expert_affinities, expert_index)
+            return out
+        out: Tensor = self.forward_blockwise(
             hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
         )
+        return out
 
     def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
         """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing."""
@@ -71,7 +74,8 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
         out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)
         weighted = out.view(tokens, top_k, -1).to(torch.float32) * weights.unsqueeze(-1)
-        return weighted.sum(dim=1).to(hidden_states.dtype)
+        result: Tensor = weighted.sum(dim=1).to(hidden_states.dtype)
+        return result
 
     def torch_blockwise_matmul_inference(
         self,

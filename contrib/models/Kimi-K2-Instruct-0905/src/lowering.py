@@ -131,7 +131,8 @@ def _placeholder(like: torch.Tensor) -> torch.Tensor:
 
     # torch_xla knows the type but has no name for it in its table.
     xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
-    return xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
+    out: torch.Tensor = xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
+    return out
 
 
 def _place(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -55,7 +55,8 @@ class KimiK2MLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] to [B, S, H]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        return out
 
 
 def make_moe(config: KimiK2InferenceConfig) -> MoE:

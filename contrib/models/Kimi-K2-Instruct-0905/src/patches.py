@@ -78,7 +78,8 @@ class CpuExpertGroups:
             for ranks in cls.known_meshes.get(id(expert_parallel_group), ()):
                 if rank in ranks:
                     return ranks.index(rank)
-            return by_mesh(rank, expert_parallel_group)
+            result: int = by_mesh(rank, expert_parallel_group)
+            return result
 
         parallel_state.get_expert_parallel_rank_from_global_rank = rank_from_global_rank
         init_groups._kimi_k2_patch = True  # type: ignore[attr-defined]
@@ -131,12 +132,14 @@ class CpuFp8ExpertGather:
 
         def forward(self: Any, input: torch.Tensor, expert_indices: torch.Tensor | None = None) -> torch.Tensor:
             if expert_indices is None or self.bias is not None:
-                return original(self, input, expert_indices)
+                out: torch.Tensor = original(self, input, expert_indices)
+                return out
             held = {name: self._parameters[name] for name in ("weight", "scale")}
             chosen = held["weight"].view(torch.int8)[expert_indices].view(held["weight"].dtype)
             self._parameters.update(weight=chosen, scale=held["scale"][expert_indices])
             try:
-                return original(self, input)
+                out: torch.Tensor = original(self, input)
+                return out
             finally:
                 self._parameters.update(held)
 

@@ -24,7 +24,10 @@ def dot_float32(left: Tensor, right: Tensor, contracting: tuple[Dims, Dims], bat
     if left.device.type == "xla":
         import torch_xla
 
-        return torch_xla._XLAC._xla_dot_general(left, right, (contracting, batch), preferred_element_type=torch.float32)
+        out: Tensor = torch_xla._XLAC._xla_dot_general(
+            left, right, (contracting, batch), preferred_element_type=torch.float32
+        )
+        return out
     letters = iter("abcdefghijklmnop")
     names = [["" for _ in range(tensor.dim())] for tensor in (left, right)]
     shared = [*zip(*batch, strict=True), *zip(*contracting, strict=True)]

@@ -22,4 +22,5 @@ def q_config(neuron_config: Any) -> dict[str, Any]:
         config["block_axis"] = neuron_config.quantization_block_axis
         config["block_size"] = neuron_config.quantization_block_size
     config["quantized_dtype"] = nxd.QuantizedDtype.get_dtype(neuron_config.quantization_dtype)
-    return config
+    result: dict[str, Any] = config
+    return result

@@ -32,7 +32,8 @@ def disable_nrt_load() -> Iterator[None]:
 def identity_decorator(*args: Any, **kwargs: Any) -> Callable[..., Any]:
     """`@jit` and `@jit(options)` both leave the function as it is."""
     if len(args) == 1 and callable(args[0]) and not kwargs:
-        return args[0]
+        result: Callable[..., Any] = args[0]
+        return result
     return lambda function: function
 
 
