@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -70,6 +65,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def _version(package: str) -> str | None:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -77,6 +74,9 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Iterator[Finding]:
+    import importlib.metadata
+    import platform
+
     needed = importlib.metadata.metadata("kimi-k2")["Requires-Python"]
     enough = sys.version_info >= tuple(int(part) for part in re.findall(r"\d+", needed))
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -85,6 +85,8 @@ def _python() -> Iterator[Finding]:
 
 def _libraries() -> Iterator[Finding]:
     """Our dependencies' versions beside those that pyproject.toml asks for; of the small ones only what is wrong."""
+    import importlib.metadata
+
     from packaging.requirements import Requirement
 
     needed: dict[str, Requirement] = {}
@@ -106,6 +108,9 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _cuda() -> Iterator[Finding]:
+    import importlib.util
+    import subprocess
+
     from kimi_k2.kernels.common.build import find_nvcc
 
     if importlib.util.find_spec("torch") is None:
@@ -133,6 +138,9 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _neuron() -> Iterator[Finding]:
+    import importlib.util
+    import shutil
+
     from kimi_k2.neuron.compile import CHECKED_RELEASES
 
     cores = sorted(Path("/dev").glob("neuron[0-9]*"))
@@ -155,6 +163,8 @@ def _neuron() -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
+    import shutil
+
     import psutil
 
     memory = psutil.virtual_memory()

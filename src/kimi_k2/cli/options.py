@@ -146,7 +146,7 @@ Tools = Annotated[
 Thinking = Annotated[bool, typer.Option(help="Whether K2.5 and K2.6 reason before they answer.")]
 Style = Annotated[
     Literal["instruct", "thinking", "k2.5"] | None,
-    typer.Option("--chat-style", help="Chat format; by default what the checkpoint's template or name says."),
+    typer.Option("--style", help="Chat format; by default what the checkpoint's template or name says."),
 ]
 
 # -- the NxDI model --------------------------------------------------------------------------------------------------
