@@ -173,8 +173,18 @@ def load(app: Any) -> TracedModel:
     traced = TracedModel(app)
     app.traced_model = traced
     traced.nxd_model.initialize(app.get_builder().shard_checkpoint())
+    from neuronx_distributed_inference.models import model_wrapper
+    from neuronx_distributed_inference.modules import async_execution
+
     for wrapper in app.models:
         wrapper.__dict__["model"] = traced
         wrapper.is_neuron = lambda: True
     app.is_loaded_to_neuron = True
+    for module in (async_execution, model_wrapper):
+        module.is_ranked_io = is_ranked
     return traced
+
+
+def is_ranked(value: Any) -> bool:
+    """NxDI's is_ranked_io, which knows the ranks' outputs by their device; here they lie on the CPU."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], list)

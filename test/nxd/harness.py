@@ -99,22 +99,26 @@ def execute(job: dict[str, Any], directory: Path, timeout: float = 400) -> dict[
         logits: one tensor a case, as `launch` gives them; graphs: stage, bucket, HLO and parameter types of each graph;
         calls: stage and bucket of each step.
     """
-    if importlib.util.find_spec("jax") is None:
-        pytest.skip("needs jax (XLA for the CPU) to execute the graphs")
     directory.mkdir(parents=True, exist_ok=True)
     output, path = directory / "output.pt", directory / "job.json"
     path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
+    run_executed([str(EXECUTED_WORKER), str(path)], job["neuron_config"]["tp_degree"], timeout)
+    result: dict[str, Any] = torch.load(output, weights_only=False)
+    return result
+
+
+def run_executed(command: list[str], ranks: int, timeout: float = 400) -> None:
+    """Run a script that executes lowered graphs on `ranks` CPU devices; its error is the test's message."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("needs jax (XLA for the CPU) to execute the graphs")
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
     # Without LLVM's slow passes: compiling takes longer than running.
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-    devices = f"--xla_force_host_platform_device_count={job['neuron_config']['tp_degree']}"
+    devices = f"--xla_force_host_platform_device_count={ranks}"
     env["XLA_FLAGS"] = " ".join([devices, *flags])
     env["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, str(EXECUTED_WORKER), str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = torch.load(output, weights_only=False)
-    return result
 
 
 @torch.inference_mode()

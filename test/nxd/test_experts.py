@@ -19,7 +19,7 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 RELATIVE = 2e-3
-LAYOUTS = {"TP2": (2, 1), "EP2": (1, 2)}
+LAYOUTS = {"TP2": (2, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
 
 
 def formats(layout: str) -> dict[str, Any]:

@@ -46,6 +46,14 @@ def test_without_cpu_fp8_expert_gather(checkpoints: dict[str, Path], tmp_path: P
         run_without("CpuFp8ExpertGather", job, tmp_path)
 
 
+def test_without_cpu_expert_shard_rank(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    experts = environment.contrib("quantized").BlockwiseFp8Experts(64)
+    options = neuron_config(2, 2, 1, **experts.neuron_options())
+    job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
+    with pytest.raises(AssertionError, match="non-empty"):
+        run_without("CpuExpertShardRank", job, tmp_path)
+
+
 def test_upstream_still_refuses_selective_loading_under_expert_parallelism() -> None:
     """What KimiK2ExpertMLPs replaces; when upstream mends it, ours can go."""
     from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2

@@ -19,7 +19,7 @@ _LINEAR = 16
 
 
 def _halving_table() -> bytes:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
     return bytes((codes.to(torch.float32) * 0.5).to(torch.float8_e4m3fn).view(torch.uint8).tolist())
 
 

@@ -69,6 +69,7 @@ class KimiK2Attention(nn.Module):
         attention_mask: Tensor,
         position_ids: Tensor,
         past_key_value: tuple[Tensor, Tensor] | None = None,
+        active_mask: Tensor | None = None,
         cos_cache: Tensor | None = None,
         sin_cache: Tensor | None = None,
         **_: Any,
@@ -77,10 +78,11 @@ class KimiK2Attention(nn.Module):
 
         Args:
             hidden_states: [B, S, H], normed.
-            attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1, cache length] at decode (without the token
-                itself).
+            attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1 or S, cache length] at decode (without the
+                step's own tokens).
             position_ids: [B, S].
             past_key_value: at decode, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]).
+            active_mask: bool [B, 1, S, S] between the tokens of a decode step; None for a single one.
             cos_cache, sin_cache: the rotation, once a layer has computed it.
 
         Returns:
@@ -114,6 +116,8 @@ class KimiK2Attention(nn.Module):
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
             prior = self._masked(scores(keys, latents), attention_mask)
+            if active_mask is not None:
+                own = self._masked(own, active_mask)
             weights = torch.cat((prior, own), dim=-1).softmax(dim=-1).to(hidden_states.dtype)
             past = prior.shape[-1]
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], latent, 1)

@@ -13,6 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import quantization_types
 
+from . import options
 from .quantized import MODULES_TO_NOT_CONVERT
 
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
@@ -28,7 +29,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
 
     Raises:
-        ConfigError: an option would drop tokens or normalise the router's weights a second time.
+        ConfigError: an option that the model does not follow, see options.py.
     """
 
     def __init__(
@@ -38,15 +39,12 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("capacity_factor") is not None:
-            raise ConfigError("expected None: a capacity factor drops tokens at prefill", field="capacity_factor")
+        options.check(kwargs)
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
-        if kwargs.get("sequence_parallel_enabled"):
-            raise ConfigError(
-                "expected False: the latent attention is not sequence-parallel", field="sequence_parallel_enabled"
-            )
+        if kwargs.get("is_continuous_batching"):
+            kwargs.setdefault("apply_seq_ids_mask", True)
         if kwargs.get("quantized"):
             if kwargs.get("quantization_type") not in quantization_types():
                 expected = " or ".join(quantization_types())
@@ -57,6 +55,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             # NxDI demands a path; our loader converts from the checkpoint itself.
             kwargs.setdefault("quantized_checkpoints_path", "")
         super().__init__(**kwargs)
+        options.check(vars(self))
+        options.check_together(self)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 

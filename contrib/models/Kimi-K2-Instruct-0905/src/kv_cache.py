@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import (
+    KV_CACHE_PAD_FOR_SEQ_IDS_MASKING,
+    KVCacheManager,
+)
 
 from kimi_k2.errors import ConfigError
 
@@ -19,15 +22,13 @@ class LatentKVCacheManager(KVCacheManager):
 
     def _init_kv_shape(self, config: Any, layer_to_cache_size_mapping: Any = None) -> None:
         neuron = config.neuron_config
-        for option in ("flash_decoding_enabled", "kv_cache_tiling", "k_cache_transposed"):
-            if getattr(neuron, option):
-                raise ConfigError("expected False: not supported by the compressed cache", field=option)
-        if layer_to_cache_size_mapping or neuron.apply_seq_ids_mask:
-            raise ConfigError("expected False: not supported by the compressed cache", field="apply_seq_ids_mask")
+        if layer_to_cache_size_mapping:
+            raise ConfigError("expected None: layers' caches are of one size", field="layer_to_cache_size_mapping")
         if not neuron.is_prefill_stage and neuron.batch_size < neuron.kv_cache_batch_size:
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
         self.padded_layer_ids = []
-        batch = neuron.kv_cache_batch_size + neuron.kv_cache_padding_size
-        self.k_shape = (batch, 1, neuron.max_length, config.hf.qk_rope_head_dim)
-        self.v_shape = (batch, 1, neuron.max_length, config.hf.kv_lora_rank)
+        # Upstream lets the lines that take no part in a step write behind the last position.
+        length = neuron.max_length + (KV_CACHE_PAD_FOR_SEQ_IDS_MASKING if neuron.apply_seq_ids_mask else 0)
+        self.k_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.qk_rope_head_dim)
+        self.v_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.kv_lora_rank)

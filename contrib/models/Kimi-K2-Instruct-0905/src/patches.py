@@ -147,6 +147,44 @@ class CpuFp8ExpertGather:
         Upstream.forward = forward
 
 
+class CpuExpertShardRank:
+    """Making of quantized expert weights in CPU mode with tensor and expert parallelism together.
+
+    Mends: parallel_layers/layers.py:96 (create_local_weight). It picks a rank's part by the rank among all
+    tensor-parallel ranks, where experts are split over `moe_tp_degree` of them only: for the ranks beyond, nothing is
+    left to concatenate. What it makes is overwritten when the checkpoint is loaded, for which NxD has the right rank.
+    Checked with: SDK 2.28, 2.29. Only applied in CPU mode; on Neuron no weights are made.
+    """
+
+    @staticmethod
+    def apply() -> None:
+        """Replace `create_local_weight` where parameters are initialised."""
+        from neuronx_distributed.parallel_layers import layers, parallel_state
+
+        original = layers.create_local_weight
+        if getattr(original, "_kimi_k2_patch", False):
+            return
+        require_source(original, "my_weight_list = weight_list[rank::world_size]")
+
+        def create(
+            full_weight: torch.Tensor,
+            partition_dim: int,
+            per_partition_size: int,
+            stride: int,
+            out_weight: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            parts = full_weight.shape[partition_dim] // per_partition_size
+            if parts == parallel_state.get_tensor_model_parallel_size():
+                return original(full_weight, partition_dim, per_partition_size, stride, out_weight)
+            rank = parallel_state.get_tensor_model_parallel_rank() % parts
+            pieces = torch.split(full_weight, per_partition_size // stride, dim=partition_dim)[rank::parts]
+            with torch.no_grad():
+                return torch.cat(pieces, dim=partition_dim, out=out_weight)
+
+        create._kimi_k2_patch = True  # type: ignore[attr-defined]
+        layers.create_local_weight = create
+
+
 class CapturedTensorsOffset:
     """CPU mode of SDK 2.28.
 
@@ -176,3 +214,4 @@ def apply_cpu_mode(neuron_config: Any) -> None:
         CpuExpertGroups.apply()
     if neuron_config.quantized:
         CpuFp8ExpertGather.apply()
+        CpuExpertShardRank.apply()

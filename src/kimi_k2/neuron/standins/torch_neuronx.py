@@ -97,5 +97,6 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "torch_neuronx.xla_impl.base": {"xla_call": identity_decorator, "xla_hlo_call": xla_hlo_call},
     "nki": {"jit": identity_decorator},
+    "nkilib.core.cumsum.cumsum": {"cumsum": lambda tensor, axis: torch.cumsum(tensor, dim=axis)},
     "neuronxcc.nki": {"jit": identity_decorator},
 }

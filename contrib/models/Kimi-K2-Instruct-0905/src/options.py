@@ -1,0 +1,186 @@
+"""Every field of NxDI's NeuronConfig and MoENeuronConfig: tested with this model, refused, or inherited.
+
+NxDI takes any option and leaves it to the model to follow it; one that the model does not follow gives wrong numbers or
+no effect, and no error. `check` is the one place that refuses them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kimi_k2.errors import ConfigError
+
+# Their effect on the model's outputs is tested in test/nxd (or by what loads and serves it).
+# fmt: off
+TESTED = frozenset((
+    "apply_seq_ids_mask", "async_mode", "batch_size", "blockwise_matmul_config", "buckets",
+    "context_encoding_buckets", "ctx_batch_size", "disable_argmax_kernel", "enable_bucketing",
+    "is_continuous_batching", "kv_cache_batch_size", "max_batch_size", "max_context_length", "max_length",
+    "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions",
+    "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config", "output_logits", "quantization_block_axis",
+    "quantization_block_size", "quantization_dtype", "quantization_type", "quantized", "quantized_checkpoints_path",
+    "router_config", "save_sharded_checkpoint", "seq_len", "speculation_length", "tensor_capture_config",
+    "tkg_batch_size", "token_generation_buckets", "torch_dtype", "tp_degree", "world_size",
+))
+# fmt: on
+
+# NxDI's own: they steer its host code, compiler or runtime, or are derived from other fields. Not tested here.
+# fmt: off
+INHERITED = frozenset((
+    "allow_input_truncation", "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb",
+    "attn_block_tkg_nki_kernel_use_online_softmax", "attn_cls", "bucket_n_active_tokens",
+    "cc_pipeline_tiling_factor", "disable_kv_cache_tiling", "disable_numeric_cc_token", "dma_order_config",
+    "draft_model_modules_to_not_convert", "enable_cte_modular_flow", "enable_long_context_mode",
+    "enable_output_completion_notifications", "enable_spill_reload_dge", "enable_token_tree", "fused_qkv",
+    "is_chunked_prefill", "is_hidden_dim_shuffled", "is_intermediate_dim_shuffled", "is_prefill_stage",
+    "kv_cache_update_with_kernel", "lm_head_pad", "lm_head_pad_alignment_size", "local_ranks_size",
+    "logical_nc_config", "max_new_tokens", "overrides_torch_dtype", "pa_block_size", "pa_num_blocks",
+    "quantize_clamp_bound", "rpl_reduce_dtype", "scratchpad_page_size", "seq_len_threshold_for_cc_tiling",
+    "skip_sharding", "skip_warmup", "spec_batch_size", "start_rank_id", "target", "tensor_replacement_config",
+    "tile_cc", "use_index_calc_kernel", "weight_gather_seq_len_threshold", "weights_to_skip_layout_optimization",
+))
+# fmt: on
+
+_KERNEL = "the model has no such NKI kernel"
+_CACHE = "the compressed cache is one line a sequence, whole on every rank"
+_DRAFT = "drafts inside the graph are not implemented; see speculation_length"
+_ATTENTION = "the latent attention is split by heads only"
+_EXPERT = "Kimi-K2's experts are SwiGLU without limits, scaled by the router's final weights"
+
+# Field: (the values that are taken, why no other is).
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "activation_quantization_type": ((None,), _KERNEL),
+    "attention_dp_degree": ((1,), _ATTENTION),
+    "attention_dtype": ((None,), "attention runs in torch_dtype, its scores in float32"),
+    "attn_block_cte_nki_kernel_enabled": ((False,), _KERNEL),
+    "attn_block_tkg_nki_kernel_cache_update": ((False,), _KERNEL),
+    "attn_block_tkg_nki_kernel_cascaded_attention": ((False,), _KERNEL),
+    "attn_block_tkg_nki_kernel_enabled": ((False,), _KERNEL),
+    "attn_kernel_enabled": ((None, False), _KERNEL),
+    "attn_tkg_builtin_kernel_enabled": ((False,), _KERNEL),
+    "attn_tkg_nki_kernel_enabled": ((False,), _KERNEL),
+    "capacity_factor": ((None,), "a capacity factor drops tokens at prefill"),
+    "cast_type": (("config",), "the modules declare no dtypes of their own"),
+    "chunked_prefill_config": ((None,), _CACHE),
+    "cp_degree": ((1,), _ATTENTION),
+    "eagle_rolling_buffer_kernel_enabled": ((False,), _DRAFT),
+    "early_expert_affinity_modulation": ((False,), _EXPERT),
+    "enable_eagle_draft_input_norm": ((False,), _DRAFT),
+    "enable_eagle_speculation": ((False,), _DRAFT),
+    "enable_fused_speculation": ((False,), _DRAFT),
+    "enable_ve_data_parallel": ((False,), "the model has no vision encoder"),
+    "ep_degree": ((1,), "experts are split by moe_ep_degree"),
+    "ep_dispatch_cc_option": (("AR_AG",), "routed and shared experts share one all-reduce"),
+    "expert_mlp_nki_kernel_enabled": ((None, False), _KERNEL),
+    "flash_decoding_enabled": ((False,), _CACHE),
+    "fused_rmsnorm_skip_gamma": ((False,), _KERNEL),
+    "fused_shared_experts": ((False,), "the shared expert is not one of the routed experts' stack"),
+    "gate_clamp_lower_limit": ((None,), _EXPERT),
+    "gate_clamp_upper_limit": ((None,), _EXPERT),
+    "glu_mlp": ((True,), _EXPERT),
+    "glu_type": (("glu",), _EXPERT),
+    "hidden_act_bias": ((0, 0.0), _EXPERT),
+    "hidden_act_scaling_factor": ((1, 1.0), _EXPERT),
+    "hybrid_sharding_config": ((None,), "experts are split alike for prefill and decode"),
+    "is_block_kv_layout": ((False,), _CACHE),
+    "is_eagle3": ((False,), _DRAFT),
+    "is_eagle_draft": ((False,), _DRAFT),
+    "is_full_model_shuffled": ((False,), "there are no MXFP4 weights"),
+    "is_medusa": ((False,), _DRAFT),
+    "is_mxfp4_compute": ((False,), "there are no MXFP4 weights"),
+    "is_prefix_caching": ((False,), _CACHE),
+    "k_cache_transposed": ((False,), _CACHE),
+    "kv_cache_padding_size": ((0,), _CACHE),
+    "kv_cache_quant": ((False,), _CACHE),
+    "kv_cache_tiling": ((False,), _CACHE),
+    "kv_quant_config": ((None,), _CACHE),
+    "layer_boundary_markers": ((False,), "the layers do not update their caches themselves, which markers ask for"),
+    "lora_config": ((None,), "no adapter was tested with the latent attention or the experts"),
+    "medusa_speculation_length": ((0,), _DRAFT),
+    "medusa_tree": ((None,), _DRAFT),
+    "mlp_cp_degree": ((1,), _ATTENTION),
+    "mlp_kernel_enabled": ((False,), _KERNEL),
+    "mlp_kernel_fuse_residual_add": ((False,), _KERNEL),
+    "mlp_tkg_nki_kernel_enabled": ((False,), _KERNEL),
+    "moe_fused_nki_kernel_enabled": ((None, False), "its router adds the correction bias to the logits"),
+    "moe_mask_padded_tokens": ((False,), "padding is computed and ignored"),
+    "num_medusa_heads": ((0,), _DRAFT),
+    "out_proj_kernel_enabled": ((False,), _KERNEL),
+    "padded_hidden_size": ((None,), "no width is padded"),
+    "padded_intermediate_size": ((None,), "no width is padded"),
+    "padding_side": (("right",), "positions count from the left"),
+    "pp_degree": ((1,), "there is no pipeline"),
+    "pre_rope_rmsnorm": ((False,), _ATTENTION),
+    "prefix_buckets": ((None,), _CACHE),
+    "qk_layernorm": ((False,), "norms lie on the latents"),
+    "qkv_cte_nki_kernel_fuse_rope": ((False,), _KERNEL),
+    "qkv_kernel_enabled": ((False,), _KERNEL),
+    "qkv_kernel_fuse_residual_add": ((False,), _KERNEL),
+    "qkv_kernel_nbsd_layout": ((False,), _KERNEL),
+    "qkv_nki_kernel_enabled": ((False,), _KERNEL),
+    "quantization_scale_dtype": (("f32",), "scales are float32"),
+    "quantized_mlp_kernel_enabled": ((False,), _KERNEL),
+    "return_expert_index": ((False,), "the layers hand on hidden states only"),
+    "return_router_logits": ((False,), "the layers hand on hidden states only"),
+    "rmsnorm_quantize_kernel_enabled": ((False,), _KERNEL),
+    "router_topk_nki_kernel_enabled": ((None, False), "it adds the correction bias to the logits"),
+    "sequence_parallel_enabled": ((False,), "the latent attention is not sequence-parallel"),
+    "shared_experts_sequence_parallel_enabled": ((False,), "the latent attention is not sequence-parallel"),
+    "shared_mlp_nki_kernel_enabled": ((None, False), _KERNEL),
+    "strided_context_parallel_kernel_enabled": ((False,), _KERNEL),
+    "switch_cc": ((False,), _ATTENTION),
+    "token_generation_batches": ((None,), _CACHE),
+    "token_tree_config": ((None,), _DRAFT),
+    "transpose_shared_experts_weights": ((False,), "the shared expert is stored as the checkpoint has it"),
+    "up_clamp_lower_limit": ((None,), _EXPERT),
+    "up_clamp_upper_limit": ((None,), _EXPERT),
+    "vocab_parallel": ((False,), "the embedding is split over the hidden dimension"),
+    "windowed_context_encoding_size": ((None,), _CACHE),
+}  # fmt: skip
+
+# Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
+BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
+# Names that NxDI reads and does not keep.
+DEPRECATED = frozenset({"disable_normalize_top_k_affinities", "logical_neuron_cores"})
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse options that the model does not follow.
+
+    Args:
+        options: values by NxDI's names: arguments, or the attributes of a neuron config.
+
+    Raises:
+        ConfigError: naming the field, what is taken and why.
+    """
+    for name, value in options.items():
+        if name in REFUSED:
+            taken, reason = REFUSED[name]
+            if value not in taken:
+                expected = " or ".join(repr(one) for one in taken)
+                raise ConfigError(f"expected {expected}, got {value!r}: {reason}", field=name)
+        elif name not in TESTED and name not in INHERITED and name not in DEPRECATED:
+            raise ConfigError("NxDI has no such option", field=name)
+
+
+def check_together(config: Any) -> None:
+    """Refuse combinations; `config` is the whole neuron config.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name in BLOCKWISE_REFUSED:
+        if getattr(config.blockwise_matmul_config, name, False):
+            raise ConfigError("expected False: the token map would be cut", field=f"blockwise_matmul_config.{name}")
+    if config.output_logits and config.on_device_sampling_config is None:
+        raise ConfigError("expected False: without on-device sampling logits are the output", field="output_logits")
+    if config.world_size != config.tp_degree:
+        raise ConfigError(f"expected tp_degree ({config.tp_degree}), got {config.world_size}", field="world_size")
+    if config.async_mode and config.on_device_sampling_config is None:
+        raise ConfigError("asynchronous steps need on-device sampling", field="on_device_sampling_config")
+    lines = config.is_continuous_batching and config.tkg_batch_size > 1
+    if lines and not config.apply_seq_ids_mask:
+        raise ConfigError(
+            "expected True: a step with fewer sequences than lines would overwrite the others' caches",
+            field="apply_seq_ids_mask",
+        )

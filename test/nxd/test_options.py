@@ -1,0 +1,55 @@
+"""Every option of NxDI is in the table once, and what the model does not follow is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import environment
+import pytest
+
+from kimi_k2.errors import ConfigError
+
+options = environment.contrib("options") if environment.missing() is None else None
+OTHER = {None: "other", False: True, True: False, "right": "left", "f32": "bf16"}
+
+
+def other(taken: tuple[Any, ...]) -> Any:
+    """A value that is not taken."""
+    first = taken[0]
+    return first + 2 if type(first) is int else OTHER.get(first, "other")
+
+
+def test_the_table_lists_every_field_once() -> None:
+    from neuronx_distributed_inference.models.config import MoENeuronConfig
+
+    fields = set(vars(MoENeuronConfig()))
+    tables = [set(options.TESTED), set(options.INHERITED), set(options.REFUSED)]
+    assert sum(len(table) for table in tables) == len(set.union(*tables))
+    assert fields - set.union(*tables) == set()
+    assert set.union(*tables) - fields == set()  # 2.29; an older release lacks some
+
+
+def test_defaults_are_taken() -> None:
+    from neuronx_distributed_inference.models.config import MoENeuronConfig
+
+    options.check(vars(MoENeuronConfig()))
+
+
+def test_what_is_not_followed_is_refused() -> None:
+    config = environment.contrib("config")
+    for name, (taken, _) in options.REFUSED.items():
+        with pytest.raises(ConfigError, match=name):
+            config.KimiK2NeuronConfig(**{name: other(taken)})
+
+
+@pytest.mark.parametrize(("given", "field"), [
+    ({"no_such_option": 1}, "no_such_option"),
+    ({"output_logits": True}, "output_logits"),
+    ({"tp_degree": 2, "world_size": 4}, "world_size"),
+    ({"async_mode": True}, "on_device_sampling_config"),
+    ({"is_continuous_batching": True, "batch_size": 2, "apply_seq_ids_mask": False}, "apply_seq_ids_mask"),
+    ({"blockwise_matmul_config": {"use_shard_on_block_dynamic_while": True}}, "use_shard_on_block_dynamic_while"),
+])  # fmt: skip
+def test_combinations(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        environment.contrib("config").KimiK2NeuronConfig(**given)
