@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.router import route, router_logits
+from kimi_k2.ops.router import GateOptions, route, router_logits
 
 
 class Router(nn.Module):
@@ -29,7 +27,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.top_k = config.num_experts_per_tok
         # Keyword arguments of `ops.router.noaux_tc_gate`.
-        self.options: dict[str, Any] = {
+        self.options: GateOptions = {
             "n_group": config.n_group,
             "topk_group": config.topk_group,
             "norm_topk_prob": config.norm_topk_prob,

@@ -85,7 +85,7 @@ def mla_absorbed_attention(
         [B, S, H, kv_lora_rank], sums of latents, to be multiplied by W_UV.
     """
     batch, length, heads, rank = q_latent.shape
-    # Heads and queries form one dimension: a single matrix product a sequence, the cache read once for all heads.
+    # Heads and queries form one dimension: one GEMM a sequence, which reads the cache once for all heads.
     query = torch.cat((q_latent, q_rope), dim=-1).flatten(1, 2)
     scores = torch.matmul(query, cache.mT).view(batch, length, heads, -1).transpose(1, 2)
     weights = causal_softmax(scores, positions, softmax_scale).transpose(1, 2).flatten(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,15 @@ from kimi_k2.ops.registry import operation
 
 # Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
 NORM_GUARD = 1e-20
+
+
+class GateOptions(TypedDict, total=False):
+    """Options of `noaux_tc_gate`, which says what they mean."""
+
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
 
 
 def noaux_tc_gate(
@@ -74,17 +85,10 @@ def route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`router_logits`, then `noaux_tc_gate` with its arguments."""
-    return noaux_tc_gate(
-        router_logits(x, weight), e_score_correction_bias, top_k, n_group=n_group, topk_group=topk_group,
-        norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor,
-    )  # fmt: skip
+    """`router_logits`, then `noaux_tc_gate` with its options."""
+    return noaux_tc_gate(router_logits(x, weight), e_score_correction_bias, top_k, **options)
 
 
 @operation
@@ -96,25 +100,17 @@ def add_norm_route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Residual sum, norm and routing between attention and the experts.
 
     Args:
         x, delta: [T, H].
         norm_weight: [H].
-        weight .. routed_scaling_factor: as `route` takes them.
+        weight .. options: as `route` takes them.
 
     Returns:
         (x + delta [T, H], its norm [T, H], topk_indices int64 [T, top_k], topk_weights [T, top_k]).
     """
     total, normed = add_norm(x, delta, norm_weight, eps)
-    routing = route(
-        normed, weight, e_score_correction_bias, top_k, n_group=n_group, topk_group=topk_group,
-        norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor,
-    )  # fmt: skip
-    return total, normed, *routing
+    return total, normed, *route(normed, weight, e_score_correction_bias, top_k, **options)

@@ -1,4 +1,4 @@
-"""Turn the plain model into one rank's part of it: local shapes from the sharding plan, sums where ranks must agree.
+"""Make the plain model one rank's part of it: local shapes from the sharding plan, sums where ranks must agree.
 
 Attention heads, dense MLPs, the shared expert, embedding and head are cut over all ranks; routed experts over `moe_ep`
 groups of `moe_tp` ranks. So each half of a layer ends in one all-reduce over all ranks, and the head in one all-gather.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,12 @@ from kimi_k2.kernels.router import norm_route
 from kimi_k2.kernels.router.gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
 from kimi_k2.kernels.router.router_gemm import MAX_TOKENS, router_decode, router_gemm
 from kimi_k2.ops import router as ops_router
+from kimi_k2.ops.router import GateOptions
+
+
+def _weighting(options: GateOptions) -> tuple[bool, float]:
+    """norm_topk_prob and routed_scaling_factor, with the plain function's defaults."""
+    return options.get("norm_topk_prob", True), options.get("routed_scaling_factor", 1.0)
 
 
 def _supports_route(
@@ -17,11 +25,7 @@ def _supports_route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> bool:
     """BF16 tokens without expert groups; up to 64 of 256 or 384 experts, more of up to 512."""
     experts, hidden = weight.shape
@@ -33,7 +37,7 @@ def _supports_route(
         and x.shape[0] > 0
         and fits
         and hidden % 256 == 0
-        and n_group == 1
+        and options.get("n_group", 1) == 1
         and 0 < top_k <= MAX_TOP_K
     )
 
@@ -44,14 +48,10 @@ def route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor]:
     """`router_decode`, for more tokens `router_gemm` and `fused_gate`."""
-    how = e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
+    how = e_score_correction_bias, top_k, *_weighting(options)
     chosen: tuple[Tensor, Tensor]
     if x.shape[0] <= MAX_TOKENS:
         chosen = router_decode(x.contiguous(), weight, *how)
@@ -68,13 +68,9 @@ def _supports_add_norm_route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> bool:
-    return norm_route.supports(x, weight, top_k, n_group=n_group)
+    return norm_route.supports(x, weight, top_k, n_group=options.get("n_group", 1))
 
 
 @ops_router.add_norm_route.entry("cuda", takes=_supports_add_norm_route, joins={"add_norm": "fused", "route": "router"})
@@ -86,13 +82,9 @@ def add_norm_route(
     weight: Tensor,
     e_score_correction_bias: Tensor,
     top_k: int,
-    *,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
+    **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`norm_route.add_norm_route`."""
-    how = e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
+    how = e_score_correction_bias, top_k, *_weighting(options)
     made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, weight, *how)
     return made
