@@ -48,7 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(tree)
     venv.create(directory / "env", with_pip=False)
     interpreter = directory / "env" / "bin" / "python"
-    where = [interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    where = [str(interpreter), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
     libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "libraries.pth").write_text("\n".join(libraries))

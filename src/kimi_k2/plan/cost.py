@@ -9,7 +9,8 @@ from math import prod
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
-from kimi_k2.plan.memory import BF16, arrangement_terms, cache_bytes, category, local_bytes, weight_parts
+from kimi_k2.plan.memory import arrangement_terms, cache_bytes, category, local_bytes, weight_parts
+from kimi_k2.plan.scratch import BF16
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 

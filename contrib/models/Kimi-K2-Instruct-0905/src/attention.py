@@ -89,7 +89,7 @@ class KimiK2Attention(nn.Module):
             (output [B, S, H], new cache entries, cos, sin).
         """
         hf = self.hf
-        batch, length, _ = hidden_states.shape
+        batch, length = hidden_states.shape[:2]
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         q_down, latent, k_rope = self.qkv_a_proj(hidden_states).split(widths, dim=-1)
         q = self.q_b_proj(self.q_a_layernorm(q_down))

@@ -95,7 +95,7 @@ class KimiK2InferenceConfig(InferenceConfig):
             raise ConfigError("missing", field=missing[0])
         hf = self.hf
         if not hasattr(self, "dense_intermediate_size"):
-            self.dense_intermediate_size = self.intermediate_size
+            self.dense_intermediate_size = hf.intermediate_size
             self.intermediate_size = hf.moe_intermediate_size  # ExpertMLPsV2 reads the expert's width here
         self.num_local_experts = hf.n_routed_experts
         # What model_base asks every Hugging Face config for.

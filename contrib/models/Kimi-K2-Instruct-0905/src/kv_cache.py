@@ -27,7 +27,7 @@ class LatentKVCacheManager(KVCacheManager):
         if not neuron.is_prefill_stage and neuron.batch_size < neuron.kv_cache_batch_size:
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
-        self.padded_layer_ids = []
+        self.padded_layer_ids: list[int] = []
         # Upstream lets the lines that take no part in a step write behind the last position.
         length = neuron.max_length + (KV_CACHE_PAD_FOR_SEQ_IDS_MASKING if neuron.apply_seq_ids_mask else 0)
         self.k_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.qk_rope_head_dim)

@@ -144,7 +144,7 @@ def _place(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 held = _placeholder(parameter)
-                child._parameters[name] = held  # type: ignore[assignment]
+                child._parameters[name] = held
                 placed[f"{path}.{name}".lstrip(".")] = held
         for name, buffer in child._buffers.items():
             if buffer is not None:

@@ -29,7 +29,7 @@ def disable_nrt_load() -> Iterator[None]:
     yield
 
 
-def identity_decorator(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+def identity_decorator(*args: Any, **kwargs: Any) -> Any:
     """`@jit` and `@jit(options)` both leave the function as it is."""
     if len(args) == 1 and callable(args[0]) and not kwargs:
         result: Callable[..., Any] = args[0]
