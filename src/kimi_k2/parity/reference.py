@@ -86,8 +86,8 @@ def dequantize_with_own_library(stored: dict[str, Tensor], config: KimiK2Config,
         block = list(quantization.weight_block_size)
         if not hasattr(fp8, "_dequantize_fp8_weight"):
             raise MissingLibraryError("the comparison of FP8 needs transformers 5.x, which can dequantize it on a CPU")
-        out: Tensor = fp8._dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], block, dtype)
-        return out
+        weight: Tensor = fp8._dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], block, dtype)
+        return weight
     return stored["weight"].to(dtype)
 
 

@@ -50,12 +50,12 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         if seq_len == 1 or tokens * top_k < self.blockwise_matmul_config.block_size:
             if self.moe_expert_model_parallel_group.size() > 1:
                 out: Tensor = self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
-                return out
-            out: Tensor = self.forward_all_experts(hidden_states, expert_affinities, expert_index)
-            return out
-        out: Tensor = self.forward_blockwise(
-            hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
-        )
+            else:
+                out = self.forward_all_experts(hidden_states, expert_affinities, expert_index)
+        else:
+            out = self.forward_blockwise(
+                hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
+            )
         return out
 
     def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:

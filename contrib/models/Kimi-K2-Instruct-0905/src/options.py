@@ -6,6 +6,7 @@ no effect, and no error. `check` is the one place that refuses them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kimi_k2.errors import ConfigError
@@ -144,7 +145,7 @@ BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermedi
 DEPRECATED = frozenset({"disable_normalize_top_k_affinities", "logical_neuron_cores"})
 
 
-def check(options: dict[str, Any]) -> None:
+def check(options: Mapping[str, Any]) -> None:
     """Refuse options that the model does not follow.
 
     Args:

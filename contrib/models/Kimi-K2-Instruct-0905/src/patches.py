@@ -138,8 +138,8 @@ class CpuFp8ExpertGather:
             chosen = held["weight"].view(torch.int8)[expert_indices].view(held["weight"].dtype)
             self._parameters.update(weight=chosen, scale=held["scale"][expert_indices])
             try:
-                out: torch.Tensor = original(self, input)
-                return out
+                computed: torch.Tensor = original(self, input)
+                return computed
             finally:
                 self._parameters.update(held)
 
