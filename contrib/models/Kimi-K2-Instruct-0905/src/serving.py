@@ -43,18 +43,18 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
     """
 
     def __init__(self, *, preset: str | None = None, experts: str | None = None, **options: Any) -> None:
-        self.preset = preset
         if preset is not None:
             deployment = Deployment.load(preset)
             options = _with_preset(deployment, options)
             experts = experts or deployment.experts
             os.environ.update(environment(deployment))
-        self.experts = experts or FROM_CHECKPOINT
-        if self.experts not in (FROM_CHECKPOINT, *expert_formats()):
+        experts = experts or FROM_CHECKPOINT
+        if experts not in (FROM_CHECKPOINT, *expert_formats()):
             raise ConfigError(
                 f"expected {', '.join(expert_formats())} or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
             )
         super().__init__(**options)
+        self.preset, self.experts = preset, experts  # after the check of NxDI's own options, of which these are none
 
 
 def _with_preset(preset: Deployment, options: Mapping[str, Any]) -> dict[str, Any]:
