@@ -1,6 +1,7 @@
 """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run.
 
-Rates are bytes of input a second. Each measurement is its own process; its peak memory is VmHWM. The straightforward
+Rates are bytes of input a second. Each measurement is its own process: VmHWM is its memory, its processor time that
+of all its threads. `slices` is the least that any conversion does. The straightforward
 method loads a whole shard, dequantizes and requantizes expert after expert, stacks them and saves every rank's cut; it
 is run on the second shard only (one MoE layer).
 """
@@ -79,6 +80,34 @@ def copy(source: Path, work: Path) -> None:
         subprocess.run(["sync", str(work / shard)], check=True)
 
 
+def slices(source: Path, work: Path, tp: int, ep: int) -> None:
+    """The least that cutting takes: every shard's tensors sliced among the ranks and saved, nothing rescaled or hashed.
+
+    Experts are divided among `ep` groups, their projections and the other Linears among ranks; what does not divide is
+    every rank's, as norms are. A file a shard and rank, flushed to the disk as ours are.
+    """
+    for shard in CheckpointIndex.open(source).shards:
+        state = load_file(source / shard)
+        count = 1 + max((int(name.split(".")[5]) for name in state if ".experts." in name), default=0)
+        for rank in range(tp * ep):
+            held = range(rank // tp * count // ep, (rank // tp + 1) * count // ep)
+            own = {}
+            for name, tensor in state.items():
+                parts, part = tp * ep, rank
+                if ".mlp.experts." in name:
+                    if int(name.split(".")[5]) not in held:
+                        continue
+                    parts, part = tp, rank % tp
+                dim = 1 if ".down_proj." in name or ".o_proj." in name else 0
+                if tensor.dim() == 2 and ".mlp.gate." not in name and tensor.shape[dim] % parts == 0:
+                    width = tensor.shape[dim] // parts
+                    tensor = tensor.narrow(dim, part * width, width)
+                own[name] = tensor.contiguous()
+            path = work / f"{rank}-{shard}"
+            save_file(own, path)
+            subprocess.run(["sync", str(path)], check=True)
+
+
 def load_ratio(work: Path) -> dict[str, float]:
     """Seconds to load rank 0 as NxDI does (`load_file`), every byte used, and to read its file; from the disk.
 
@@ -124,20 +153,22 @@ def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, f
     extra: dict[str, float] = {}
     if job == "copy":
         copy(source, work)
+    elif job == "slices":
+        slices(source, work, tp, ep)
     elif job == "straightforward":
         sizes = sizes[1:2]
         straightforward(source, work, tp, ep)
     else:
         experts = "per_channel" if job.startswith("per_channel") else "blockwise"
         Presharder(source, work, Layout(tp, ep, experts=experts), report=job.endswith("report")).run()
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time()
     peak = peak_bytes()
-    if job not in ("copy", "straightforward"):
+    if job not in ("copy", "slices", "straightforward"):
         extra = load_ratio(work)
-    return {"seconds": seconds, "rate": sum(sizes) / seconds / 1e6, "peak_gb": peak / 1e9, **extra}
+    return {"seconds": seconds, "rate": sum(sizes) / seconds / 1e6, "cpu_seconds": busy, "peak_gb": peak / 1e9, **extra}
 
 
-JOBS = ("copy", "blockwise", "per_channel", "straightforward", "per_channel_report", "blockwise_report")
+JOBS = ("copy", "slices", "blockwise", "per_channel", "straightforward", "per_channel_report", "blockwise_report")
 
 
 def compare(
@@ -161,5 +192,9 @@ def compare(
     rate = {job: result["rate"] for job, result in results.items()}
     if {"copy", "blockwise"} <= rate.keys():
         say(f"blockwise / copy {rate['blockwise'] / rate['copy']:.2f}")
+    for job in rate.keys() & {"blockwise", "per_channel", "blockwise_report", "per_channel_report"}:
+        if "slices" in rate:
+            memory = results[job]["peak_gb"] / results["slices"]["peak_gb"]
+            say(f"{job} / slices {rate[job] / rate['slices']:.2f}, memory {memory:.2f}")
     if {"per_channel", "straightforward"} <= rate.keys():
         say(f"per_channel / straightforward {rate['per_channel'] / rate['straightforward']:.2f}")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import PositiveInt
 from torch import Tensor
@@ -40,8 +41,14 @@ def expand_block_scale(scale: Tensor, shape: torch.Size, block_size: tuple[int, 
 
 def has_nan(weight: Tensor) -> bool:
     """Whether an e4m3fn tensor holds a NaN code."""
-    # The largest magnitude is found ten times sooner than all codes that are equal to one.
-    return weight.numel() > 0 and int(weight.view(torch.uint8).bitwise_and(_NAN).amax()) == _NAN
+    if not weight.numel():
+        return False
+    codes = weight.view(torch.uint8)
+    if codes.device.type != "cpu":
+        return int(codes.bitwise_and(_NAN).amax()) == _NAN
+    # NaN is the largest of the positive codes as signed, of the negative ones as unsigned integers: nothing is written.
+    plain = codes.numpy()
+    return bool(plain.max() == _NAN | 0x80 or plain.view(np.int8).max() == _NAN)
 
 
 def e4m3_to_float32(weight: Tensor) -> Tensor:
@@ -53,6 +60,14 @@ def e4m3_to_float32(weight: Tensor) -> Tensor:
     if has_nan(weight):
         values.masked_fill_(weight.view(torch.uint8).bitwise_and(_NAN) == _NAN, torch.nan)
     return values
+
+
+def e4m3_rows(weight: Tensor, use: int) -> Tensor:
+    """`e4m3_to_float32` of some rows on a CPU, in scratch `use` (and the next), which another call overwrites."""
+    if has_nan(weight):
+        return e4m3_to_float32(weight)
+    wide = work_rows(use, len(weight), weight, torch.int16)
+    return _scaled_values(weight, wide, work_rows(use + 1, len(weight), weight, torch.float32)).mul_(_SCALED)
 
 
 def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:

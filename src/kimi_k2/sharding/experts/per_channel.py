@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, quantize_chunks
+from kimi_k2.quantization.fp8_block import e4m3_rows
+from kimi_k2.quantization.fp8_channel import quantize_chunks
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.errors import ConversionError, compare
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
@@ -16,6 +17,9 @@ from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
     from kimi_k2.sharding.layout import Layout
+
+
+_SCRATCH = 3  # 0 to 2 are in use while rows are quantized
 
 
 @register
@@ -49,7 +53,7 @@ class ChannelExperts(ExpertFormat):
 
         def observe(plain: Tensor, values: Tensor, scale: Tensor) -> None:
             if error is not None:
-                error.add(compare(plain, dequantize_fp8_channel(values, scale)))
+                error.add(compare(plain, e4m3_rows(values, _SCRATCH).mul_(scale)))
 
         rows = matrix.source.dequantized_rows(matrix.stored)
         shape = torch.Size((matrix.rows, matrix.columns))
