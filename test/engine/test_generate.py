@@ -131,7 +131,8 @@ def test_eos_ids_come_from_generation_config_and_im_end(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [163593]}))
     assert load_eos_token_ids(tmp_path, config) == {163593, 163586}
     wrong: object
-    for wrong in ({"eos_token_id": "x"}, {"eos_token_id": 163840}, {"eos_token_id": [True]}, []):
+    wrongs: tuple[object, ...] = ({"eos_token_id": "x"}, {"eos_token_id": 163840}, {"eos_token_id": [True]}, [])
+    for wrong in wrongs:
         (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
             load_eos_token_ids(tmp_path, config)

@@ -47,11 +47,15 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL ends a group only when no graph holds launches of it; after an error nobody waits for the others."""
-    done = []
+    done: list[str] = []
 
     class Graph:
         def reset(self) -> None:
             done.append("reset")
+
+    def captured(generator: Generator) -> None:
+        _, step = generator.prepare(1, 4)
+        monkeypatch.setattr(step, "_captured", Graph())
 
     monkeypatch.setattr(module, "capturable", lambda model, batch: True)
     monkeypatch.setattr(ranks, "leave_ranks", lambda: done.append("left"))

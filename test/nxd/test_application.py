@@ -43,14 +43,14 @@ def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], tmp_pa
 
 def test_on_device_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Greedy by temperature 0 and by top_k 1; a draw chooses among the plain model's first top_k tokens."""
-    draw = {"max_new_tokens": 1, "temperature": 0.7, "top_k": 3}
-    greedy = {"max_new_tokens": STEPS}
-    calls = [
+    draw: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.7, "top_k": 3}
+    greedy: dict[str, Any] = {"max_new_tokens": STEPS}
+    calls: list[dict[str, Any]] = [
         {"prompts": PROMPTS, "params": greedy},
         {"prompts": PROMPTS, "params": {**greedy, "temperature": 1.0, "top_k": 1}},
         *[{"prompts": PROMPTS, "params": draw}] * 8,
     ]
-    sampling = {"deployment": {"sampling": {"dynamic": True}}}
+    sampling: dict[str, Any] = {"deployment": {"sampling": {"dynamic": True}}}
     greedy_tokens, first_of_one, *drawn = run(checkpoints["fp8"], tmp_path, calls, **sampling)
     assert greedy_tokens == first_of_one == expected(checkpoints["fp8"], PROMPTS)
     model = plain_model(checkpoints["fp8"])
@@ -64,14 +64,14 @@ def test_on_device_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> Non
 
 def test_what_cannot_be_run_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     few = {"max_new_tokens": 4}
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"prompts": [*PROMPTS, [1]], "params": few},
         {"prompts": [[1] * 60], "params": few},
         {"prompts": [[1] * 40], "params": {"max_new_tokens": 9}},
         {"prompts": [[]], "params": few},
         {"prompts": PROMPTS, "params": {**few, "temperature": 0.5}},
     ]
-    fixed = {"deployment": {"sampling": {"do_sample": False}}}
+    fixed: dict[str, Any] = {"deployment": {"sampling": {"do_sample": False}}}
     answers = run(checkpoints["bf16"], tmp_path, calls, **fixed)
     for answer, words in zip(
         answers,

@@ -107,7 +107,7 @@ def test_prefill_of_512_tokens_to_the_same_8_experts_drops_none(crowded: Path, t
     (logits,) = launch({"checkpoint": crowded, "neuron_config": options, "cases": [case]}, tmp_path)
     model = plain_model(crowded)
     chosen: list[torch.Tensor] = []
-    model.model.layers[1].mlp.gate.register_forward_hook(lambda *args: chosen.append(args[2][0]))
+    model.get_submodule("model.layers.1.mlp.gate").register_forward_hook(lambda *args: chosen.append(args[2][0]))
     expected = expected_logits(model, case)
     assert set(chosen[0].unique().tolist()) == set(range(8))
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)

@@ -22,7 +22,8 @@ def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_synthetic_checkpoint(directory / "source", with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=4)
     worker, output = Path(__file__).with_name("modes_worker.py"), directory / "output.pt"
     run_executed([str(worker), str(directory / "source"), str(output)], ranks=2)
-    return torch.load(output)
+    result: dict[str, Any] = torch.load(output)
+    return result
 
 
 @pytest.mark.parametrize("name", ["part_of_the_lines", "several_tokens_a_step"])

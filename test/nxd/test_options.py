@@ -9,7 +9,7 @@ import pytest
 
 from kimi_k2.errors import ConfigError
 
-options = environment.contrib("options") if environment.missing() is None else None
+options: Any = environment.contrib("options") if environment.missing() is None else None
 OTHER = {None: "other", False: True, True: False, "right": "left", "f32": "bf16"}
 
 

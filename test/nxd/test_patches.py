@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import environment
 import pytest
@@ -21,7 +22,7 @@ cpu_worker.main()
 """
 
 
-def run_without(patch: str, job: dict, directory: Path) -> None:
+def run_without(patch: str, job: dict[str, Any], directory: Path) -> None:
     """The CPU worker with one patch switched off."""
     directory.mkdir(exist_ok=True)
     worker = directory / "worker.py"

@@ -44,7 +44,13 @@ def served_config(directory: Path, model_class: Any, **options: Any) -> Any:
     from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-    always = {"batch_size": 4, "ctx_batch_size": 1, "seq_len": 64, "max_context_length": 64, "enable_bucketing": True}
+    always: dict[str, Any] = {
+        "batch_size": 4,
+        "ctx_batch_size": 1,
+        "seq_len": 64,
+        "max_context_length": 64,
+        "enable_bucketing": True,
+    }
     always |= {"is_continuous_batching": True, "quantized": False, "torch_dtype": "bfloat16", "padding_side": "right"}
     sampling = OnDeviceSamplingConfig(dynamic=True, deterministic=False)
     neuron = model_class.get_neuron_config_cls()(**{**always, "on_device_sampling_config": sampling, **options})

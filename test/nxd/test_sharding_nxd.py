@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,10 +108,10 @@ def label(case: tuple[str, int, int, str]) -> str:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sources, and NxD's files for all cases from one process: importing NxD takes longer than the sharding."""
     root = tmp_path_factory.mktemp("sharding")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     jobs = []
-    for name, size in SIZES.items():
-        write_synthetic_checkpoint(root / name, tiny_config(**heads | size))
+    for name, sizes in SIZES.items():
+        write_synthetic_checkpoint(root / name, tiny_config(**heads | sizes))
     for case in CASES:
         size, tp, ep, experts = case
         layout, config = Layout(tp, ep, experts=experts), tiny_config(**heads | SIZES[size])

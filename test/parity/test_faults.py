@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from kimi_k2.model import moe
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.model.router import Router
 from kimi_k2.ops import mla
+from kimi_k2.ops.experts import routed_experts
 from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.compare import Comparison, compare
 from kimi_k2.parity.logits import random_tokens
@@ -26,6 +28,7 @@ from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 
 LAYER = 2  # of the faults that sit in one layer
 Patch = pytest.MonkeyPatch
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +46,15 @@ def golden(directory: Path, inputs: Inputs) -> Trace:
     return run_plain(KimiK2ForCausalLM.from_pretrained(directory), inputs)
 
 
+def of_layer(model: KimiK2ForCausalLM, name: str, kind: type[Module]) -> Module:
+    """A module of the layer that has the fault."""
+    found = model.get_submodule(f"model.layers.{LAYER}.{name}")
+    assert isinstance(found, kind)
+    return found
+
+
 def bias_before_sigmoid(model: KimiK2ForCausalLM, patch: Patch) -> None:
-    gate = model.model.layers[LAYER].mlp.gate
+    gate = of_layer(model, "mlp.gate", Router)
     logits = gate.logits
     patch.setattr(gate, "logits", lambda x: logits(x) + gate.e_score_correction_bias)
     patch.setitem(gate._buffers, "e_score_correction_bias", torch.zeros_like(gate.e_score_correction_bias))
@@ -71,20 +81,20 @@ def yarn_factor_32(model: KimiK2ForCausalLM, patch: Patch) -> None:
 
 
 def epsilon_1e_5(model: KimiK2ForCausalLM, patch: Patch) -> None:
-    norm = model.model.layers[LAYER].self_attn.q_a_layernorm
+    norm = of_layer(model, "self_attn.q_a_layernorm", RMSNorm)
     assert norm.eps == 1e-6
     patch.setattr(norm, "eps", 1e-5)
 
 
 def clamp_at_240(model: KimiK2ForCausalLM, patch: Patch) -> None:
     """The published port's conversion: codes above 240 become 240 under an unchanged scale."""
-    from kimi_k2.quantization import stored
+    from kimi_k2.quantization import fp8_block
 
     def clamped(weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
         low = weight.to(torch.float32).clamp(-240, 240).to(torch.float8_e4m3fn)
         return dequantize_fp8_block(low, scale, *rest)
 
-    patch.setattr(stored, "dequantize_fp8_block", clamped)
+    patch.setattr(fp8_block, "dequantize_fp8_block", clamped)
     model.load_state_dict(KimiK2ForCausalLM.from_pretrained(PATH[0]).state_dict())
 
 
@@ -92,13 +102,13 @@ PATH: list[Path] = []
 
 
 def swapped_gate_and_up(model: KimiK2ForCausalLM, patch: Patch) -> None:
-    experts = model.model.layers[LAYER].mlp.experts
+    experts = of_layer(model, "mlp.experts", moe.Experts)
     gate, up = experts.gate_up_proj.chunk(2, dim=1)
     patch.setitem(experts._buffers, "gate_up_proj", torch.cat((up, gate), dim=1))
 
 
 def dropped_token(model: KimiK2ForCausalLM, patch: Patch) -> None:
-    routed, layer = moe.routed_experts, model.model.layers[LAYER].mlp.experts
+    routed, layer = routed_experts, of_layer(model, "mlp.experts", moe.Experts)
 
     def dropping(x: Tensor, experts: Any, indices: Tensor, weights: Tensor) -> Tensor:
         out = routed(x, experts, indices, weights)
@@ -110,7 +120,7 @@ def dropped_token(model: KimiK2ForCausalLM, patch: Patch) -> None:
 
 
 def wrong_scale_of_one_expert(model: KimiK2ForCausalLM, patch: Patch) -> None:
-    model.model.layers[LAYER].mlp.experts.down_proj[5] *= 1.5
+    of_layer(model, "mlp.experts", moe.Experts).down_proj[5] *= 1.5
 
 
 def cache_off_by_one(model: KimiK2ForCausalLM, patch: Patch) -> None:

@@ -26,7 +26,6 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.fp8_channel import dequantize_fp8_channel, requantize_fp8_channel
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
-from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
@@ -203,7 +202,7 @@ def test_full_disk_keeps_finished_layers(
             raise OSError(28, "No space left on device")
         real(fd)
 
-    monkeypatch.setattr(rank_file.os, "fdatasync", full)
+    monkeypatch.setattr(os, "fdatasync", full)
     with pytest.raises(CheckpointError, match=r"No space left.*run the same command again"):
         Presharder(checkpoints["fp8"], tmp_path / "a", Layout(2)).run()
     assert len((tmp_path / "a" / JOURNAL).read_text().splitlines()) > 1

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.sharding import journal as journal_module
 from kimi_k2.sharding import rank_file
+from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST
@@ -216,7 +218,12 @@ def test_hashed_bytes_decide_where_both_runs_have_them(source: Path, whole: Path
 
 def test_a_source_written_to_meanwhile_is_found(source: Path, tmp_path: Path) -> None:
     own = Path(shutil.copytree(source, tmp_path / "source"))
-    job = Presharder(own, tmp_path / "out", LAYOUT, on_layer=lambda layer, _: layer == 0 and touched(own))
+
+    def touch(layer: int, problem: ConversionError | None) -> None:
+        if layer == 0:
+            touched(own)
+
+    job = Presharder(own, tmp_path / "out", LAYOUT, on_layer=touch)
     with pytest.raises(CheckpointError, match="changed while it was being converted"):
         job.run()
     assert not (tmp_path / "out" / MANIFEST).exists()
@@ -239,7 +246,7 @@ def partial(output: Path, rank: int) -> Path:
 
 LEFT_BEHIND: dict[str, Callable[[Path], object]] = {
     "partial removed": lambda out: partial(out, 1).unlink(),
-    "all partials removed": lambda out: [partial(out, rank).unlink() for rank in range(4)],
+    "all partials removed": lambda out: list(map(Path.unlink, (partial(out, rank) for rank in range(4)))),
     "partial truncated": lambda out: os.truncate(partial(out, 2), 5000),
     "partial extended": lambda out: os.truncate(partial(out, 2), 50_000_000),
     "header damaged": lambda out: flip(partial(out, 0), 40),
@@ -312,7 +319,7 @@ def test_disk_full(source: Path, whole: Path, tmp_path: Path, monkeypatch: pytes
 # -- damage to finished files ------------------------------------------------------------------------------------
 
 
-def edited_header(path: Path, edit: Callable[[dict[str, dict[str, list[int]]]], object]) -> None:
+def edited_header(path: Path, edit: Callable[[dict[str, dict[str, Any]]], object]) -> None:
     """Change the header's JSON, keeping its length if it can be kept."""
     data, old = path.read_bytes(), header_bytes(path)
     entries = json.loads(old[8:])
@@ -362,7 +369,7 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
         return kind, {path.name, other.name}
     elif kind in ("renamed tensor", "dropped tensor"):
 
-        def change_name(e: dict[str, dict[str, list[int]]]) -> None:
+        def change_name(e: dict[str, dict[str, Any]]) -> None:
             held = e.pop(tensor)
             if kind == "renamed tensor":
                 e[tensor + "x"] = held
@@ -386,7 +393,7 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
 
 def test_verify_names_every_drawn_corruption(whole: Path, tmp_path: Path) -> None:
     """`KIMI_K2_CORRUPTIONS=200 pytest -k corruption` draws as many as the issue asks for."""
-    chooser, seen = random.Random(11), {}
+    chooser, seen = random.Random(11), dict[str, int]()
     assert list(faults(whole)) == []
     for number in range(CORRUPTIONS):
         directory = Path(shutil.copytree(whole, tmp_path / "damaged"))

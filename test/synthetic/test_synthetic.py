@@ -157,7 +157,7 @@ def test_impossible_shard_count(shards: int) -> None:
 
 def test_unknown_format() -> None:
     with pytest.raises(ConfigError, match="expected one of fp8, int4, bf16"):
-        with_format(tiny_config(), "gguf")  # type: ignore[arg-type]
+        with_format(tiny_config(), "gguf")
 
 
 SPECS = [TensorSpec("a", torch.float32, (2, 3)), TensorSpec("b", torch.float8_e4m3fn, (5,))]

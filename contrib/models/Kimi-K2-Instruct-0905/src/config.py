@@ -87,6 +87,8 @@ class KimiK2InferenceConfig(InferenceConfig):
     for (`num_local_experts`, `intermediate_size` of an expert, `head_dim` ...).
     """
 
+    intermediate_size: int
+
     def add_derived_config(self) -> None:
         """Set NxDI's names from Hugging Face's."""
         self.num_cores_per_group = 1

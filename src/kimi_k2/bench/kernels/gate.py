@@ -61,7 +61,8 @@ def time_gate(call: Callable[[Tensor, Tensor], Any], tokens: int, experts: int) 
 
 def ours(logits: Tensor, bias: Tensor, **pinned: Any) -> tuple[Tensor, Tensor]:
     """`fused_gate` as Kimi-K2 calls it, int32 indices."""
-    return fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32, **pinned)
+    out: tuple[Tensor, Tensor] = fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32, **pinned)
+    return out
 
 
 def rows(with_peers: bool = True) -> Iterator[Row]:

@@ -97,12 +97,14 @@ def random_inputs(
 
 def ours(one: Inputs) -> Tensor:
     """`mla_decode` as the model calls it."""
-    return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
+    out: Tensor = mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
+    return out
 
 
 def by_plan(one: Inputs) -> Tensor:
     """`mla_decode` with the work shared out by the lengths; the plan, one for all layers of a step, is not timed."""
-    return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=one.plan)
+    out: Tensor = mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=one.plan)
+    return out
 
 
 def in_triton(one: Inputs) -> Tensor:
@@ -121,10 +123,11 @@ def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
         def call(one: Inputs) -> Tensor:
             latent, rope = one.cache.unsqueeze(2).split([LATENT, ROW - LATENT], dim=-1)
             q = one.q.unsqueeze(1)
-            return attention(
+            out: Tensor = attention(
                 q[..., LATENT:], rope, latent, qv=q[..., :LATENT], cache_seqlens=one.seq_lens,
                 page_table=one.block_table, softmax_scale=SOFTMAX_SCALE, causal=True,
             )  # fmt: skip
+            return out
 
         yield "flash_attn_3", call
 

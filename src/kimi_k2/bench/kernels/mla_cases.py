@@ -45,4 +45,5 @@ def reference(q: Tensor, rows: Tensor, lengths: Sequence[int], scale: float = SC
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted."""
-    return ((got.double() - wanted).norm() / wanted.norm()).item()
+    result: float = ((got.double() - wanted).norm() / wanted.norm()).item()
+    return result

@@ -50,7 +50,10 @@ class Case:
 
     def candidates(self, tokens: int) -> list[ExpertChoice]:
         """The launches worth timing."""
-        return (moe if self.dtype == "fp8_e4m3" else w4a16).candidates(tokens, self.top_k, self.inter)
+        result: list[ExpertChoice] = (moe if self.dtype == "fp8_e4m3" else w4a16).candidates(
+            tokens, self.top_k, self.inter
+        )
+        return result
 
 
 CASES = {

@@ -53,7 +53,8 @@ def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, 
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
     how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
     if how.splits == 1 or not mla_cuda.divides_heads(batch, heads, capacity) or not batch or not capacity:
-        return value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
+        result: Tensor = value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
+        return result
     mla_decode._check_arguments(query, cache, seq_lens, None)
     parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
     sizes = batch, heads, how.splits

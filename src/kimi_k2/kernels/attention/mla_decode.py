@@ -173,15 +173,18 @@ def mla_decode(
     Raises:
         KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
     """
+    out: Tensor
     _check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
         _check_plan(q, plan)
-        return _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale)
+        out = _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale)
+        return out
     if uses_cuda(q.shape[1], cache.dtype):
         chosen = _cuda().choose_launch(*shape)
-        return _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+        out = _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+        return out
     launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
         launch = for_fp8_cache(launch)

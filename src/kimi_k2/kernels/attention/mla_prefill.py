@@ -44,7 +44,8 @@ def mla_naive_attention(
 ) -> Tensor:
     """`mla_prefill` with the plain function's arguments."""
     expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
-    return mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
+    out: Tensor = mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
+    return out
 
 
 def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -21,7 +24,7 @@ _PLAIN = (Tensor, nn.Parameter)
 class Operation:
     """A function and the operation registered for it; made by `kernel_operation`."""
 
-    def __init__(self, registered: torch.library.CustomOpDef, function: Callable[..., Any]) -> None:
+    def __init__(self, registered: CustomOpDef, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.registered, self.function = registered, function
 
@@ -49,7 +52,8 @@ class Operation:
     @property
     def schema(self) -> torch.FunctionSchema:
         """Names and types of the arguments."""
-        return self.registered._opoverload._schema
+        result: torch.FunctionSchema = self.registered._opoverload._schema
+        return result
 
 
 def kernel_operation(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Operation]:

@@ -38,15 +38,18 @@ class PreparedW4A16(NamedTuple):
 def _split_rows(matrix: Tensor, gate_up: bool) -> Tensor:
     """[rows, columns] to [block, tile 4, warp 4, half 2, row 8, columns]."""
     if gate_up:
-        return matrix.unflatten(0, (2, -1, 4, 4, 8)).permute(1, 2, 3, 0, 4, 5)
-    return matrix.unflatten(0, (-1, 4, 4, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5)
+        out: Tensor = matrix.unflatten(0, (2, -1, 4, 4, 8)).permute(1, 2, 3, 0, 4, 5)
+    else:
+        out = matrix.unflatten(0, (-1, 4, 4, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5)
+    return out
 
 
 def _join_rows(split: Tensor, gate_up: bool) -> Tensor:
     """Undo `_split_rows`."""
     if gate_up:
         return split.permute(3, 0, 1, 2, 4, 5).flatten(0, 4)
-    return split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
+    out: Tensor = split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
+    return out
 
 
 # Axes after both splits: block, tile, warp, half row, row, chunk, column half, step, half step, thread, pair.
@@ -85,7 +88,8 @@ def _restore_words(ordered: Tensor, gate_up: bool) -> Tensor:
 
 def _order_scales(scale: Tensor, gate_up: bool) -> Tensor:
     split = _split_rows(scale, gate_up).unflatten(-1, (-1, 4))
-    return split.permute(_SCALES).reshape(scale.shape)
+    out: Tensor = split.permute(_SCALES).reshape(scale.shape)
+    return out
 
 
 def _restore_scales(ordered: Tensor, gate_up: bool) -> Tensor:
@@ -96,7 +100,8 @@ def _restore_scales(ordered: Tensor, gate_up: bool) -> Tensor:
 
 def _order_bf16(weight: Tensor) -> Tensor:
     split = _split_rows(weight, False).unflatten(-1, (-1, 2, 2, 4, 2))
-    return split.permute(_BF16).reshape(weight.shape)
+    out: Tensor = split.permute(_BF16).reshape(weight.shape)
+    return out
 
 
 def _restore_bf16(ordered: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Smoke, generation, coherence, logit match and token times: on a trn2.48xlarge with the real checkpoint, and the tiny
-model in NxD's CPU mode where NxD is importable.
+"""Smoke, generation, coherence, logit match and token times, on a trn2.48xlarge with the real checkpoint.
+
+The tiny model runs in NxD's CPU mode wherever NxD is importable.
 
     KIMI_K2_MODEL=/models/Kimi-K2-Instruct-0905 KIMI_K2_COMPILED=/compiled pytest -m neuron test/integration
 """
@@ -24,6 +25,8 @@ from kimi_k2.parity.golden import load_golden
 from kimi_k2.parity.logits import DIVERGENCE_TOLERANCE, TOLERANCE_MAP
 from kimi_k2.parity.trace import PHASES
 from kimi_k2.plan.deployment import Deployment
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 NXD_TESTS = Path(__file__).parents[5] / "test" / "nxd"
 PRESET = os.environ.get("KIMI_K2_PRESET", "trn2-tp64-ep1")
@@ -43,15 +46,17 @@ needs_nxd = pytest.mark.skipif(bool(contrib.missing()), reason=f"needs NxD and N
 
 @needs_nxd
 @pytest.mark.nxd
-def test_tiny_model_in_cpu_mode(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_tiny_model_in_cpu_mode(tmp_path: Path) -> None:
     """Logits of prefill and 16 decode steps against the plain model."""
     sys.path.insert(0, str(NXD_TESTS))
     import harness
 
+    checkpoint = tmp_path / "bf16"
+    write_synthetic_checkpoint(checkpoint, with_format(tiny_config("kimi-k2-instruct-0905"), "bf16"), seed=1)
     case = harness.sequences(1, 512)
     options = harness.neuron_config(1, 1, 1)
-    (logits,) = harness.launch({"checkpoint": checkpoints["bf16"], "neuron_config": options, "cases": [case]}, tmp_path)
-    expected = harness.expected_logits(harness.plain_model(checkpoints["bf16"]), case)
+    (logits,) = harness.launch({"checkpoint": checkpoint, "neuron_config": options, "cases": [case]}, tmp_path)
+    expected = harness.expected_logits(harness.plain_model(checkpoint), case)
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
@@ -74,6 +79,7 @@ def tokenizer() -> Any:
     """The checkpoint's tokenizer, by this project."""
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
+    assert MODEL
     return KimiTokenizer.from_pretrained(MODEL)
 
 
