@@ -178,9 +178,12 @@ def compare(
 
     Raises:
         SweepError: there is no such job.
+        ConfigError, CheckpointError: `checkpoint` is none.
     """
     if unknown := sorted(set(jobs or ()) - set(JOBS)):
         raise SweepError(f"jobs: {', '.join(unknown)} not among {', '.join(JOBS)}")
+    KimiK2Config.from_pretrained(checkpoint)
+    CheckpointIndex.open(checkpoint)
     results = {}
     for job in jobs or JOBS:
         work = workdir / job

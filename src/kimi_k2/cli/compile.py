@@ -26,10 +26,13 @@ def compile_model(
 ) -> None:
     """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text)."""
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.errors import ConfigError
     from kimi_k2.neuron import compile as job
     from kimi_k2.plan.deployment import Deployment
 
     chosen = Deployment.load(preset)
+    if chosen.hardware.target != "neuron":
+        raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
     plan = job.check_fit(KimiK2Config.load(model), chosen)
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -47,6 +48,12 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
     model = KimiK2ForCausalLM.from_pretrained(out)
     load_seconds = time.perf_counter() - start
     prompt = KimiTokenizer.from_pretrained(out).encode_chat([{"role": "user", "content": PROMPT}])
+
+    if len(prompt) + new_tokens > config.max_position_embeddings:
+        raise GenerationError(
+            f"new_tokens: expected at most {config.max_position_embeddings - len(prompt)} after the prompt"
+            f" (max_position_embeddings is {config.max_position_embeddings}), got {new_tokens}"
+        )
 
     # The first pass through any torch operator pays for its set-up; that is no part of TTFT.
     decode_step(model, torch.tensor([0]), torch.tensor([0]), model.new_cache(1, 1))

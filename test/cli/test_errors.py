@@ -1,0 +1,113 @@
+"""The error handler, the hub's cache, and that help imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kimi_k2.checkpoint.hub import resolve_checkpoint
+from kimi_k2.cli import main
+from kimi_k2.cli.errors import errors_handled
+from kimi_k2.errors import CheckpointError, ConfigError
+
+
+def ended(action: Callable[[], object]) -> int:
+    """Exit status of what runs under the handler."""
+    with pytest.raises(SystemExit) as exit_, errors_handled():
+        action()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def throw(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ConfigError("expected 3", field="x"), "error: field 'x': expected 3\n"),
+        (FileNotFoundError(2, "No such file or directory", "/a/b"), "error: /a/b: No such file or directory\n"),
+        (OSError(28, "No space left on device"), "error: No space left on device\n"),
+        (MemoryError(), "error: out of memory\n"),
+    ],
+)
+def test_expected_errors_are_a_line(error: Exception, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(throw(error)) == 1
+    assert capsys.readouterr().err == says
+
+
+def test_a_bug_leaves_its_traceback_in_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert ended(throw(ZeroDivisionError("seven"))) == 70
+    shown = capsys.readouterr().err
+    assert "a bug in kimi-k2: ZeroDivisionError: seven" in shown
+    assert len(shown.splitlines()) == 1
+    (file,) = tmp_path.iterdir()
+    assert str(file) in shown
+    assert "Traceback" in file.read_text()
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kimi_k2.parity.demo.run_demo", lambda *_: throw(KeyboardInterrupt())())
+    with pytest.raises(SystemExit) as exit_:
+        main("demo", arguments=[])
+    assert exit_.value.code == 130
+
+
+def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:
+    command = [sys.executable, "-c", "from kimi_k2.cli import main; main()", "inspect", str(checkpoints["fp8"])]
+    with subprocess.Popen([*command, "--tensors"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode not in (0, 70)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["bench", "sweep", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        "heavy = ('torch', 'numpy', 'transformers', 'matplotlib', 'huggingface_hub', 'jinja2', 'tiktoken')\n"
+        "atexit.register(lambda: print('imported', [name for name in heavy if name in sys.modules]))\n"
+        "from kimi_k2.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("imported []")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    environment = {**os.environ, "_KIMI_K2_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "kimi-k2 in"}
+    environment |= {"COMP_WORDS": "kimi-k2 in", "COMP_CWORD": "1", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    command = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "inspect" in done.stdout
+
+
+def test_a_cached_repository_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    name = "moonshotai/Kimi-K2-Instruct-0905"
+    with pytest.raises(CheckpointError, match=f"{name}: no such directory.*--download"):
+        resolve_checkpoint(name)
+    commit = "0" * 40
+    repository = tmp_path / "models--moonshotai--Kimi-K2-Instruct-0905"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / commit).symlink_to(checkpoints["fp8"])
+    assert (resolve_checkpoint(name) / "config.json").samefile(checkpoints["fp8"] / "config.json")
+    assert resolve_checkpoint(checkpoints["fp8"]) == checkpoints["fp8"]
+    assert resolve_checkpoint("nothing-like-that") == Path("nothing-like-that")
