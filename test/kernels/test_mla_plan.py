@@ -20,7 +20,7 @@ from kimi_k2.kernels.common.build import KERNELS, source_of
 COMPILER = shutil.which("g++")
 STAND_IN = Path(__file__).with_name("cuda_on_cpu.h")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-MULTIPROCESSORS, ROWS, MOST_PARTS = 132, 64, 128
+SM_COUNT, ROWS, MOST_PARTS = 132, 64, 128
 Parts = list[tuple[int, int, int, int]]  # request, part, parts, length
 
 
@@ -34,15 +34,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(out))
 
 
-def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int) -> tuple[list[tuple[int, int]], Parts]:
-    """(first item, parts) of each request, and the items."""
+Merges = list[tuple[int, int, int]]  # request, first item, parts
+
+
+def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int) -> tuple[Merges, Parts]:
+    """The merges, those of many parts first, and the items."""
     given = torch.tensor(lengths, dtype=torch.int32)
-    slots = mla_plan.slots_for(len(lengths), MULTIPROCESSORS)
+    slots = mla_plan.slots_for(len(lengths), SM_COUNT)
     plan = torch.full((len(lengths) + slots, 4), 7, dtype=torch.int32)
-    sizes = len(lengths), capacity, slots, MULTIPROCESSORS, ctypes.c_float(2.0)
+    sizes = len(lengths), capacity, slots, SM_COUNT, ctypes.c_float(2.0)
     assert library.kimi_mla_plan(ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr()), *sizes, None) == 0
-    requests = [(row[0], row[1]) for row in plan[: len(lengths)].tolist()]
-    return requests, [tuple(row) for row in plan[len(lengths) :].tolist()]
+    merges = [tuple(row) for row in plan[: len(lengths)].tolist()]
+    counts = merges[0][3]
+    assert all(merge[3] == counts for merge in merges)
+    number = (counts & 1023) + (counts >> 10 & 1023) + (counts >> 20)
+    assert all(merge[:3] == (-1, 0, 0) for merge in merges[number:])
+    kinds = [0 if parts > 16 else 1 if parts > 4 else 2 for _, _, parts, _ in merges[:number]]
+    assert kinds == [0] * (counts & 1023) + [1] * (counts >> 10 & 1023) + [2] * (counts >> 20)
+    return [merge[:3] for merge in merges[:number]], [tuple(row) for row in plan[len(lengths) :].tolist()]
 
 
 def units(length: int) -> int:
@@ -51,7 +60,7 @@ def units(length: int) -> int:
 
 def time_of(items: Parts, overhead: float = 2.0, absent: float = 0.4) -> float:
     """Units of time until the last block ends, each taken by the SM that is free first."""
-    free = [0.0] * MULTIPROCESSORS
+    free = [0.0] * SM_COUNT
     for request, part, parts, length in items:
         n = units(length)
         size = n * (part + 1) // parts - n * part // parts + overhead if request >= 0 else absent
@@ -61,7 +70,7 @@ def time_of(items: Parts, overhead: float = 2.0, absent: float = 0.4) -> float:
 
 def even_split(lengths: Sequence[int]) -> float:
     """The same for what `mla_decode` does without a plan: every context in the same number of parts."""
-    splits = max(1, min(MULTIPROCESSORS // len(lengths), 64, units(max(lengths))))
+    splits = max(1, min(SM_COUNT // len(lengths), 64, units(max(lengths))))
     return time_of([(r, part, splits, length) for r, length in enumerate(lengths) for part in range(splits)])
 
 
@@ -87,16 +96,25 @@ CASES = {
 @pytest.mark.parametrize("capacity", [131072, 4096])
 def test_every_row_is_taken_once(library: ctypes.CDLL, name: str, capacity: int) -> None:
     lengths = CASES[name]
-    requests, items = planned(library, lengths, capacity)
+    merges, items = planned(library, lengths, capacity)
     work = [item for item in items if item[0] >= 0]
     assert items[: len(work)] == work, "blocks without work come last"
     assert all(item == (-1, 0, 0, 0) for item in items[len(work) :])
-    for request, (length, (first, parts)) in enumerate(zip(lengths, requests, strict=True)):
-        held = min(length, capacity)
-        assert items[first : first + parts] == [(request, part, parts, held) for part in range(parts)]
+    first: dict[int, int] = {}
+    for place, item in enumerate(work):
+        first.setdefault(item[0], place)
+    parts_of = {item[0]: item[2] for item in work}
+    for request, length in enumerate(lengths):
+        held, parts = min(length, capacity), parts_of.get(request, 0)
+        begin = first.get(request, 0)
+        assert work[begin : begin + parts] == [(request, part, parts, held) for part in range(parts)]
         assert parts <= MOST_PARTS and (parts > 0) == (length > 0)
         assert parts <= units(held), "no part is empty"
-    assert len(work) == sum(parts for _, parts in requests)
+    assert len(work) == sum(parts_of.values())
+    uncut = {request for request, parts in parts_of.items() if parts == 1}
+    assert sorted(request for request, _, _ in merges) == sorted(set(range(len(lengths))) - uncut)
+    assert all(parts == parts_of.get(request, 0) for request, _, parts in merges)
+    assert all(not parts or begin == first[request] for request, begin, parts in merges)
     sizes = [-(-units(length) // parts) for _, _, parts, length in work]
     assert sizes == sorted(sizes, reverse=True), "the longest first"
 
@@ -113,7 +131,7 @@ def test_no_case_is_slower_than_an_even_split(library: ctypes.CDLL, name: str) -
 def test_ragged_batches_are_near_the_bound(library: ctypes.CDLL, batch: int) -> None:
     lengths = lognormal(batch, batch)
     _, items = planned(library, lengths, 131072)
-    bound = sum(map(units, lengths)) / MULTIPROCESSORS + 2.0
+    bound = sum(map(units, lengths)) / SM_COUNT + 2.0
     assert time_of(items) <= 1.2 * bound
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import fields, launch
 
 MAX_SPLITS = 128
@@ -49,7 +50,7 @@ class _Arguments(ctypes.Structure):
         *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
         *fields((), _INTEGERS, ["scale", "value_scale"]),
-        *fields(["plan"], ["slots"]),
+        *fields(["plan"], ["slots", "sm_count"]),
     ]
 
 
@@ -114,6 +115,7 @@ def _launch(
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
     if plan is not None:
         arguments.plan, arguments.slots = plan.data_ptr(), plan.shape[0] - q.shape[0]
+        arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
     launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, out is not None)

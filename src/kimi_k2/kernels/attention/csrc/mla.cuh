@@ -27,10 +27,10 @@ struct Arguments {
   int batch, heads, splits, table_stride, capacity;
   int share;                 // requests with the same table, length and rows: so many times `heads` heads
   float scale, value_scale;  // of the scores, times log2(e); of the values
-  // [batch], then [slots] items, or null: every context in `splits` parts. With a plan a block's part lies at the
-  // block's number, and `splits` and `share` are not used.
-  const PlannedRequest* plan;
-  int slots;
+  // [batch] merges, then [slots] items, or null: every context in `splits` parts. With a plan a block's part lies at
+  // the block's number, and `splits` and `share` are not used.
+  const PlannedMerge* plan;
+  int slots, sm_count;
 };
 
 // What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is

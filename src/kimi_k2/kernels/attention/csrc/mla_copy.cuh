@@ -93,22 +93,40 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
   return part;
 }
 
-// The same by the plan. It may still be written while this block begins: nothing is guessed from it.
+// This block's item of the plan; without work if it cannot be one: a plan may still be on its way.
+__device__ __forceinline__ PlannedItem item_of(const Arguments& a) {
+  const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan + a.batch) + blockIdx.x);
+  const bool whole = unsigned(found.x) < unsigned(a.batch) && unsigned(found.y) < unsigned(found.z) &&
+                     found.z <= kMostParts && found.w > 0 && found.w <= a.capacity;
+  return {whole ? found.x : -1, found.y, found.z, found.w};
+}
+
+// The same by the plan.
 template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       Work<true>& work, bool copies, int* page) {
+  const int lane = threadIdx.x % 32;
   init_barriers<FP8_CACHE>(m, query, cache);
+  PlannedItem guess = {-1, 0, 1, 0};
+  if (copies) {
+    guess = item_of(a);
+    const Part part(guess);
+    if (threadIdx.x == kConsumers && guess.request >= 0)
+      ask<FP8_CACHE>(a, row_of(a, part, guess.request, page_of(a, part, guess.request, 0), 0));
+  }
   __syncthreads();
   pdl_wait();
   pdl_launch();
-  const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan + a.batch) + blockIdx.x);
-  const PlannedItem item = {found.x, found.y, found.z, found.w};
+  const PlannedItem item = item_of(a);
+  if (copies && guess.request >= 0) *page = page_of(a, Part(guess), guess.request, lane);
   if (item.request < 0) return Part();
   work = {item.request, item.parts};
   const Part part(item);
   if (copies) {
     if (threadIdx.x == kConsumers) copy_query(m, a, query, item.request);
-    *page = page_of(a, part, item.request, threadIdx.x % 32);
+    const bool same = item.request == guess.request && item.part == guess.part && item.parts == guess.parts &&
+                      item.length == guess.length;
+    if (!same) *page = page_of(a, part, item.request, lane);
   }
   return part;
 }

@@ -19,14 +19,11 @@ static int launch_join(const Arguments& a, cudaStream_t stream) {
   return host::launch(join<HALVES, 8, 16>, on(8), a);
 }
 
-// The fewer requests, the more of their threads' loads are made at once.
 template <bool HALVES>
 static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
-  const int blocks = a.batch * a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads;
-  const auto on = [&](int groups) { return host::Launch{dim3(blocks * groups), kJoinThreads, 0, stream}; };
-  if (a.batch <= 16) return host::launch(merge_planned<HALVES, 8>, on(8), a);
-  if (a.batch <= 64) return host::launch(merge_planned<HALVES, 4>, on(4), a);
-  return host::launch(merge_planned<HALVES, 1>, on(1), a);
+  const int most = a.batch * a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads * merge_groups(0);
+  const int blocks = min(most, kMergeBlocksPerSm * a.sm_count);
+  return host::launch(merge_planned<HALVES>, {dim3(blocks), kJoinThreads, 0, stream}, a);
 }
 
 template <bool FP8_CACHE, bool PLANNED>

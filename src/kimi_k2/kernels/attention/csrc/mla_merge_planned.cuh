@@ -1,11 +1,12 @@
-// Merges the parts of every context that a plan cut, in their order: as many as the plan says of each request.
+// Merges the parts of every context that a plan cut, in a fixed order. Few blocks take piece after piece of the plan's
+// merges: a grid for all requests would mostly be blocks without work.
 #pragma once
 #include "mla_merge.cuh"
 
 namespace mla {
 
 // Parts of a group of threads in flight together.
-constexpr int kMergedTogether = 8;
+constexpr int kMergedTogether = 4;
 
 // Where a thread's columns of a request's parts lie, the first part's number given; `*_step` from one part to the next.
 template <bool HALVES>
@@ -38,28 +39,28 @@ struct PlannedSource {
   }
 };
 
-// CHUNKS groups of threads take every CHUNKS-th part; then the first group adds up. A block belongs to one request.
-template <bool HALVES, int CHUNKS>
-__global__ void __launch_bounds__(kJoinThreads) merge_planned(const Arguments a) {
-  constexpr int kLanes = kJoinThreads / CHUNKS, kValues = Source<HALVES>::kValues;
-  static_assert(kFewHeads * kLatent / 4 % kJoinThreads == 0, "a block belongs to one request");
-  __shared__ float others[CHUNKS > 1 ? CHUNKS - 1 : 1][kValues + 2][kLanes];
-  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int thread = blockIdx.x * kLanes + lane, threads = a.heads * (kLatent / kValues), request = thread / threads;
-  pdl_wait();
-  pdl_launch();
-  const int2 planned = __ldcg(reinterpret_cast<const int2*>(a.plan + request));
-  const int parts = planned.y;
-  if (parts == 1) return;  // that part's block wrote the result
-  const PlannedSource<HALVES> source(a, request, thread % threads, planned.x);
+// Blocks of the launch: each merges one piece after another.
+constexpr int kMergeBlocksPerSm = 3;
+
+// What the first group of threads needs of another one.
+template <bool HALVES>
+using MergeShared = float[merge_groups(0) - 1][Source<HALVES>::kValues + 2][kJoinThreads / merge_groups(1)];
+
+// One piece of a request's columns: GROUPS groups of threads take every GROUPS-th part; then the first group adds up.
+template <bool HALVES, int GROUPS>
+__device__ __forceinline__ void merge_piece(const Arguments& a, const PlannedMerge& merge, int piece,
+                                            MergeShared<HALVES>& others) {
+  constexpr int kLanes = kJoinThreads / GROUPS, kValues = Source<HALVES>::kValues;
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, parts = merge.parts;
+  const PlannedSource<HALVES> source(a, merge.request, piece * kLanes + lane, merge.first);
   float top = -INFINITY, total = 0, sum[kValues] = {};
-  for (int base = group; base < parts; base += CHUNKS * kMergedTogether) {
+  for (int base = group; base < parts; base += GROUPS * kMergedTogether) {
     float2 log[kMergedTogether];
     uint4 part[kMergedTogether];
     float best = top;
 #pragma unroll
     for (int i = 0; i < kMergedTogether; ++i) {
-      const int split = base + i * CHUNKS;
+      const int split = base + i * GROUPS;
       log[i] = make_float2(-INFINITY, 0.f);
       if (split < parts) log[i] = source.sum_of(a, split), part[i] = source.part_of(a, split);
     }
@@ -80,35 +81,63 @@ __global__ void __launch_bounds__(kJoinThreads) merge_planned(const Arguments a)
       for (int j = 0; j < kValues; ++j) sum[j] += values[j] * weight;
     }
   }
-  if (CHUNKS > 1) {
+  if constexpr (GROUPS > 1) {
     if (group > 0) {
 #pragma unroll
       for (int j = 0; j < kValues; ++j) others[group - 1][j][lane] = sum[j];
       others[group - 1][kValues][lane] = top, others[group - 1][kValues + 1][lane] = total;
     }
     __syncthreads();
-    if (group > 0) return;
-    float best = top;
+    if (group == 0) {
+      float best = top;
 #pragma unroll
-    for (int one = 0; one < CHUNKS - 1; ++one) best = fmaxf(best, others[one][kValues][lane]);
-    const float own = top == -INFINITY ? 0.f : exp2_approximate(top - best);
-    total *= own;
+      for (int one = 0; one < GROUPS - 1; ++one) best = fmaxf(best, others[one][kValues][lane]);
+      const float own = top == -INFINITY ? 0.f : exp2_approximate(top - best);
+      total *= own;
 #pragma unroll
-    for (int j = 0; j < kValues; ++j) sum[j] *= own;
+      for (int j = 0; j < kValues; ++j) sum[j] *= own;
 #pragma unroll
-    for (int one = 0; one < CHUNKS - 1; ++one) {
-      const float theirs = others[one][kValues][lane];
-      const float share = theirs == -INFINITY ? 0.f : exp2_approximate(theirs - best);
-      total += share * others[one][kValues + 1][lane];
+      for (int one = 0; one < GROUPS - 1; ++one) {
+        const float theirs = others[one][kValues][lane];
+        const float share = theirs == -INFINITY ? 0.f : exp2_approximate(theirs - best);
+        total += share * others[one][kValues + 1][lane];
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) sum[j] += share * others[one][j][lane];
+        for (int j = 0; j < kValues; ++j) sum[j] += share * others[one][j][lane];
+      }
     }
+    __syncthreads();  // before the next piece
+    if (group > 0) return;
   }
   // A context of length zero has no parts and the result is zero.
   const float inverse = total > 0 ? 1.f / total : 0.f;
 #pragma unroll
   for (int j = 0; j < kValues; ++j) sum[j] *= inverse;
   Source<HALVES>::write(a.out + source.row * kLatent + source.column, sum);
+}
+
+// A request's columns are `pieces` pieces for one group of threads a block, GROUPS times as many for GROUPS.
+template <bool HALVES>
+__global__ void __launch_bounds__(kJoinThreads, kMergeBlocksPerSm) merge_planned(const Arguments a) {
+  static_assert(kFewHeads * kLatent / 4 % kJoinThreads == 0, "a piece belongs to one request");
+  __shared__ MergeShared<HALVES> others;
+  const int pieces = a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads;
+  pdl_wait();
+  pdl_launch();
+  const int counts = __ldcg(&a.plan->counts), many = merges_of(counts, 0), some = merges_of(counts, 1);
+  const int of_many = pieces * merge_groups(0), of_some = pieces * merge_groups(1), of_few = pieces * merge_groups(2);
+  const int end_many = many * of_many, end_some = end_many + some * of_some;
+  const int end = end_some + merges_of(counts, 2) * of_few;
+  for (int i = blockIdx.x; i < end; i += gridDim.x) {
+    const int which = i < end_many ? 0 : i < end_some ? 1 : 2;
+    const int within = i - (which == 0 ? 0 : which == 1 ? end_many : end_some);
+    const int each = which == 0 ? of_many : which == 1 ? of_some : of_few;
+    const int before = which == 0 ? 0 : which == 1 ? many : many + some;
+    const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan) + before + within / each);
+    const PlannedMerge merge = {found.x, found.y, found.z, found.w};
+    if (which == 0) merge_piece<HALVES, merge_groups(0)>(a, merge, within % each, others);
+    else if (which == 1) merge_piece<HALVES, merge_groups(1)>(a, merge, within % each, others);
+    else merge_piece<HALVES, merge_groups(2)>(a, merge, within % each, others);
+  }
 }
 
 }  // namespace mla

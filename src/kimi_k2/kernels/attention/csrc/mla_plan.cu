@@ -14,8 +14,8 @@ constexpr int kPlanThreads = 256, kPlanWarps = kPlanThreads / 32, kMostWaves = k
 constexpr float kMergeCost = 1.f;
 
 struct PlanArguments {
-  const int* lengths;        // [batch]
-  PlannedRequest* requests;  // [batch], then the items
+  const int* lengths;    // [batch]
+  PlannedMerge* merges;  // [batch], then the items
   int batch, capacity, slots, sm_count;
   float overhead;  // of a block, in units
 };
@@ -76,22 +76,31 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
   for (int r = thread; r < a.batch; r += kPlanThreads) parts[r] = parts_for(units[r], most);
   __syncthreads();
 
-  PlannedItem* items_out = reinterpret_cast<PlannedItem*>(a.requests + a.batch);
-  int all = 0;
-  for (int r = 0; r < a.batch; ++r) all += parts[r];
+  PlannedItem* items_out = reinterpret_cast<PlannedItem*>(a.merges + a.batch);
+  int all = 0, merges[3] = {};
+  for (int r = 0; r < a.batch; ++r) {
+    all += parts[r];
+    if (parts[r] != 1) ++merges[merge_class(parts[r])];
+  }
+  const int counts = merges[0] | merges[1] << kCountBits | merges[2] << 2 * kCountBits;
   for (int r = thread; r < a.batch; r += kPlanThreads) {
     const int mine = parts[r], size = mine ? parts_for(units[r], mine) : 0;
-    int first = 0;
+    const int mine_in = merge_class(mine);
+    int first = 0, place = 0;
     for (int other = 0; other < a.batch; ++other) {
       const int theirs = parts[other], their_size = theirs ? parts_for(units[other], theirs) : 0;
       if (their_size > size || (their_size == size && other < r)) first += theirs;
+      const int in = merge_class(theirs);
+      if (theirs != 1 && (in < mine_in || (in == mine_in && other < r))) ++place;
     }
     const int length = __ldcg(a.lengths + r);
-    a.requests[r] = {first, mine, {0, 0}};
+    if (mine != 1) a.merges[place] = {r, first, mine, counts};
     for (int part = 0; part < mine; ++part)
       items_out[first + part] = {r, part, mine, length < a.capacity ? length : a.capacity};
   }
   for (int i = all + thread; i < a.slots; i += kPlanThreads) items_out[i] = {-1, 0, 0, 0};
+  for (int i = merges[0] + merges[1] + merges[2] + thread; i < a.batch; i += kPlanThreads)
+    a.merges[i] = {-1, 0, 0, counts};
 }
 
 }  // namespace mla
@@ -100,7 +109,7 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
 extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int slots, int sm_count,
                              float overhead, void* stream) {
   if (batch < 1 || batch > mla::kMostRequests || slots < batch) return host::kNoInstance;
-  const mla::PlanArguments a{lengths, static_cast<mla::PlannedRequest*>(plan), batch, capacity, slots, sm_count,
+  const mla::PlanArguments a{lengths, static_cast<mla::PlannedMerge*>(plan), batch, capacity, slots, sm_count,
                              overhead};
   return decode::launch(mla::make_plan, dim3(1), mla::kPlanThreads, 0, a, stream);
 }
