@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.options import parse_layers
+
 
 def compile_model(
     preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")],
@@ -47,7 +49,6 @@ def compile_model(
     else:
         options = {}
         if capture_layers is not None:
-            from kimi_k2.cli.parity import parse_layers
             from kimi_k2.parity.nxdi import capture_options
 
             config = KimiK2Config.load(model)

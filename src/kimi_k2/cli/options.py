@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
@@ -165,3 +168,17 @@ OnCpu = Annotated[
 ]
 Context = Annotated[int, number(2, "With --on-cpu: tokens a sequence, prompt and reply.")]
 DEFAULT_CONTEXT = 1024
+
+
+def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:
+    """Numbers with commas between, each a layer of the model; None is all."""
+    if text is None:
+        return None
+    try:
+        chosen = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"layers: expected numbers with commas, got {text!r}") from None
+    for layer in chosen:
+        if not 0 <= layer < config.num_hidden_layers:
+            raise typer.BadParameter(f"layers: {layer} is not in 0..{config.num_hidden_layers - 1}")
+    return chosen

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed, number
+from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed, number, parse_layers
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -88,20 +88,6 @@ def _neuron(preset: str | None, compiled: Path | None) -> dict[str, Any]:
     from kimi_k2.plan.deployment import Deployment
 
     return {"preset": None if preset is None else Deployment.load(preset), "compiled": compiled}
-
-
-def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:
-    """Numbers with commas between, each a layer of the model; None is all."""
-    if text is None:
-        return None
-    try:
-        chosen = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"layers: expected numbers with commas, got {text!r}") from None
-    for layer in chosen:
-        if not 0 <= layer < config.num_hidden_layers:
-            raise typer.BadParameter(f"layers: {layer} is not in 0..{config.num_hidden_layers - 1}")
-    return chosen
 
 
 @parity.command("compare")
