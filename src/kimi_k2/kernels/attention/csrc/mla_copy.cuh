@@ -101,25 +101,34 @@ __device__ __forceinline__ PlannedItem item_of(const Arguments& a) {
   return {whole ? found.x : -1, found.y, found.z, found.w};
 }
 
-// The same by the plan.
+// The same by the plan. Blocks beyond the first wave find nothing to wait for, and many of them nothing to do.
 template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
                                       Work<true>& work, bool copies, int* page) {
   const int lane = threadIdx.x % 32;
+  const bool late = int(blockIdx.x) >= a.sm_count;
+  PlannedItem guess = {-1, 0, 1, 0}, item = guess;
+  if (late) {
+    pdl_wait();
+    pdl_launch();
+    item = item_of(a);
+    if (item.request < 0) return Part();
+  }
   init_barriers<FP8_CACHE>(m, query, cache);
-  PlannedItem guess = {-1, 0, 1, 0};
-  if (copies) {
+  if (copies && !late) {
     guess = item_of(a);
     const Part part(guess);
     if (threadIdx.x == kConsumers && guess.request >= 0)
       ask<FP8_CACHE>(a, row_of(a, part, guess.request, page_of(a, part, guess.request, 0), 0));
   }
   __syncthreads();
-  pdl_wait();
-  pdl_launch();
-  const PlannedItem item = item_of(a);
-  if (copies && guess.request >= 0) *page = page_of(a, Part(guess), guess.request, lane);
-  if (item.request < 0) return Part();
+  if (!late) {
+    pdl_wait();
+    pdl_launch();
+    item = item_of(a);
+    if (copies && guess.request >= 0) *page = page_of(a, Part(guess), guess.request, lane);
+    if (item.request < 0) return Part();
+  }
   work = {item.request, item.parts};
   const Part part(item);
   if (copies) {
