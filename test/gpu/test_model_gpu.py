@@ -244,6 +244,35 @@ def test_a_graph_of_plain_experts_is_refused() -> None:
 
 @on_gpu
 @torch.inference_mode()
+def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `explain` names the kernels that a free step launches."""
+    registry.load_providers()
+    launched: set[str] = set()
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*arguments: Any, **keywords: Any) -> Any:
+            launched.add(name)
+            return call(*arguments, **keywords)
+
+        return record
+
+    for operation in registry.TABLE.values():
+        for entry in operation.entries:
+            monkeypatch.setattr(entry, "call", recorded(f"{operation.name}: {entry.name} (", entry.call))
+    model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
+    now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    registry.pin(registry.PLAIN)
+    plain = DecodeStep(model, model.new_cache(1, 4))(now, now).clone()
+    assert not launched
+    registry.pin("")
+    ours = DecodeStep(model, model.new_cache(1, 4))(now, now)
+    assert "routed_experts_with_shared: moe_decode (" in launched
+    assert all(name in registry.explain() for name in launched)
+    assert distance(ours, plain.double()) < 0.05
+
+
+@on_gpu
+@torch.inference_mode()
 def test_prefill_in_chunks_with_kernels() -> None:
     """Prefill through the kernels against float64; the experts' activations are rounded to e4m3."""
     registry.pin("")

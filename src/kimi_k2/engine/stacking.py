@@ -15,9 +15,8 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
     Where a scale's block would straddle the two, or they are stored differently, it is a dequantized copy in `dtype`.
     """
     one, other = first.stored(), second.stored()
-    rows = first.rows
     held = one.quantization
-    if held != other.quantization or (held is not None and rows % held.block[0]):
+    if held != other.quantization or not _ends_with_a_block(one, first.rows):
         return Weight({"weight": torch.cat((first.dequantized(dtype), second.dequantized(dtype)))})
     both: dict[str, Tensor] = {}
     for suffix, top in one.tensors.items():
@@ -26,6 +25,15 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
     first.hold({suffix: tensor[: len(one.tensors[suffix])] for suffix, tensor in both.items()})
     second.hold({suffix: tensor[len(one.tensors[suffix]) :] for suffix, tensor in both.items()})
     return Weight(both, held)
+
+
+def _ends_with_a_block(weight: Weight, rows: int) -> bool:
+    """Whether other rows can follow: each tensor has an entry a row, or one for each whole block of rows."""
+    held = weight.quantization
+    if held is None:
+        return True
+    counts = [len(tensor) if tensor.dim() else 0 for name, tensor in weight.tensors.items() if name not in held.implied]
+    return rows % held.block[0] == 0 and set(counts) <= {rows, rows // held.block[0]}
 
 
 def _join(top: Tensor, bottom: Tensor) -> Tensor:
