@@ -124,7 +124,7 @@ def expert_blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
     if _expert_share(config, target, tokens) < 1:
         return 0
     spare = _local(config, target) - 1
-    return max(-(-(pairs - spare) // target.block_size), 0) + spare
+    return min(max(-(-(pairs - spare) // target.block_size), 0) + spare, pairs)
 
 
 def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: bool) -> int:
