@@ -7,10 +7,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from kimi_k2.sharding.verify import faults, verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
+KILLS = int(os.environ.get("KIMI_K2_KILLS", "6"))
 CORRUPTIONS = int(os.environ.get("KIMI_K2_CORRUPTIONS", "40"))
 LAYOUT = Layout(2, 2)
 CONVERT = """
@@ -425,3 +428,31 @@ def test_looking_through_a_finished_conversion_writes_nothing(source: Path, fini
     time.sleep(0.01)
     assert Presharder(source, finished, LAYOUT).run() == json.loads((finished / MANIFEST).read_text())
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_killed_at_drawn_times(source: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL by the clock, also while a rerun mends what the kill before left; `KIMI_K2_KILLS=100` for more of them.
+
+    Forked children need no new imports, so that a hundred take a minute or two.
+    """
+    chooser, expected, killed, finished = random.Random(5), weights_of(whole), 0, 0
+    context = get_context("fork")
+    start = time.perf_counter()
+    Presharder(source, tmp_path / "timed", LAYOUT).run()
+    taken = time.perf_counter() - start
+    while killed < KILLS:
+        output = tmp_path / f"out{killed}"
+        for _ in range(chooser.randrange(1, 4)):
+            job = context.Process(target=Presharder(source, output, LAYOUT).run)
+            job.start()
+            time.sleep(chooser.uniform(0, taken))
+            job.kill()
+            job.join()
+            killed += job.exitcode == -signal.SIGKILL
+        finished += (output / MANIFEST).exists()
+        Presharder(source, output, LAYOUT).run()
+        assert weights_of(output) == expected
+        assert list(faults(output)) == []
+        assert {path.name for path in output.iterdir()} == {"weights", MANIFEST}
+        shutil.rmtree(output)
+    print(f"\n{killed} kills; {finished} conversions had been finished before the last of them")
