@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 ROUNDING = 5e-7
 
 
-def reference(logits, bias, top_k, scale=1.0, normalize=True):
+def reference(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float = 1.0, normalize: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The formula in float64; a stable sort gives ties to the lowest index."""
     scores = logits.double().sigmoid()
     choice = scores + bias.double()
@@ -24,7 +26,9 @@ def reference(logits, bias, top_k, scale=1.0, normalize=True):
     return indices, weights * scale, choice
 
 
-def assert_gate(logits, bias, top_k, strategy, scale=2.827, normalize=True):
+def assert_gate(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, strategy: str, scale: float = 2.827, normalize: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     indices, weights = fused_gate(logits, bias, top_k, normalize, scale, strategy=strategy)
     wanted, wanted_weights, choice = reference(logits, bias, top_k, scale, normalize)
     # At each rank the score is that of float64; so sets differ only where scores tie within rounding.
@@ -42,7 +46,7 @@ SHAPES = [(1, 384), (3, 384), (64, 384), (513, 384), (4097, 384), (1, 256), (65,
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
 @pytest.mark.parametrize("top_k", [1, 6, 8, 9, 16])
 @pytest.mark.parametrize(("tokens", "experts"), SHAPES)
-def test_matches_float64(tokens, experts, top_k, strategy):
+def test_matches_float64(tokens: int, experts: int, top_k: int, strategy: str) -> None:
     torch.manual_seed(tokens + experts + top_k)
     logits, bias = torch.randn(tokens, experts, device="cuda") * 1.5 - 2, torch.randn(experts, device="cuda") * 0.1
     assert_gate(logits, bias, top_k, strategy)
@@ -50,7 +54,7 @@ def test_matches_float64(tokens, experts, top_k, strategy):
 
 
 @pytest.mark.parametrize("experts", [4, 8, 60, 64, 128, 160, 300, 512])
-def test_other_numbers_of_experts(experts):
+def test_other_numbers_of_experts(experts: int) -> None:
     torch.manual_seed(experts)
     logits, bias = torch.randn(200, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
     assert_gate(logits, bias, min(8, experts), "auto")
@@ -58,7 +62,7 @@ def test_other_numbers_of_experts(experts):
 
 @pytest.mark.parametrize("experts", PACKED_EXPERTS)
 @pytest.mark.parametrize("top_k", [8, 16])
-def test_strategies_give_the_same_bits_and_either_index_dtype(experts, top_k):
+def test_strategies_give_the_same_bits_and_either_index_dtype(experts: int, top_k: int) -> None:
     logits, bias = torch.randn(3001, experts, device="cuda"), torch.randn(experts, device="cuda")
     one = fused_gate(logits, bias, top_k, strategy="warp")
     four = fused_gate(logits, bias, top_k, strategy="packed", index_dtype=torch.int32)
@@ -72,7 +76,7 @@ def test_strategies_give_the_same_bits_and_either_index_dtype(experts, top_k):
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
 @pytest.mark.parametrize("levels", [1, 2, 3, 5, 17])
-def test_ties_go_to_the_lowest_index(levels, strategy):
+def test_ties_go_to_the_lowest_index(levels: int, strategy: str) -> None:
     """Few distinct values: every row has ties at the border, and many more candidates than the lists hold."""
     torch.manual_seed(levels)
     logits = torch.randint(0, levels, (501, 384), device="cuda").float()
@@ -84,7 +88,7 @@ def test_ties_go_to_the_lowest_index(levels, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
-def test_extreme_logits(strategy):
+def test_extreme_logits(strategy: str) -> None:
     for scale, shift in ((30.0, 0.0), (5.0, -40.0), (1.0, 20.0)):
         logits = torch.randn(257, 384, device="cuda") * scale + shift
         indices, weights = fused_gate(logits, torch.zeros(384, device="cuda"), 8, strategy=strategy)
@@ -96,7 +100,7 @@ def test_extreme_logits(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
-def test_nan_comes_last_and_infinity_is_a_limit(strategy):
+def test_nan_comes_last_and_infinity_is_a_limit(strategy: str) -> None:
     logits = torch.randn(7, 384, device="cuda")
     bias = torch.randn(384, device="cuda") * 0.1
     logits[0, 5] = float("nan")
@@ -115,7 +119,7 @@ def test_nan_comes_last_and_infinity_is_a_limit(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
-def test_padding_has_index_and_weight_zero(strategy):
+def test_padding_has_index_and_weight_zero(strategy: str) -> None:
     logits, bias = torch.randn(1003, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
     logits[900] = float("nan")
     for valid in (0, 1, 501, 1003, 5000):
@@ -127,7 +131,7 @@ def test_padding_has_index_and_weight_zero(strategy):
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 5000])
-def test_graph_replay_follows_its_inputs(tokens):
+def test_graph_replay_follows_its_inputs(tokens: int) -> None:
     logits, bias = torch.randn(tokens, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
     fused_gate(logits, bias, 8)
     torch.cuda.synchronize()
@@ -143,7 +147,7 @@ def test_graph_replay_follows_its_inputs(tokens):
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
-def test_offsets_beyond_32_bits(strategy):
+def test_offsets_beyond_32_bits(strategy: str) -> None:
     tokens = 2**31 // 384 + 1000
     logits, bias = torch.empty(tokens, 384, device="cuda").normal_(), torch.randn(384, device="cuda") * 0.1
     indices, weights = fused_gate(logits, bias, 8, strategy=strategy)

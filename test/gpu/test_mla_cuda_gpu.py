@@ -24,7 +24,7 @@ LENGTHS = [
 ]
 
 
-def test_the_operation_uses_this_kernel():
+def test_the_operation_uses_this_kernel() -> None:
     q, _, cache, table, seq_lens = paged_case([777, 64], 64, 1024)
     assert uses_cuda(64, cache.dtype)
     pinned = run(q, cache, seq_lens, SCALE, table, choose_launch(2, 64, table.shape[1] * PAGE))
@@ -33,7 +33,7 @@ def test_the_operation_uses_this_kernel():
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 20, 128])
 @pytest.mark.parametrize("heads", HEADS)
-def test_every_launch(heads, splits):
+def test_every_launch(heads: int, splits: int) -> None:
     lengths = [3000, 64, 0, 257, 1]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
     launch = CudaLaunch(splits)
@@ -46,7 +46,7 @@ def test_every_launch(heads, splits):
 
 
 @pytest.mark.parametrize("splits", [2, 8, 64])
-def test_parts_for_another_launch(splits):
+def test_parts_for_another_launch(splits: int) -> None:
     """Each normalised over its own rows, with the logarithm of its sum; 8 heads."""
     lengths = [3000, 70, 0]
     q, rows, *_, seq_lens = paged_case(lengths, 8, 3072)
@@ -62,7 +62,7 @@ def test_parts_for_another_launch(splits):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-def test_e4m3_cache(lengths, heads):
+def test_e4m3_cache(lengths: list[int], heads: int) -> None:
     """NaN codes wherever no sequence has a row; one number of parts and the chosen one."""
     capacity, cache_scale = -(-max(lengths) // PAGE) * PAGE + 128, 0.05
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
@@ -78,7 +78,7 @@ def test_e4m3_cache(lengths, heads):
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("capacity", [1, 50, 1000])
-def test_e4m3_cache_of_any_length(capacity, heads):
+def test_e4m3_cache_of_any_length(capacity: int, heads: int) -> None:
     torch.manual_seed(capacity)
     q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(3, capacity, 576, device="cuda").to(torch.float8_e4m3fn)
@@ -89,7 +89,7 @@ def test_e4m3_cache_of_any_length(capacity, heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_every_e4m3_code(heads):
+def test_every_e4m3_code(heads: int) -> None:
     """Rows of one code each: the result is its value; NaN of a sequence's own stays NaN."""
     values = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     rows = values[:, None, None].expand(256, 70, 576).contiguous()
@@ -102,7 +102,7 @@ def test_every_e4m3_code(heads):
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
-def test_latents_of_any_size(heads, size):
+def test_latents_of_any_size(heads: int, size: float) -> None:
     """Parts in float16 have a power of two of their own: neither lost nor infinite."""
     lengths = [2000, 900]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 2048)
@@ -112,7 +112,7 @@ def test_latents_of_any_size(heads, size):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_what_is_asked_for_ahead_is_only_a_hint(heads):
+def test_what_is_asked_for_ahead_is_only_a_hint(heads: int) -> None:
     """The launch just before writes lengths, pages and rows, which are read ahead of its end."""
     q, _, cache, table, seq_lens = paged_case([4000, 2000], heads, 4096)
     lengths = [4096, 1], [0, 3000], [64, 65]
@@ -130,7 +130,7 @@ def test_what_is_asked_for_ahead_is_only_a_hint(heads):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-def test_paged_and_contiguous(lengths, heads):
+def test_paged_and_contiguous(lengths: list[int], heads: int) -> None:
     capacity = -(-max(lengths) // PAGE) * PAGE + 128
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
     launch = choose_launch(len(lengths), heads, capacity)
@@ -143,7 +143,7 @@ def test_paged_and_contiguous(lengths, heads):
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("capacity", [1, 50, 1000])
-def test_contiguous_cache_of_any_length(capacity, heads):
+def test_contiguous_cache_of_any_length(capacity: int, heads: int) -> None:
     """Blocks that run into the next sequence, or past the tensor's end; lengths beyond the capacity."""
     torch.manual_seed(capacity)
     q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
@@ -155,13 +155,13 @@ def test_contiguous_cache_of_any_length(capacity, heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_writes_stay_inside(heads, monkeypatch):
+def test_writes_stay_inside(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated lies between guards, which are left as they were; so is the cache."""
     q, _, cache, table, seq_lens = paged_case([700, 0, 64], heads, 1024)
     before = cache.view(torch.int16).clone()
     guard, held = 4096, []
 
-    def guarded(tensor, *shape, dtype=None):
+    def guarded(tensor: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         count = torch.Size(shape).numel()
         held.append(torch.full((count + 2 * guard,), 7.0, dtype=dtype or tensor.dtype, device=tensor.device))
         return held[-1][guard:-guard].view(shape)
@@ -175,7 +175,7 @@ def test_writes_stay_inside(heads, monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_sharp_scores(heads):
+def test_sharp_scores(heads: int) -> None:
     """One row has nearly all the weight, in any part; scores of hundreds do not overflow."""
     q, rows, cache, table, seq_lens = paged_case([8000, 8192], heads, 8192)
     out = run(q, cache, seq_lens, 20.0, table, choose_launch(2, heads, 8192))
@@ -184,7 +184,7 @@ def test_sharp_scores(heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_graph_replay_follows_lengths_and_inputs(heads):
+def test_graph_replay_follows_lengths_and_inputs(heads: int) -> None:
     q, rows, cache, table, seq_lens = paged_case([4096] * 5, heads, 4096)
     launch = choose_launch(5, heads, 4096)
     run(q, cache, seq_lens, SCALE, table, launch)
@@ -201,7 +201,7 @@ def test_graph_replay_follows_lengths_and_inputs(heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_offsets_beyond_32_bits(heads):
+def test_offsets_beyond_32_bits(heads: int) -> None:
     pages = 2**31 // (PAGE * 576) + 100
     cache = torch.zeros(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
     cache[-4:].normal_()

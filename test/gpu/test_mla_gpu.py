@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-def test_matches_float64(lengths, heads):
+def test_matches_float64(lengths: list[int], heads: int) -> None:
     capacity = -(-max(lengths) // PAGE) * PAGE + 128
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
     assert supports(q, cache, seq_lens, table)
@@ -45,7 +47,7 @@ def test_matches_float64(lengths, heads):
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("capacity", [1, 50, 1000])
-def test_contiguous_cache_of_any_length(capacity, heads):
+def test_contiguous_cache_of_any_length(capacity: int, heads: int) -> None:
     torch.manual_seed(capacity)
     q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(3, capacity, 576, device="cuda", dtype=torch.bfloat16)
@@ -57,7 +59,7 @@ def test_contiguous_cache_of_any_length(capacity, heads):
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 128])
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("tma", [True, False])
-def test_every_launch(launch, splits, tma):
+def test_every_launch(launch: Any, splits: int, tma: bool) -> None:
     block_h, block_n, warps, stages, narrow = launch
     lengths = [3000, 64, 0, 257]
     q, rows, cache, table, seq_lens = paged_case(lengths, 8 if block_h == 16 else 64, 4096)
@@ -69,7 +71,7 @@ def test_every_launch(launch, splits, tma):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_sharp_scores(heads):
+def test_sharp_scores(heads: int) -> None:
     """One row has nearly all the weight, in any part; scores of hundreds do not overflow."""
     q, rows, cache, table, seq_lens = paged_case([8000, 8192], heads, 8192)
     out = mla_decode(q, cache, seq_lens, 20.0, table)
@@ -78,7 +80,7 @@ def test_sharp_scores(heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_graph_replay_follows_lengths_and_inputs(heads):
+def test_graph_replay_follows_lengths_and_inputs(heads: int) -> None:
     q, rows, cache, table, seq_lens = paged_case([4096] * 5, heads, 4096)
     mla_decode(q, cache, seq_lens, SCALE, table)
     torch.cuda.synchronize()
@@ -94,7 +96,7 @@ def test_graph_replay_follows_lengths_and_inputs(heads):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_offsets_beyond_32_bits(heads):
+def test_offsets_beyond_32_bits(heads: int) -> None:
     pages = 2**31 // (PAGE * 576) + 100
     cache = torch.zeros(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
     cache[-4:].normal_()
@@ -106,7 +108,7 @@ def test_offsets_beyond_32_bits(heads):
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("paged", [True, False])
-def test_e4m3_cache(heads, paged):
+def test_e4m3_cache(heads: int, paged: bool) -> None:
     """Codes times one scale; NaN codes past a context's end."""
     lengths, cache_scale = [5000, 1, 0, 8192, 300], 0.05
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
@@ -119,7 +121,7 @@ def test_e4m3_cache(heads, paged):
     assert not out[2].any()
 
 
-def test_e4m3_entries_of_the_step_before():
+def test_e4m3_entries_of_the_step_before() -> None:
     """What `absorb_and_store` writes with a scale is PyTorch's rounding, saturated, and `mla_decode` reads it."""
     torch.manual_seed(0)
     batch, heads, capacity, cache_scale = 3, 8, 100, 0.02

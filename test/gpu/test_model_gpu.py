@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -36,10 +36,13 @@ DEVICE = "cuda" if HOPPER else "cpu"
 FP8, INT4 = "kimi-k2-instruct-0905", "kimi-k2-thinking"
 TP8 = Layout(8, target="cuda", experts="stored")
 
+Test = TypeVar("Test", bound=Callable[..., None])
 
-def on_gpu(test):  # type: ignore[no-untyped-def]
+
+def on_gpu(test: Test) -> Test:
     """Mark a test that needs a Hopper GPU."""
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+    marked: Test = pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+    return marked
 
 
 def rank_of_many(config: KimiK2Config, layout: Layout = TP8) -> KimiK2ForCausalLM:
@@ -181,10 +184,10 @@ def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: py
     sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     config = tiny_config(FP8, num_hidden_layers=2, v_head_dim=128, **sizes)
     model = rank_of_many(config, Layout(1, target="cuda", experts="stored"))
-    ours, plain, _ = decode_errors(model, 2, steps=2, context=10)
-    print(f"\nwithout {without}: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
+    ours, bfloat16, _ = decode_errors(model, 2, steps=2, context=10)
+    print(f"\nwithout {without}: ours {ours:.2e}, plain bfloat16 {bfloat16:.2e}")
     assert len(set(made)) == (3 if without is None else 2)
-    assert ours < 1.5 * plain
+    assert ours < 1.5 * bfloat16
 
 
 @on_gpu

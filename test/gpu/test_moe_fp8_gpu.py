@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +16,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 H = 1024
 
 
-def quantized(v):
+def quantized(v: torch.Tensor) -> torch.Tensor:
     """Per-token-group-128 e4m3 rounding, in float64."""
     groups = v.float().unflatten(-1, (-1, 128))
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
-    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
+    rounded: torch.Tensor = ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
+    return rounded
 
 
-def reference(x, weights, indices, scores, rounding):
-    def dense(weight, scale):
+def reference(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    scores: torch.Tensor,
+    rounding: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return weight.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -36,8 +45,9 @@ def reference(x, weights, indices, scores, rounding):
     return out
 
 
-def distance(a, b):
-    return ((a.double() - b).norm() / b.norm()).item()
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    relative: float = ((a.double() - b).norm() / b.norm()).item()
+    return relative
 
 
 CASES = [
@@ -50,7 +60,7 @@ CASES = [
 
 @pytest.mark.parametrize("inter", [256, 512])
 @pytest.mark.parametrize(("tokens", "top_k", "choice"), CASES)
-def test_matches_float64(tokens, top_k, choice, inter):
+def test_matches_float64(tokens: int, top_k: int, choice: list[int] | None, inter: int) -> None:
     torch.manual_seed(tokens + inter)
     weights = random_experts(32, inter, H)
     indices, scores = random_routing(tokens, top_k, 32)
@@ -71,7 +81,7 @@ def test_matches_float64(tokens, top_k, choice, inter):
         assert torch.equal(out, moe_fp8(x, *weights, indices, scores, choice=choice)), "not deterministic"
 
 
-def test_expert_parallel_ranks_sum_to_the_whole():
+def test_expert_parallel_ranks_sum_to_the_whole() -> None:
     weights = random_experts(32, 256, H)
     indices, scores = random_routing(40, 8, 32)
     x = torch.randn(40, H, device="cuda").bfloat16()
@@ -85,7 +95,7 @@ def test_expert_parallel_ranks_sum_to_the_whole():
 
 
 @pytest.mark.parametrize(("tokens", "choice"), [(4, None), (300, None), (2100, [0, 32, 1, 1, 2])])
-def test_graph_replay_follows_its_inputs(tokens, choice):
+def test_graph_replay_follows_its_inputs(tokens: int, choice: list[int] | None) -> None:
     """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
     weights = random_experts(32, 256, H)
     x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, 32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,20 +17,28 @@ from kimi_k2.quantization.int4_group import dequantize_int4_group
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 H, E = 1024, 32
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def random_weights(inter):
+def random_weights(inter: int) -> Weights:
     return (*random_packed(E, 2 * inter, H), *random_packed(E, H, inter))
 
 
-def dense(packed, scale, dtype=torch.float64):
+def dense(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return dequantize_int4_group(packed, scale, (packed.shape[0], packed.shape[1] * 8), dtype=dtype)
 
 
-def reference(x, weights, indices, scores, like_bf16=False, w2_bf16=False):
+def reference(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    scores: torch.Tensor,
+    like_bf16: bool = False,
+    w2_bf16: bool = False,
+) -> torch.Tensor:
     """In float64; `like_bf16`: weights, intermediate and each expert's output rounded to bf16, as a BF16 kernel's."""
 
-    def rounded(v, on=like_bf16):
+    def rounded(v: torch.Tensor, on: bool = like_bf16) -> torch.Tensor:
         return v.bfloat16().double() if on else v
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -44,8 +54,9 @@ def reference(x, weights, indices, scores, like_bf16=False, w2_bf16=False):
     return rounded(out)
 
 
-def distance(a, b):
-    return ((a.double() - b).norm() / b.norm()).item()
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    relative: float = ((a.double() - b).norm() / b.norm()).item()
+    return relative
 
 
 CASES = [
@@ -60,7 +71,9 @@ CASES = [
 @pytest.mark.parametrize("w2_bf16", [False, True])
 @pytest.mark.parametrize("inter", [256, 512])
 @pytest.mark.parametrize(("tokens", "top_k", "choice"), CASES)
-def test_no_further_from_float64_than_bf16(tokens, top_k, choice, inter, w2_bf16):
+def test_no_further_from_float64_than_bf16(
+    tokens: int, top_k: int, choice: list[int] | None, inter: int, w2_bf16: bool
+) -> None:
     torch.manual_seed(tokens + inter)
     weights = random_weights(inter)
     indices, scores = random_routing(tokens, top_k, E)
@@ -85,7 +98,7 @@ def test_no_further_from_float64_than_bf16(tokens, top_k, choice, inter, w2_bf16
 @pytest.mark.parametrize(
     ("most", "choice"), [(16, [1, 16, 1, 1, 1]), (16, [1, 16, 2, 2, 4]), (32, [0, 32, 1, 1, 1]), (32, [0, 32, 1, 1, 4])]
 )
-def test_every_number_of_tokens_an_expert(most, choice, inter):
+def test_every_number_of_tokens_an_expert(most: int, choice: list[int] | None, inter: int) -> None:
     """Experts of 1 to `most` tokens in random order: none sees what another left in shared memory."""
     torch.manual_seed(most + inter)
     weights = random_weights(inter)
@@ -103,7 +116,7 @@ def test_every_number_of_tokens_an_expert(most, choice, inter):
         assert distance(out[mine], exact[mine]) < 1.02 * distance(bf16[mine], exact[mine]), int(counts[expert])
 
 
-def test_a_token_does_not_depend_on_its_tile():
+def test_a_token_does_not_depend_on_its_tile() -> None:
     """97 to 100 tokens of an expert make three tiles of 32 and one of 1 to 4; which a token comes into is not fixed."""
     torch.manual_seed(1)
     counts = torch.arange(97, 101, device="cuda")
@@ -116,7 +129,7 @@ def test_a_token_does_not_depend_on_its_tile():
         assert torch.equal(first, moe_w4a16(x, *weights, indices, scores, choice=[0, 32, 1, 1, 4]))
 
 
-def test_expert_parallel_ranks_sum_to_the_whole():
+def test_expert_parallel_ranks_sum_to_the_whole() -> None:
     weights = random_weights(256)
     indices, scores = random_routing(40, 8, E)
     x = torch.randn(40, H, device="cuda").bfloat16()
@@ -124,7 +137,8 @@ def test_expert_parallel_ranks_sum_to_the_whole():
     for rank in range(2):
         mine = torch.full((E,), -1, dtype=torch.int32, device="cuda")
         mine[16 * rank : 16 * rank + 16] = torch.arange(16, device="cuda", dtype=torch.int32)
-        part = prepare_w4a16(*(w[16 * rank : 16 * rank + 16].contiguous() for w in weights))
+        w13, s13, w2, s2 = (w[16 * rank : 16 * rank + 16].contiguous() for w in weights)
+        part = prepare_w4a16(w13, s13, w2, s2)
         total += moe_w4a16(x, *part, indices, scores, expert_map=mine).float()
     assert distance(total, moe_w4a16(x, *prepare_w4a16(*weights), indices, scores).double()) < 5e-3
 
@@ -132,7 +146,7 @@ def test_expert_parallel_ranks_sum_to_the_whole():
 @pytest.mark.parametrize(
     ("tokens", "choice"), [(4, None), (30, None), (300, [0, 32, 1, 1, 4]), (1000, [0, 128, 1, 1, 4])]
 )
-def test_graph_replay_follows_its_inputs(tokens, choice):
+def test_graph_replay_follows_its_inputs(tokens: int, choice: list[int] | None) -> None:
     """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
     weights = prepare_w4a16(*random_weights(256))
     x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, E)

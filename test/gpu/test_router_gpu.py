@@ -12,7 +12,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
-def inputs(tokens, hidden=7168, experts=384):
+def inputs(tokens: int, hidden: int = 7168, experts: int = 384) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     weight = (torch.randn(experts, hidden, device="cuda") * 0.02).bfloat16()
     return x, weight, torch.randn(experts, device="cuda") * 0.05
@@ -20,7 +20,7 @@ def inputs(tokens, hidden=7168, experts=384):
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 200])
 @pytest.mark.parametrize(("hidden", "experts"), [(7168, 384), (7168, 256), (512, 64), (8192, 32)])
-def test_product_matches_float64(tokens, hidden, experts):
+def test_product_matches_float64(tokens: int, hidden: int, experts: int) -> None:
     torch.manual_seed(tokens)
     x, weight, _ = inputs(tokens, hidden, experts)
     exact = x.double() @ weight.double().T
@@ -35,7 +35,7 @@ def test_product_matches_float64(tokens, hidden, experts):
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 16, 30, 64])
 @pytest.mark.parametrize("experts", [384, 256, 32])
-def test_one_launch_equals_two(tokens, experts):
+def test_one_launch_equals_two(tokens: int, experts: int) -> None:
     torch.manual_seed(tokens)
     x, weight, bias = inputs(tokens, 7168, experts)
     wanted = fused_gate(router_gemm(x, weight), bias, 8, True, 2.827)
@@ -48,7 +48,7 @@ def test_one_launch_equals_two(tokens, experts):
     assert torch.equal(padded[1][: tokens // 2], wanted[1][: tokens // 2])
 
 
-def test_graph_of_dependent_launches_follows_its_inputs():
+def test_graph_of_dependent_launches_follows_its_inputs() -> None:
     """Launches that overlap by programmatic dependence must still see each other's results."""
     x, weight, bias = inputs(16)
     router_decode(x, weight, bias, 8)

@@ -151,7 +151,10 @@ def test_query_and_entry(library: ctypes.CDLL) -> None:
     assert library.kimi_query(ctypes.byref(arguments), None) == 0
     q = (normed(x[:, :1536], q_norm) @ dense(weight, scale).T).view(tokens, heads, 192)
     turn = torch.complex(cos.double(), sin.double())
-    rotate = lambda t, by: torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * by)  # noqa: E731
+
+    def rotate(t: Tensor, by: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * by)
+
     latent = torch.einsum("bhn,hnr->bhr", q[..., :128], w_uk.double())
     wanted = torch.cat((latent, rotate(q[..., 128:], turn[:, None]).flatten(-2)), -1)
     assert distance(out[..., :512], wanted[..., :512]) < 5e-3

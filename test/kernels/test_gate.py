@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from kimi_k2.ops.router import noaux_tc_gate
         ({"warps": 9}, "warps 9"),
     ],
 )
-def test_bad_gate_arguments_are_named(changes, message):
+def test_bad_gate_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     good = {"logits": torch.zeros(3, 384), "e_score_correction_bias": torch.zeros(384), "top_k": 8}
     with FakeTensorMode() as mode:
         given = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in (good | changes).items()}
@@ -42,7 +43,7 @@ def test_bad_gate_arguments_are_named(changes, message):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_fake_gate_has_the_plain_operations_shapes(index_dtype):
+def test_fake_gate_has_the_plain_operations_shapes(index_dtype: torch.dtype) -> None:
     wanted = noaux_tc_gate(torch.randn(5, 384), torch.zeros(384), 8)
     with FakeTensorMode():
         got = fused_gate.fused_gate(torch.randn(5, 384), torch.zeros(384), 8, index_dtype=index_dtype)
@@ -50,7 +51,7 @@ def test_fake_gate_has_the_plain_operations_shapes(index_dtype):
     assert [t.dtype for t in got] == [index_dtype, wanted[1].dtype]
 
 
-def test_fake_router_and_its_refusals():
+def test_fake_router_and_its_refusals() -> None:
     bf16 = torch.bfloat16
     with FakeTensorMode():
         x, weight, bias = torch.zeros(4, 7168, dtype=bf16), torch.zeros(384, 7168, dtype=bf16), torch.zeros(384)
@@ -70,40 +71,41 @@ def test_fake_router_and_its_refusals():
             router_gemm.router_decode(x, weight, bias[:8], 8)
 
 
-def test_cpu_tensors_are_left_to_the_plain_operation():
+def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
     assert not fused_gate.supports(torch.zeros(3, 384), torch.zeros(384), 8)
     x, weight = torch.zeros(3, 512, dtype=torch.bfloat16), torch.zeros(64, 512, dtype=torch.bfloat16)
     assert not router_gemm.supports(x, weight)
     assert not router_gemm.supports_decode(x, weight, 8)
 
 
-def test_strategy_follows_tokens_and_experts():
+def test_strategy_follows_tokens_and_experts() -> None:
     chosen = {(t, e): fused_gate.use_packed(t, e, "auto") for t in (1, 64, 65536) for e in (256, 384, 512)}
     assert {shape for shape, packed in chosen.items() if packed} == {(65536, 256), (65536, 384)}
     assert not fused_gate.use_packed(65536, 384, "warp")
     assert fused_gate.use_packed(1, 384, "packed")
 
 
-def test_one_launch_only_where_its_blocks_can_wait_for_each_other():
+def test_one_launch_only_where_its_blocks_can_wait_for_each_other() -> None:
     assert router_gemm.all_resident(384, 132)
     assert not router_gemm.all_resident(384, 114)
     assert not router_gemm.all_resident(384, 60)
 
 
-def declared(header, structure):
+def declared(header: str, structure: str) -> list[str]:
     """Names of a C structure's members, in order, without what it embeds."""
     text = (build.KERNELS / "router/csrc" / header).read_text()
-    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", text, re.S).group(1)
-    statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body).split(";") if s.strip()]
+    found = re.search(rf"struct {structure} \{{(.*?)\n\}};", text, re.S)
+    assert found is not None
+    statements = [s.strip() for s in re.sub(r"//[^\n]*", "", found.group(1)).split(";") if s.strip()]
     return [name for s in statements if not s.startswith("GateArgs") for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
 
 
-def test_ctypes_structures_follow_the_cuda_ones():
+def test_ctypes_structures_follow_the_cuda_ones() -> None:
     assert declared("gate.cuh", "GateArgs") == [*fused_gate.POINTERS, *fused_gate.INTEGERS, "scale"]
     assert declared("router_gemm.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS, "eps"]
 
 
-def test_benchmark_compares_the_same_operation():
+def test_benchmark_compares_the_same_operation() -> None:
     logits, bias = random_logits(50, 384, device="cpu")
     wanted = noaux_tc_gate(logits, bias, 8, routed_scaling_factor=2.827)
     got = plain_gate(logits, bias)

@@ -10,12 +10,12 @@ from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
 
 
-def test_operations_are_found():
+def test_operations_are_found() -> None:
     assert {"gate", "router"} <= set(table.operations())
     assert "harness" not in table.operations()
 
 
-def test_a_row_says_rates_share_and_verdict():
+def test_a_row_says_rates_share_and_verdict() -> None:
     # 2 GB and 4 TFLOP in a millisecond: 2000 GB/s and 4000 TFLOP/s.
     row = Row("gate", "T=1", "ours", 1000.0, 2e9, 4e12, target=999.0)
     line = table.describe(row, bandwidth=4000.0, matrix_rate=16000.0)
@@ -24,7 +24,7 @@ def test_a_row_says_rates_share_and_verdict():
     assert "target 2: met" in table.describe(Row("gate", "T=1", "ours", 1.5, 1e3, target=2.0), 4000.0, 700.0)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(KernelError, match="no CUDA device"):
         table.run([], True, None, print)

@@ -19,7 +19,7 @@ def test_every_library_that_a_module_loads_is_listed() -> None:
 
 
 def test_all_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
+    built: list[str] = []
     monkeypatch.setattr(libraries, "load_library", built.append)
     times = libraries.build_all(2)
     assert sorted(built) == sorted(libraries.LIBRARIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +18,7 @@ from kimi_k2.ops.mla import mla_absorbed_attention
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
-def arguments():
+def arguments() -> dict[str, Any]:
     return {
         "q": torch.zeros(2, 64, 576, dtype=BF16),
         "cache": torch.zeros(10, 64, 576, dtype=BF16),
@@ -43,7 +45,7 @@ def arguments():
         ({"block_table": torch.zeros(5, 2, dtype=INT32).t()}, "block_table must be contiguous"),
     ],
 )
-def test_bad_arguments_are_named(changes, message):
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     with FakeTensorMode() as mode:
         given = {
             name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -53,7 +55,7 @@ def test_bad_arguments_are_named(changes, message):
             mla.mla_decode(**given)
 
 
-def test_too_many_rows_are_refused():
+def test_too_many_rows_are_refused() -> None:
     with FakeTensorMode():
         cache = torch.empty(2**25, 64, 576, dtype=BF16)
         given = {**arguments(), "cache": cache}
@@ -62,7 +64,7 @@ def test_too_many_rows_are_refused():
 
 
 @pytest.mark.parametrize("heads", mla.HEADS)
-def test_fake_operation_has_the_plain_ones_shape(heads):
+def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
     q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
     wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
     with FakeTensorMode():
@@ -72,7 +74,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads):
 
 
 @pytest.mark.parametrize("dtype", mla.CACHE_DTYPES)
-def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype):
+def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         one = bench.random_inputs(3, 8, 100, device="cpu", dtype=dtype)
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table, 0.05)
@@ -85,7 +87,7 @@ def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype):
         assert (query.shape, query.dtype) == ((3, 8, 576), BF16)
 
 
-def test_cpu_tensors_are_left_to_the_plain_operation():
+def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
     one = bench.random_inputs(2, 64, 128, device="cpu")
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
@@ -93,7 +95,7 @@ def test_cpu_tensors_are_left_to_the_plain_operation():
 @pytest.mark.parametrize("heads", mla.HEADS)
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
-def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
+def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
     launch = mla.choose_launch(batch, heads, capacity, 132)
     resident = 2 if launch.block_n == 32 else 1
     assert 1 <= launch.splits <= max(1, 132 * resident // batch)
@@ -102,12 +104,12 @@ def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
 
 
 @pytest.mark.parametrize("changes", [{"stages": 1}, {"block_n": 128}, {"block_n": 48}, {"splits": 0}, {"splits": 129}])
-def test_launches_known_to_fail_are_refused(changes):
+def test_launches_known_to_fail_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(KernelError, match="stages >= 2"):
         mla.Launch(**({"block_h": 64, "block_n": 64, "splits": 2, "warps": 8, "stages": 2} | changes))
 
 
-def test_benchmark_has_every_target_once(monkeypatch):
+def test_benchmark_has_every_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for timed in ("time_mla", "time_ragged"):
         monkeypatch.setattr(bench, timed, lambda *_: 1.0)
     rows = list(bench.rows(with_peers=False))
@@ -149,12 +151,12 @@ def test_prefill_offsets_beyond_32_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 9), False), ((12, 0), False)])
-def test_prefill_is_for_hopper(monkeypatch, capability, taken):
+def test_prefill_is_for_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool) -> None:
     """Others have no room for the launch in shared memory, or it was not measured there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with FakeTensorMode():
         shapes = (1, 5, 8, 128), (1, 5, 8, 64), (1, 9, 576), (8, 256, 512)
-        tensors = [torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes]
+        q_nope, q_rope, cache, kv_b = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes)
         positions = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
-        assert supports_mla_naive_attention(*tensors, positions, 0.1) is taken
+        assert supports_mla_naive_attention(q_nope, q_rope, cache, kv_b, positions, 0.1) is taken

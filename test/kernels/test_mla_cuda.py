@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +17,14 @@ from kimi_k2.kernels.common import build
 @pytest.mark.parametrize("heads", mla_decode.HEADS)
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
-def test_launch_is_one_wave_of_whole_steps(batch, heads, capacity):
+def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
     launch = mla_cuda.choose_launch(batch, heads, capacity, 132)
     assert 1 <= launch.splits <= max(1, 132 // batch)
     assert (launch.splits - 1) * mla_decode.PAGE < capacity
 
 
 @pytest.mark.parametrize("splits", [0, 129])
-def test_splits_beyond_the_joins_reach_are_refused(splits):
+def test_splits_beyond_the_joins_reach_are_refused(splits: int) -> None:
     with pytest.raises(KernelError, match="splits 1 to 128"):
         mla_cuda.CudaLaunch(splits)
 
@@ -32,7 +34,7 @@ def test_splits_beyond_the_joins_reach_are_refused(splits):
     (8, 1, torch.bfloat16),
     (8, 8, torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads, splits, dtype):
+def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads: int, splits: int, dtype: torch.dtype) -> None:
     q, cache = torch.zeros(1, heads, 576, dtype=torch.bfloat16), torch.zeros(1, 640, 576).to(dtype)
     with pytest.raises(KernelError, match=r"expected a multiple of 8 heads, .*bfloat16, two parts"):
         mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, mla_cuda.CudaLaunch(splits))
@@ -45,7 +47,7 @@ def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads, splits, dtype):
     (1, 64, 8192, False),
     (1, 12, 64, False),
 ])  # fmt: skip
-def test_heads_are_divided_where_little_is_read_again(batch, heads, capacity, wanted):
+def test_heads_are_divided_where_little_is_read_again(batch: int, heads: int, capacity: int, wanted: Any) -> None:
     assert mla_cuda.divides_heads(batch, heads, capacity) == wanted
 
 
@@ -55,14 +57,18 @@ def test_heads_are_divided_where_little_is_read_again(batch, heads, capacity, wa
     (True, torch.float8_e4m3fn, True),
     (True, torch.float16, False),
 ])  # fmt: skip
-def test_cuda_where_there_is_a_compiler_and_it_takes_the_cache(monkeypatch, found, dtype, wanted):
+def test_cuda_where_there_is_a_compiler_and_it_takes_the_cache(
+    monkeypatch: pytest.MonkeyPatch, found: bool, dtype: torch.dtype, wanted: bool
+) -> None:
     monkeypatch.setattr(mla_cuda, "available", lambda: found)
     assert mla_decode.uses_cuda(64, dtype) == wanted
 
 
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
-def test_compiles_without_spills_or_serialized_products(tmp_path):
-    command = [build.find_nvcc(), *build.FLAGS, "-Xptxas", "-v", f"-I{build.KERNELS}", "-o", str(tmp_path / "mla.so")]
+def test_compiles_without_spills_or_serialized_products(tmp_path: Path) -> None:
+    nvcc = build.find_nvcc()
+    assert nvcc is not None
+    command = [nvcc, *build.FLAGS, "-Xptxas", "-v", f"-I{build.KERNELS}", "-o", str(tmp_path / "mla.so")]
     report = subprocess.run(
         [*command, str(build.source_of("attention/mla_decode"))], capture_output=True, text=True, check=True
     ).stderr

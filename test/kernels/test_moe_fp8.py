@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from kimi_k2.kernels.experts.tuning import ExpertChoice
 T, K, E, H, INTER = 4, 2, 3, 512, 256
 
 
-def arguments(**changes):
+def arguments(**changes: Any) -> dict[str, Any]:
     made = {
         "x": torch.zeros(T, H, dtype=torch.bfloat16),
         "gate_up_proj": torch.zeros(E, 2 * INTER, H).to(torch.float8_e4m3fn),
@@ -30,7 +32,7 @@ def arguments(**changes):
     return made | changes
 
 
-def test_good_arguments_give_the_shape():
+def test_good_arguments_give_the_shape() -> None:
     assert check_arguments(**arguments()) == (T, K, E, H, INTER)
     assert check_arguments(**arguments(expert_map=torch.zeros(9, dtype=torch.int32))) == (T, K, E, H, INTER)
 
@@ -49,12 +51,12 @@ def test_good_arguments_give_the_shape():
         ("x", torch.zeros(T, 384, dtype=torch.bfloat16)),
     ],
 )
-def test_bad_arguments_are_named(name, value):
+def test_bad_arguments_are_named(name: str, value: Any) -> None:
     with pytest.raises(KernelError, match=name if name != "x" or value.dtype != torch.bfloat16 else "hidden 384"):
         check_arguments(**arguments(**{name: value}))
 
 
-def test_fake_implementation_matches_the_contract():
+def test_fake_implementation_matches_the_contract() -> None:
     with FakeTensorMode() as mode:
         given = {k: mode.from_tensor(v) if v is not None else None for k, v in arguments().items()}
         out = moe_fp8(**given)
@@ -64,7 +66,7 @@ def test_fake_implementation_matches_the_contract():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_workspace_covers_the_worst_routing(fused):
+def test_workspace_covers_the_worst_routing(fused: bool) -> None:
     rows = 16 if fused else 32
     choice = ExpertChoice(fused, rows, 2, 1, 1)
     sizes = workspace_sizes(40, 8, 384, 7168, 256, choice)
@@ -77,18 +79,19 @@ def test_workspace_covers_the_worst_routing(fused):
     assert sizes["count2"][0] == (40 if fused else 1) * 28  # a counter a slab of 256, and a token where tokens finish
 
 
-def test_ctypes_structure_follows_the_cuda_one():
+def test_ctypes_structure_follows_the_cuda_one() -> None:
     """The two declarations are one interface: the same fields in the same order."""
     text = (build.KERNELS / "experts/csrc/fp8.cuh").read_text()
-    body = re.search(r"struct Fp8Args \{(.*?)\n\};", text, re.S).group(1)
-    body = re.sub(r"//[^\n]*", "", body)
+    found = re.search(r"struct Fp8Args \{(.*?)\n\};", text, re.S)
+    assert found is not None
+    body = re.sub(r"//[^\n]*", "", found.group(1))
     pointers = re.findall(r"\*\s*(\w+);", body)
     integers = [v for line in re.findall(r"^\s*int ([\w, ]+);", body, re.M) for v in re.split(r",\s*", line)]
     assert pointers == _POINTERS
     assert [v.replace("pdl", "programmatic") for v in integers] == _INTEGERS
 
 
-def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
+def test_source_hash_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files beside the one that includes them, and files of another folder."""
     monkeypatch.setattr(build, "KERNELS", tmp_path)
     texts = {
@@ -112,7 +115,7 @@ def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
     assert build.source_hash("a/moe_a") == hashes[-1]
 
 
-def test_missing_compiler_is_said(tmp_path, monkeypatch):
+def test_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIMI_K2_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     build.load_library.cache_clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +27,10 @@ SHAPES = [(384, 256, 8), (48, 2048, 1), (384, 128, 8), (8, 512, 2)]
 
 
 @pytest.mark.parametrize("path", sorted(DIRECTORY.glob("*")), ids=lambda path: path.name)
-def test_shipped_files_keep_the_contract(path):
-    experts, inter, hidden = (int(v) for v in NAME.fullmatch(path.name).groups()[:3])
+def test_shipped_files_keep_the_contract(path: Path) -> None:
+    named = NAME.fullmatch(path.name)
+    assert named is not None
+    experts, inter, hidden = (int(v) for v in named.groups()[:3])
     choices = load_choices(path)
     assert choices, "an empty file would silence the warning about defaults"
     top_k = 8 * experts // 384  # pairs that arrive for a token
@@ -36,12 +40,12 @@ def test_shipped_files_keep_the_contract(path):
 
 @pytest.mark.parametrize(("experts", "inter", "top_k"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 64, 65, 512, 513, 4096, 16384])
-def test_defaults_are_always_launchable(experts, inter, top_k, tokens):
+def test_defaults_are_always_launchable(experts: int, inter: int, top_k: int, tokens: int) -> None:
     for hidden in (256, 7168):
         default_choice(tokens, top_k, experts, inter, hidden).check(tokens, top_k, hidden, inter)
 
 
-def test_nearest_count_above_serves_and_defaults_warn_once(tmp_path, monkeypatch):
+def test_nearest_count_above_serves_and_defaults_warn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     moe_tuning._table.cache_clear()
     name = moe_tuning.file_name(8, 256, 512, "fp8_e4m3", "128x128", "NVIDIA H200")
@@ -63,7 +67,7 @@ def test_nearest_count_above_serves_and_defaults_warn_once(tmp_path, monkeypatch
     moe_tuning._table.cache_clear()
 
 
-def test_tuned_fused_entry_is_not_used_beyond_its_pairs(tmp_path, monkeypatch):
+def test_tuned_fused_entry_is_not_used_beyond_its_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     moe_tuning._table.cache_clear()
     name = moe_tuning.file_name(8, 256, 512, "fp8_e4m3", "128x128", "x")
@@ -73,7 +77,7 @@ def test_tuned_fused_entry_is_not_used_beyond_its_pairs(tmp_path, monkeypatch):
     moe_tuning._table.cache_clear()
 
 
-def test_broken_files_are_refused(tmp_path):
+def test_broken_files_are_refused(tmp_path: Path) -> None:
     good = "experts=8,inter=256,hidden=512,dtype=fp8_e4m3,block=128x128,device=x.json"
     (tmp_path / good).write_text(json.dumps({"1": {"fused": True}}))
     with pytest.raises(KernelError, match="entry '1'"):
@@ -92,17 +96,17 @@ def test_broken_files_are_refused(tmp_path):
         (ExpertChoice(False, 32, 1, 1, 5), "item_slabs"),
     ],
 )
-def test_check_names_the_field(choice, field):
+def test_check_names_the_field(choice: Any, field: str) -> None:
     with pytest.raises(KernelError, match=field):
         choice.check(64, 8, 7168, 256)
 
 
-def test_fused_refuses_more_pairs_than_a_block_aligns():
+def test_fused_refuses_more_pairs_than_a_block_aligns() -> None:
     with pytest.raises(KernelError, match="512"):
         ExpertChoice(True, 16, 1, 1, 1).check(65, 8, 7168, 256)
 
 
-def test_the_tuner_tries_only_launches_that_the_kernels_take():
+def test_the_tuner_tries_only_launches_that_the_kernels_take() -> None:
     from kimi_k2.bench.kernels import tune
 
     for case in tune.CASES.values():
@@ -119,16 +123,20 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take():
 @pytest.mark.parametrize(
     ("experts", "inter", "near"), [(96, 2048, (48, 2048)), (384, 512, (384, 256)), (192, 2048, (48, 2048))]
 )
-def test_a_shape_without_a_file_borrows_the_nearest_ones(experts, inter, near, tmp_path, monkeypatch):
+def test_a_shape_without_a_file_borrows_the_nearest_ones(
+    experts: int, inter: int, near: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Expert and tensor parallel over four and two ranks, from the shipped files of eight; with one warning."""
     for source in DIRECTORY.glob("*.json"):
-        shape = tuple(int(v) for v in NAME.fullmatch(source.name).groups()[:2])
+        named = NAME.fullmatch(source.name)
+        assert named is not None
+        shape = tuple(int(v) for v in named.groups()[:2])
         if shape in ((384, 256), (48, 2048)) or "fp8" not in source.name:
             (tmp_path / source.name).write_text(source.read_text())
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     moe_tuning._table.cache_clear()
     keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "NVIDIA H200"}
-    name = moe_tuning.file_name(*near, 7168, *keys.values())
+    name = moe_tuning.file_name(near[0], near[1], 7168, **keys)
     table = load_choices(tmp_path / name)
     with pytest.warns(UserWarning, match=re.escape(name)) as caught:
         found = {tokens: choose(tokens, 8, experts, inter, 7168, **keys) for tokens in table}
@@ -140,7 +148,7 @@ def test_a_shape_without_a_file_borrows_the_nearest_ones(experts, inter, near, t
     moe_tuning._table.cache_clear()
 
 
-def test_far_shapes_and_other_devices_lend_nothing(tmp_path, monkeypatch):
+def test_far_shapes_and_other_devices_lend_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     keys = ("fp8_e4m3", "128x128", "NVIDIA H200")
     name = moe_tuning.file_name(384, 256, 7168, *keys)
@@ -157,7 +165,9 @@ def test_far_shapes_and_other_devices_lend_nothing(tmp_path, monkeypatch):
         assert (near and near.name) == expected
 
 
-def test_an_expert_parallel_rank_takes_the_entry_that_all_its_pairs_fit(tmp_path, monkeypatch):
+def test_an_expert_parallel_rank_takes_the_entry_that_all_its_pairs_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tuned with the pairs that arrive, asked with all that the tokens choose: more than one launch aligns."""
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     moe_tuning._table.cache_clear()

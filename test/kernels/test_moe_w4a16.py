@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +28,11 @@ from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, r
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 T, K, E, H, INTER = 4, 2, 2, 512, 256
+Checkpoint = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def checkpoint():
+def checkpoint() -> Checkpoint:
     """(int8 gate_up, int8 down, the four stacked tensors), packed by compressed-tensors."""
     generator = torch.Generator().manual_seed(5)
     values = [
@@ -37,10 +40,10 @@ def checkpoint():
     ]
     packed = [torch.stack([pack_to_int32(expert, 4) for expert in v]) for v in values]
     scales = [torch.rand(*v.shape[:2], v.shape[2] // 32, generator=generator).bfloat16() for v in values]
-    return *values, packed[0], scales[0], packed[1], scales[1]
+    return values[0], values[1], packed[0], scales[0], packed[1], scales[1]
 
 
-def lane_positions(chunk_columns):
+def lane_positions(chunk_columns: int) -> Iterator[tuple[int, int, int, int]]:
     """(block row, column) of every register element in the order of csrc/w4a16.cuh: tile, half, thread, step, register,
     low or high; from the register layout of the m16k16 operand in the PTX manual."""
     steps = 4
@@ -56,19 +59,19 @@ def lane_positions(chunk_columns):
                             yield tile, warp, row, column
 
 
-def gate_up_row(block, tile, warp, row, inter):
+def gate_up_row(block: int, tile: int, warp: int, row: int, inter: int) -> int:
     """Rows 0-7 of 16 are gate rows, 8-15 the same up rows."""
     return block * 128 + tile * 32 + warp * 8 + row % 8 + (inter if row >= 8 else 0)
 
 
-def down_row(block, tile, warp, row):
+def down_row(block: int, tile: int, warp: int, row: int) -> int:
     """After transposition a thread of four holds pairs 2q of both halves: they are rows 4q to 4q + 3."""
     half, g = divmod(row, 8)
     return block * 256 + tile * 64 + warp * 16 + 4 * (g // 2) + 2 * half + g % 2
 
 
 @pytest.mark.parametrize("gate_up", [True, False])
-def test_every_thread_finds_its_weights(checkpoint, gate_up):
+def test_every_thread_finds_its_weights(checkpoint: Checkpoint, gate_up: bool) -> None:
     prepared = prepare_w4a16(*checkpoint[2:])
     values, words = (checkpoint[0], prepared[0]) if gate_up else (checkpoint[1], prepared[2])
     rows, columns = values.shape[1:]
@@ -85,9 +88,10 @@ def test_every_thread_finds_its_weights(checkpoint, gate_up):
 
 
 @pytest.mark.parametrize("gate_up", [True, False])
-def test_every_thread_finds_its_scales(checkpoint, gate_up):
+def test_every_thread_finds_its_scales(checkpoint: Checkpoint, gate_up: bool) -> None:
     prepared = prepare_w4a16(*checkpoint[2:])
     scales, ordered = (checkpoint[3], prepared[1]) if gate_up else (checkpoint[5], prepared[3])
+    assert ordered is not None
     rows, groups = scales.shape[1:]
     flat, i = ordered[0].flatten(), 0
     for block in range(rows // 256):
@@ -104,17 +108,19 @@ def test_every_thread_finds_its_scales(checkpoint, gate_up):
     assert i == flat.numel()
 
 
-def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint):
+def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint: Checkpoint) -> None:
     original = checkpoint[2:]
     prepared = prepare_w4a16(*original)
     for before, after in zip(original, prepared, strict=True):
+        assert after is not None
         assert (before.shape, before.dtype) == (after.shape, after.dtype)
         assert not torch.equal(before, after)
     for before, after in zip(original, restore_w4a16(prepared), strict=True):
+        assert after is not None
         assert torch.equal(before, after)
 
 
-def test_mixed_mode_holds_the_dequantized_weights(checkpoint):
+def test_mixed_mode_holds_the_dequantized_weights(checkpoint: Checkpoint) -> None:
     prepared = prepare_w4a16(*checkpoint[2:], w2_bf16=True)
     dense = dequantize_int4_group(checkpoint[4], checkpoint[5], (H, INTER), dtype=torch.bfloat16)
     assert prepared.down_proj_scale is None
@@ -143,14 +149,14 @@ def test_mixed_mode_holds_the_dequantized_weights(checkpoint):
         (3, None, "down_proj_scale"),
     ],
 )
-def test_weights_that_cannot_be_prepared_are_named(checkpoint, place, value, name):
-    given = list(checkpoint[2:])
+def test_weights_that_cannot_be_prepared_are_named(checkpoint: Checkpoint, place: int, value: Any, name: str) -> None:
+    given: list[Any] = list(checkpoint[2:])
     given[place] = value
     with pytest.raises(KernelError, match=name):
         prepare_w4a16(*given)
 
 
-def arguments(**changes):
+def arguments(**changes: Any) -> dict[str, Any]:
     made = {
         "x": torch.zeros(T, H, dtype=torch.bfloat16),
         "gate_up_proj_packed": torch.zeros(E, 2 * INTER, H // 8, dtype=torch.int32),
@@ -164,7 +170,7 @@ def arguments(**changes):
     return made | changes
 
 
-def test_good_arguments_give_the_shape():
+def test_good_arguments_give_the_shape() -> None:
     assert check_arguments(**arguments()) == (T, K, E, H, INTER)
     assert check_arguments(**arguments(expert_map=torch.zeros(9, dtype=torch.int32))) == (T, K, E, H, INTER)
     mixed = {"down_proj_packed": torch.zeros(E, H, INTER, dtype=torch.bfloat16), "down_proj_scale": None}
@@ -185,12 +191,12 @@ def test_good_arguments_give_the_shape():
         ("expert_map", torch.zeros(9), "expert_map"),
     ],
 )
-def test_bad_arguments_are_named(name, value, said):
+def test_bad_arguments_are_named(name: str, value: Any, said: str) -> None:
     with pytest.raises(KernelError, match=said):
         check_arguments(**arguments(**{name: value}))
 
 
-def test_fake_implementation_matches_the_contract():
+def test_fake_implementation_matches_the_contract() -> None:
     with FakeTensorMode() as mode:
         given = {k: mode.from_tensor(v) if v is not None else None for k, v in arguments().items()}
         out = moe_w4a16(**given)
@@ -200,7 +206,7 @@ def test_fake_implementation_matches_the_contract():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_workspace_covers_the_worst_routing(fused):
+def test_workspace_covers_the_worst_routing(fused: bool) -> None:
     rows = 16 if fused else 32
     sizes = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(fused, rows, 2, 2, 1))
     tiles = max(320, -(-320 // rows))  # all pairs on distinct experts, or all on one
@@ -215,15 +221,19 @@ def test_workspace_covers_the_worst_routing(fused):
     assert many["pair_slot"] == (320, torch.int32)  # by which the sums find a pair's output
 
 
-def test_record_is_as_long_as_cuda_has_it():
+def test_record_is_as_long_as_cuda_has_it() -> None:
     text = (build.KERNELS / "experts/csrc/w4a16.cuh").read_text()
-    assert int(re.search(r"kRecord = (\d+);", text).group(1)) == RECORD
+    found = re.search(r"kRecord = (\d+);", text)
+    assert found is not None
+    assert int(found.group(1)) == RECORD
 
 
-def test_ctypes_structure_follows_the_cuda_one():
+def test_ctypes_structure_follows_the_cuda_one() -> None:
     """Both add the same integers, in the same order, after the FP8 kernel's arguments."""
     text = (build.KERNELS / "experts/csrc/w4a16.cuh").read_text()
-    body = re.search(r"struct Args : moe::Fp8Args \{(.*?)\n\};", text, re.S).group(1)
+    found = re.search(r"struct Args : moe::Fp8Args \{(.*?)\n\};", text, re.S)
+    assert found is not None
+    body = found.group(1)
     assert re.findall(r"^\s*int (\w+);", body, re.M) == [name for name, _ in _Arguments._fields_]
     assert _Arguments.w2_bf16.offset % 8 == 0  # no padding that the two languages could place differently
 
@@ -239,20 +249,20 @@ def test_ctypes_structure_follows_the_cuda_one():
         ((4, 32, "group", "float"), True, None),
     ],
 )
-def test_mode_follows_the_quantization(given, down, mode):
+def test_mode_follows_the_quantization(given: tuple[Any, ...], down: bool, mode: str | None) -> None:
     assert expert_mode(*given, down_proj_quantized=down) == mode
 
 
-def test_support_needs_a_hopper_gpu():
+def test_support_needs_a_hopper_gpu() -> None:
     assert not supports(7168, 512, 384, torch.device("cpu"))
 
 
-def test_prepared_order_is_that_of_the_operation():
+def test_prepared_order_is_that_of_the_operation() -> None:
     names = moe_w4a16.schema.arguments[1:5]
     assert tuple(argument.name for argument in names) == PreparedW4A16._fields
 
 
-def test_splits_that_no_launch_sums_are_refused():
+def test_splits_that_no_launch_sums_are_refused() -> None:
     check_choice(ExpertChoice(False, 32, 2, 1, 1))
     check_choice(ExpertChoice(False, 128, 1, 1, 1))
     for rows in (64, 128):

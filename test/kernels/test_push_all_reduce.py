@@ -6,9 +6,9 @@ import ctypes
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.spawn import start_processes
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.comm.push_all_reduce import call_counts, fill_arguments, mailbox_bytes, push_all_reduce
@@ -35,7 +35,7 @@ def run_rank(rank: int, ranks: int, library: str, boxes: list[Tensor], found: Te
 def test_ranks_agree_on_the_sum(all_reduce_on_cpu: str, ranks: int) -> None:
     boxes = [torch.zeros(mailbox_bytes(CAPACITY, ranks), dtype=torch.uint8).share_memory_() for _ in range(ranks)]
     found = torch.full((ranks, len(SIZES), CAPACITY), float("nan"), dtype=torch.bfloat16).share_memory_()
-    mp.start_processes(run_rank, (ranks, all_reduce_on_cpu, boxes, found), nprocs=ranks, start_method="fork")
+    start_processes(run_rank, (ranks, all_reduce_on_cpu, boxes, found), nprocs=ranks, start_method="fork")
     for call, values in enumerate(SIZES):
         wanted = sum(part(rank, call, values).double() for rank in range(ranks))
         assert isinstance(wanted, Tensor)

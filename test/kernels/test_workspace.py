@@ -151,7 +151,11 @@ def test_release_is_of_one_device(stand_on: Place) -> None:
 @pytest.mark.parametrize("inter", [256, 2048])
 def test_data_is_bounded(module: Any, inter: int) -> None:
     choice = ExpertChoice(False, 64, 1, 1, 2)
-    needs = lambda count: layouts(module, count, choice, inter)[0].bytes  # noqa: E731
+
+    def needs(count: int) -> int:
+        size: int = layouts(module, count, choice, inter)[0].bytes
+        return size
+
     for tokens in (1, 3000, 16384, 16385, 65536, 131072, 262144):
         ranges = token_ranges(tokens, needs)
         assert [begin for begin, _ in ranges[1:]] == [end for _, end in ranges[:-1]]

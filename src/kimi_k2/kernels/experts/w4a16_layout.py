@@ -139,6 +139,7 @@ def prepare_w4a16(
     gate_up_proj_scale: Tensor,
     down_proj_packed: Tensor,
     down_proj_scale: Tensor | None,
+    *,
     w2_bf16: bool = False,
     in_place: bool = False,
 ) -> PreparedW4A16:
