@@ -10,7 +10,7 @@ from math import prod
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, category, local_bytes, weight_parts
-from kimi_k2.plan.scratch import BF16
+from kimi_k2.plan.scratch import BF16, FLOAT32, held_as
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -58,6 +58,18 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         rows = _moe_layers(config) * slots * config.hidden_size
         counts.moved = {"gather": rows * BF16, "scatter": 3 * rows * 4}
     return counts
+
+
+def dequantized_bytes(config: KimiK2Config, target: Target) -> int:
+    """What a decode step writes of dequantized experts if the compiler fuses nothing: float32, and its BF16 copy.
+
+    Not part of `decode_counts`, which takes them to be fused with the GEMM. 0 where scales multiply the GEMM's result.
+    """
+    if not target.is_neuron or not held_as(config, target).dequantized:
+        return 0
+    experts = min(target.batch * config.num_experts_per_tok, _local(config, target))
+    elements = experts * 3 * config.hidden_size * config.moe_intermediate_size // target.layout.moe_tp
+    return _moe_layers(config) * elements * (FLOAT32 + BF16)
 
 
 def _moe_layers(config: KimiK2Config) -> int:

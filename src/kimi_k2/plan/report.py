@@ -12,7 +12,7 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
-from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
@@ -62,7 +62,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
         "host": host_plan(config, target),
-        "decode": step(decode, target),
+        "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
@@ -148,6 +148,8 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("reads in all", *(_size(one["bytes_read"]) for one in steps))
     table.add_row("gathers and scatters", *(_size(one["bytes_moved"]) for one in steps))
+    if unfused := steps[0]["dequantized_if_not_fused"]:
+        table.add_row("dequantized experts, if not fused (not in the bound)", _size(unfused), "")
     table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
     table.add_row(
         "collectives",

@@ -88,20 +88,20 @@ def _gate_up(config: KimiK2Config, target: Target, experts: int) -> int:
     return experts * config.hidden_size * 2 * config.moe_intermediate_size // target.layout.moe_tp
 
 
-class _Held(NamedTuple):
+class HeldAs(NamedTuple):
     """How an expert's weight is held: bytes a value, and whether NxD multiplies by the scales before the GEMM."""
 
     itemsize: int
     dequantized: bool
 
 
-def _held(config: KimiK2Config, target: Target) -> _Held:
+def held_as(config: KimiK2Config, target: Target) -> HeldAs:
     rows, columns = config.moe_intermediate_size, config.hidden_size
     experts = expert_formats()[target.layout.experts].for_layout(config, target.layout)
     specs = experts.specs(rows, columns, target.layout.dtype)
     # A scale an output channel multiplies the GEMM's result instead.
     finer = any(shape[-1] > 1 for name, (_, shape) in specs.items() if name != "weight")
-    return _Held(specs["weight"][0].itemsize, finer)
+    return HeldAs(specs["weight"][0].itemsize, finer)
 
 
 def _attention_prefill(config: KimiK2Config, target: Target) -> int:
@@ -119,7 +119,7 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     weigh = 2 * rows * FLOAT32  # a block's outputs in float32, before and after their weights
     add = total + rows * FLOAT32  # the sum before and after a block is added
     dequantize = 0
-    if _held(config, target).dequantized:
+    if held_as(config, target).dequantized:
         dequantize = 2 * _gate_up(config, target, BLOCKS_AT_ONCE) * FLOAT32 + rows * BF16
     return 3 * _stream(config, tokens) + total + max(weigh, add, dequantize)
 
@@ -139,7 +139,7 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.batch * config.num_experts_per_tok
-    elements, held = _gate_up(config, target, min(slots, local)), _held(config, target)
+    elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
     if held.dequantized:
         return 2 * elements * FLOAT32  # before and after the scale
     return elements * ((held.itemsize if slots < local else 0) + BF16)
