@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.hub import resolve_checkpoint
-from kimi_k2.cli import main
+from kimi_k2.cli import app, main
 from kimi_k2.cli.errors import errors_handled
 from kimi_k2.errors import CheckpointError, ConfigError
 
@@ -66,7 +67,7 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", "from kimi_k2.cli import main; main()", "inspect", str(checkpoints["fp8"])]
+    command = [sys.executable, "-c", "from kimi_k2.cli import app, main; main()", "inspect", str(checkpoints["fp8"])]
     with subprocess.Popen([*command, "--tensors"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -80,7 +81,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "import atexit, sys\n"
         "heavy = ('torch', 'numpy', 'transformers', 'matplotlib', 'huggingface_hub', 'jinja2', 'tiktoken')\n"
         "atexit.register(lambda: print('imported', [name for name in heavy if name in sys.modules]))\n"
-        "from kimi_k2.cli import main; main()"
+        "from kimi_k2.cli import app, main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("imported []")
@@ -90,7 +91,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_completion(shell: str) -> None:
     environment = {**os.environ, "_KIMI_K2_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "kimi-k2 in"}
     environment |= {"COMP_WORDS": "kimi-k2 in", "COMP_CWORD": "1", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    command = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+    command = [sys.executable, "-c", "from kimi_k2.cli import app, main; main()"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert "inspect" in done.stdout
 
@@ -111,3 +112,10 @@ def test_a_cached_repository_is_found(
     assert (resolve_checkpoint(name) / "config.json").samefile(checkpoints["fp8"] / "config.json")
     assert resolve_checkpoint(checkpoints["fp8"]) == checkpoints["fp8"]
     assert resolve_checkpoint("nothing-like-that") == Path("nothing-like-that")
+    for command in (
+        ["plan", name, "--preset", "h200-tp1", "--json"],
+        ["convert", name, "--dry-run", "--tp", "2"],
+        ["inspect", name],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, (command, result.output)

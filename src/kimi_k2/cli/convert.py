@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kimi_k2.cli.options import ExpertsOption, TargetOption, number
+from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -38,8 +38,10 @@ def convert(
     ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
     rate: Annotated[float, typer.Option(min=1e-3, max=1e6, help="MB/s of input that --dry-run takes.")] = 190.0,
+    download: Download = False,
 ) -> None:
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.cli.sharding import make_layout
     from kimi_k2.config import KimiK2Config
     from kimi_k2.plan.deployment import Deployment
@@ -47,6 +49,7 @@ def convert(
     from kimi_k2.sharding.dry_run import dry_run
     from kimi_k2.sharding.presharder import Presharder
 
+    source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
         layout = make_layout(tp, ep, target, experts, spmd_rank)

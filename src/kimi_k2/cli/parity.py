@@ -48,6 +48,7 @@ def capture(
     compiled: CompiledOption = None,
 ) -> None:
     """Run a model and keep its logits and activations."""
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.config import KimiK2Config
     from kimi_k2.parallel.ranks import leave_ranks
     from kimi_k2.parity.golden import check_size, save_golden
@@ -55,6 +56,7 @@ def capture(
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import Inputs
 
+    checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     if prompt is None:
         _check_length(prompt_length, steps, config)
@@ -104,6 +106,7 @@ def compare_command(
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
     from rich.console import Console
 
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
     from kimi_k2.parallel.ranks import leave_ranks
@@ -115,6 +118,7 @@ def compare_command(
 
     console = Console()
     expected = load_golden(golden)
+    checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     for difference in check_model(expected, config):
         console.print(f"[yellow]configurations differ:[/yellow] {difference}", highlight=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import number, picture
+from kimi_k2.cli.options import Download, number, picture
 
 
 def plan(
@@ -31,6 +31,7 @@ def plan(
         bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    download: Download = False,
 ) -> None:
     """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
 
@@ -38,6 +39,7 @@ def plan(
     """
     from dataclasses import replace
 
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
     from kimi_k2.errors import ConfigError
@@ -47,7 +49,8 @@ def plan(
     from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_published, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
-    config = KimiK2Config.load(model)
+    directory = resolve_checkpoint(model, download=download, weights=False)
+    config = KimiK2Config.load(directory)
     console = table_console()
     if all_presets:
         rows = preset_rows(config)
@@ -63,7 +66,7 @@ def plan(
     target = load_target(preset, config).with_lengths(context, batch, prompt)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)
-    report = {"model": Path(model).name, "index": read_index(Path(model)), **make_report(config, target)}
+    report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}
     if chart is not None:
         plot(config, target, chart)
     if as_json:

@@ -63,6 +63,7 @@ def sweep(
     from kimi_k2.bench.ranks import RanksBackend
     from kimi_k2.bench.render import markdown, write_reports
     from kimi_k2.bench.sweep import Settings, run_sweep
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.plan.deployment import Deployment
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
     from kimi_k2.synthetic.config import tiny_config
@@ -79,7 +80,7 @@ def sweep(
     )
     compute = getattr(torch, dtype)
     with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch, ExitStack() as stack:
-        directory = Path(scratch) if model == "tiny" else Path(model)
+        directory = Path(scratch) if model == "tiny" else resolve_checkpoint(model)
         if model == "tiny":
             write_synthetic_checkpoint(directory, tiny_config())
         used: Backend
