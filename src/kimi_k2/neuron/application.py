@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.compiler_args import environment
+from kimi_k2.neuron.compiler_args import environment, runtime_environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
 
 # Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
@@ -140,6 +141,24 @@ class NeuronApplication:
             app = build_application(preset, config, str(checkpoint), **overrides)
             app.load(str(compiled))
             return cls(app, preset.name)
+
+    @classmethod
+    def open(cls, compiled: Path) -> NeuronApplication:
+        """Load what `compile` wrote, as its own neuron_config.json says; the weights lie there or at its checkpoint.
+
+        Raises:
+            NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
+            ConfigError: `compiled` holds no compiled model.
+        """
+        if not (compiled / "model.pt").is_file():
+            raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
+        stored = json.loads((compiled / "neuron_config.json").read_text(encoding="utf-8"))
+        # Before NxD is imported; a preset's own variables must be in the environment already.
+        os.environ.update(runtime_environment(stored["neuron_config"]["logical_nc_config"]))
+        with _stdout_to_stderr():
+            app = contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(compiled))
+            app.load(str(compiled))
+        return cls(app, compiled.name)
 
     # -- passes ------------------------------------------------------------------------------------
 

@@ -42,14 +42,18 @@ def compiler_args(deployment: Deployment, stage: str) -> list[str]:
 
 def environment(deployment: Deployment) -> dict[str, str]:
     """Variables that must be set before NxD is imported, for compilation and for loading."""
-    lnc = str(deployment.neuron_config.logical_nc_config)
+    return {**runtime_environment(deployment.neuron_config.logical_nc_config), **deployment.environment}
+
+
+def runtime_environment(logical_nc_config: int) -> dict[str, str]:
+    """The same for a compiled model of which only the physical cores of a logical one are known."""
+    lnc = str(logical_nc_config)
     return {
         "NEURON_LOGICAL_NC_CONFIG": lnc,  # the runtime's side of logical_nc_config
         "NEURON_RT_VIRTUAL_CORE_SIZE": lnc,  # its older name; NxD's own tests set both
         "NEURON_RT_EXEC_TIMEOUT": "1800",  # seconds, default 30: the first execution loads 1 TB of weights
         "XLA_HANDLE_SPECIAL_SCALAR": "1",  # undocumented; NxD's quantized MoE tests set both for FP8 experts
         "UNSAFE_FP8FNCAST": "1",  # e4m3fn is taken for e4m3; no value above 240 is in the weights
-        **deployment.environment,
     }
 
 

@@ -82,7 +82,7 @@ def xla_hlo_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NAMES: dict[str, dict[str, Any]] = {
-    "torch_neuronx": {"__version__": "2.9.0", "BucketModelConfig": BucketModelConfig},
+    "torch_neuronx": {"__version__": "2.9.0.2.11.14773", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.contexts": {"disable_nrt_load": disable_nrt_load},
     "torch_neuronx.utils": {"get_platform_target": lambda: "trn2"},
     "torch_neuronx.utils.utils": {"SUPPORTED_TYPES": ["inf2", "trn1", "trn2"]},
