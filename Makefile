@@ -3,13 +3,24 @@ PY := $(VENV)/bin/python
 # Tests run two at a time; a thread pool in each would only make them wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
 
-.PHONY: demo test lint check clean
+.PHONY: demo test test-nxd lint check clean
 
 demo: $(VENV)/.installed-parity  ## write, run and prove a small synthetic Kimi-K2
 	$(VENV)/bin/kimi-k2 demo
 
 test: $(VENV)/.installed-test  ## every test this machine can run
 	$(PYTEST)
+
+# One SDK's tests against real NxD, for an environment where NxD is importable (docs/trainium.md).
+NXD_PYTHON ?= python
+NXD_1 := application commands registration options patches compiler_args
+NXD_2 := parity experts sharding_nxd published_port modes parity_tool
+NXD_TESTS := $(patsubst test/nxd/test_%.py,%,$(wildcard test/nxd/test_*.py))
+NXD_3 := $(filter-out $(NXD_1) $(NXD_2),$(NXD_TESTS))
+PART ?= 1
+
+test-nxd:  ## PART=1, 2 or 3 of the tests that need NxD importable
+	OMP_NUM_THREADS=1 $(NXD_PYTHON) -m pytest -q -n 2 $(patsubst %,test/nxd/test_%.py,$(NXD_$(PART)))
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -34,6 +34,20 @@ def call(app: NeuronApplication, prompts: list[list[int]], params: dict[str, Any
     return tokens
 
 
+def adapted(app: NeuronApplication, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy tokens by NxDI's own HuggingFaceGenerationAdapter over the same application."""
+    from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
+    from transformers import GenerationConfig
+
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts])
+    options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, top_k=1)
+    out = HuggingFaceGenerationAdapter(app.app).generate(ids, attention_mask=mask, generation_config=options)
+    found: list[list[int]] = out[:, width:].tolist()
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -42,7 +56,12 @@ def main() -> None:
         deployment["sampling"] = OnDeviceSampling(**deployment["sampling"])
     preset = cpu_deployment(Deployment.load(job["preset"]), **deployment)
     app = NeuronApplication.load(job["checkpoint"], preset, None, **job.get("overrides", {}))
-    answers = [call(app, one["prompts"], one.get("params", {})) for one in job["calls"]]
+    answers = [
+        adapted(app, one["prompts"], one["adapter"])
+        if "adapter" in one
+        else call(app, one["prompts"], one.get("params", {}))
+        for one in job["calls"]
+    ]
     if torch.distributed.get_rank() == 0:
         torch.save(answers, job["output"])
     torch.distributed.barrier()

@@ -35,9 +35,14 @@ def expected(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
 def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], tmp_path: Path, ranks: int) -> None:
     """Ragged batches, fewer prompts than the batch, one generation after another; two ranks are the preset's EP=2."""
     greedy = {"max_new_tokens": STEPS}
-    calls = [{"prompts": PROMPTS, "params": greedy}, {"prompts": PROMPTS[1:2], "params": greedy}]
-    together, alone = run(checkpoints["fp8"], tmp_path, calls, ranks)
+    calls: list[dict[str, Any]] = [
+        {"prompts": PROMPTS, "params": greedy},
+        {"prompts": PROMPTS[1:2], "params": greedy},
+        {"prompts": PROMPTS, "adapter": STEPS},
+    ]
+    together, alone, by_nxdi = run(checkpoints["fp8"], tmp_path, calls, ranks)
     assert together == expected(checkpoints["fp8"], PROMPTS)
+    assert by_nxdi == together  # HuggingFaceGenerationAdapter
     assert alone == expected(checkpoints["fp8"], PROMPTS[1:2])
 
 
