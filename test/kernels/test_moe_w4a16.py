@@ -45,7 +45,8 @@ def checkpoint() -> Checkpoint:
 
 def lane_positions(chunk_columns: int) -> Iterator[tuple[int, int, int, int]]:
     """(block row, column) of every register element in the order of csrc/w4a16.cuh: tile, half, thread, step, register,
-    low or high; from the register layout of the m16k16 operand in the PTX manual."""
+    low or high; from the register layout of the m16k16 operand in the PTX manual.
+    """
     steps = 4
     for tile in range(4):
         for half in range(chunk_columns // 64):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -117,7 +118,7 @@ def _high_water_mark() -> int:
 def _main(directory: str, reader: str, consumer: str) -> None:
     baseline = _high_water_mark()
     READERS[reader](Path(directory), CONSUMERS[consumer])
-    print(_high_water_mark() - baseline)
+    typer.echo(_high_water_mark() - baseline)
 
 
 if __name__ == "__main__":

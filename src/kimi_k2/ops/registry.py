@@ -80,6 +80,7 @@ class Operation(Generic[P, R]):
         return [*(entry.name for entry in self.entries), PLAIN]
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+        """Call the entry that `choose` gives for these arguments."""
         chosen = self.choose(*arguments, **keywords)
         chosen.calls += 1
         result: R = chosen.call(*arguments, **keywords)

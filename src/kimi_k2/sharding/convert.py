@@ -49,8 +49,10 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
 
 
 def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
-    """Group modules: an expert's three projections; the two down projections of the attention for neuron. Experts
-    come last and in order, so that the parts of a stacked tensor are written front to back."""
+    """Group modules: an expert's three projections; the two down projections of the attention for neuron.
+
+    Experts come last and in order, so that the parts of a stacked tensor are written front to back.
+    """
     experts: dict[int, list[str]] = {}
     joined: list[str] = []
     for module in modules:

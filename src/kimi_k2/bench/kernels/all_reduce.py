@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import graph_median
@@ -45,7 +46,7 @@ def main() -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     pushed, nccl = AllReduce(None), AllReduce(None, push=False)
     if rank == 0:
-        print(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, bfloat16 [tokens, {HIDDEN}]")
+        typer.echo(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, bfloat16 [tokens, {HIDDEN}]")
     for tokens in TOKENS:
         torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -63,7 +64,7 @@ def main() -> None:
             copies = [x.clone() for _ in range(CALLS)]
             time = graph_median([partial(reduce, copy) for copy in copies])
             if rank == 0:
-                print(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}", flush=True)
+                typer.echo(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}")
     leave_ranks()
 
 

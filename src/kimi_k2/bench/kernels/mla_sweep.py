@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+import typer
 from torch import Tensor
 
 from kimi_k2.bench.kernels.mla import HEADS, SOFTMAX_SCALE, Inputs, in_triton, random_inputs, time_mla
@@ -39,9 +40,7 @@ def main() -> None:
                 wanted = reference(small.q, rows, small.seq_lens.tolist(), SOFTMAX_SCALE)
                 floor = batch * context * 1152 / 4.5e6
                 triton = time_mla(in_triton, batch, heads, context)
-                print(
-                    f"{heads} heads, B={batch}, T={context}: floor {floor:.1f} us, triton {triton:.1f} us", flush=True
-                )
+                typer.echo(f"{heads} heads, B={batch}, T={context}: floor {floor:.1f} us, triton {triton:.1f} us")
                 for launch in dict.fromkeys(launches(batch, heads, context)):
 
                     def call(one: Inputs, launch: CudaLaunch = launch) -> Tensor:
@@ -51,9 +50,9 @@ def main() -> None:
                         error = relative(call(small), wanted)
                         torch.cuda.synchronize()
                     except KernelError as failure:
-                        print(f"  {launch}: {failure}", flush=True)
+                        typer.echo(f"  {launch}: {failure}")
                         continue
-                    print(f"  {time_mla(call, batch, heads, context):7.1f} us  error {error:.1e}  {launch}", flush=True)
+                    typer.echo(f"  {time_mla(call, batch, heads, context):7.1f} us  error {error:.1e}  {launch}")
 
 
 if __name__ == "__main__":

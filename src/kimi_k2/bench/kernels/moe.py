@@ -34,6 +34,7 @@ class Timing:
 
     @property
     def gigabytes_per_second(self) -> float:
+        """Rate at which the weights are read, in GB/s (10^9 bytes)."""
         return self.weight_bytes / self.microseconds / 1e3
 
 

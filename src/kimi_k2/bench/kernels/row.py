@@ -29,10 +29,12 @@ class Row:
 
     @property
     def gigabytes_per_second(self) -> float:
+        """Rate at which memory is read and written, in GB/s (10^9 bytes)."""
         return self.bytes / self.microseconds / 1e3
 
     @property
     def teraflops(self) -> float:
+        """Rate of floating-point operations, in TFLOP/s."""
         return self.flops / self.microseconds / 1e6
 
     def share(self, bandwidth: float, matrix_rate: float) -> float:

@@ -55,7 +55,7 @@ def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, 
     if how.splits == 1 or not mla_cuda.divides_heads(batch, heads, capacity) or not batch or not capacity:
         result: Tensor = value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
         return result
-    mla_decode._check_arguments(query, cache, seq_lens, None)
+    mla_decode.check_arguments(query, cache, seq_lens, None)
     parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
     sizes = batch, heads, how.splits
     launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, parts, sums, w_uv, out, *sizes)

@@ -80,13 +80,13 @@ def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | N
     if not is_hopper(q.device):
         return False
     try:
-        _check_arguments(q, cache, seq_lens, block_table)
+        check_arguments(q, cache, seq_lens, block_table)
     except KernelError:
         return False
     return has_triton() or uses_cuda(q.shape[1], cache.dtype)
 
 
-def _check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
+def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
     """KernelError naming the argument that the kernel does not take, and what was expected."""
     for name, tensor, dtypes in (("q", q, CACHE_DTYPES[:1]), ("cache", cache, CACHE_DTYPES)):
         if tensor.dim() != 3 or tensor.dtype not in dtypes or tensor.shape[-1] != ROW:
@@ -174,7 +174,7 @@ def mla_decode(
         KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
     """
     out: Tensor
-    _check_arguments(q, cache, seq_lens, block_table)
+    check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
@@ -191,7 +191,7 @@ def mla_decode(
     return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
 
 
-mla_decode.fake(_check_arguments, lambda q: q.new_empty(*q.shape[:2], LATENT))
+mla_decode.fake(check_arguments, lambda q: q.new_empty(*q.shape[:2], LATENT))
 
 
 def run(

@@ -1,4 +1,7 @@
-"""What a kernel may count on here: a Hopper GPU, Triton. (`build.find_nvcc` tells of the CUDA compiler.)"""
+"""What a kernel may count on here: a Hopper GPU, Triton.
+
+`build.find_nvcc` tells of the CUDA compiler.
+"""
 
 from __future__ import annotations
 

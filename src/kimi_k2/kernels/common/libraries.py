@@ -6,6 +6,8 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import typer
+
 from kimi_k2.kernels.common.build import KERNELS, load_library
 
 # Every .cu file offers C functions; headers are .cuh.
@@ -30,4 +32,4 @@ def build_all(workers: int | None = None) -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, seconds in build_all().items():
-        print(f"{name}: {seconds:.1f} s")
+        typer.echo(f"{name}: {seconds:.1f} s")

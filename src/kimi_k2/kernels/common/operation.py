@@ -52,7 +52,8 @@ class Operation:
     @property
     def schema(self) -> torch.FunctionSchema:
         """Names and types of the arguments."""
-        result: torch.FunctionSchema = self.registered._opoverload._schema
+        # torch gives an operation's schema under no public name.
+        result: torch.FunctionSchema = self.registered._opoverload._schema  # noqa: SLF001
         return result
 
 

@@ -70,13 +70,13 @@ _INTEGERS = [
 ]
 
 
-class _Arguments(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """`moe::Fp8Args` of csrc/fp8.cuh, field for field."""
 
     _fields_ = fields(_POINTERS, _INTEGERS)
 
 
-_Structure = TypeVar("_Structure", bound=_Arguments)
+_Structure = TypeVar("_Structure", bound=Arguments)
 
 
 def check_arguments(
@@ -152,7 +152,7 @@ def queue_arguments(
     chosen: ExpertChoice,
     sm_count: int,
 ) -> _Structure:
-    """`_Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
+    """`Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
 
     Args:
         tensors: by field name, the routing's aside; None stays null.
@@ -219,7 +219,7 @@ def moe_fp8(
         memory = scratch(_layout(*part, chosen), x.device)
         tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
         routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        arguments = queue_arguments(_Arguments, tensors, part, routing, chosen, sm_count)
+        arguments = queue_arguments(Arguments, tensors, part, routing, chosen, sm_count)
         launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
     return out
 

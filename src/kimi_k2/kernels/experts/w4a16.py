@@ -47,7 +47,7 @@ DECODE_POINTERS = (
 DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
 
 
-class _Arguments(moe_fp8._Arguments):
+class _Arguments(moe_fp8.Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
     _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int)]  # noqa: RUF012

@@ -1,6 +1,6 @@
-"""Residual sum, norm, router and gate between attention and the experts, for a few tokens in one launch:
-`torch.ops.kimi_k2.add_norm_route`.
+"""Residual sum, norm, router and gate between attention and the experts, for a few tokens in one launch.
 
+The operation is `torch.ops.kimi_k2.add_norm_route`.
 `add_norm` and `router_decode` in one operation: csrc/router_gemm.cuh applies the norm's quotient to the finished sums.
 """
 

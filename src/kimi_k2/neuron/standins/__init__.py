@@ -32,7 +32,7 @@ class Inert:
         return Inert(f"{self._inert_name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Used as a decorator it leaves the function alone; used as a decorator factory it returns such a decorator.
+        """As a decorator it leaves the function alone; as a decorator factory it returns such a decorator."""
         if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], Inert):
             return args[0]
         return Inert(f"{self._inert_name}()")
