@@ -96,6 +96,7 @@ class HeldAs(NamedTuple):
 
 
 def held_as(config: KimiK2Config, target: Target) -> HeldAs:
+    """How the expert format of `target` holds a rank's expert weights."""
     rows, columns = config.moe_intermediate_size, config.hidden_size
     experts = expert_formats()[target.layout.experts].for_layout(config, target.layout)
     specs = experts.specs(rows, columns, target.layout.dtype)
