@@ -37,6 +37,21 @@ def build(job: dict[str, Any]) -> Any:
     return modeling.NeuronKimiK2ForCausalLM(job["checkpoint"], config)
 
 
+def loaded_types(app: Any) -> dict[str, str]:
+    """dtype of every floating parameter and buffer of the decode module after NxDI's `load_module` has cast it."""
+    from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
+
+    lowering = environment.contrib("lowering")
+    wrapper = next(one for one in app.models if one.tag == lowering.STAGES[1])
+    with lowering.mocked_ranks(wrapper.neuron_config):
+        instance = wrapper.get_model_instance()
+        initialize_moe_process_group(wrapper.config, False)
+        with torch.device("meta"):
+            instance.load_module()
+        tensors = [*instance.module.named_parameters(), *instance.module.named_buffers()]
+    return {name: str(tensor.dtype) for name, tensor in tensors if tensor.is_floating_point()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -61,7 +76,8 @@ def main() -> None:
         }
         for graph in device.graphs
     ]
-    torch.save({"logits": results, "graphs": graphs, "calls": device.calls}, job["output"])
+    facts = {"logits": results, "graphs": graphs, "calls": device.calls, "loaded": loaded_types(app)}
+    torch.save(facts, job["output"])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The yardstick is transformers' own model in BF16 at the same positions.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_float32_where_float32_is_due(bf16: dict[str, Any]) -> None:
         made = [kind for name, kind in types.items() if name.startswith("constant.")]
         assert "bf16" not in made, graph["stage"]
         assert "f32[8]{0} parameter(" in graph["hlo"]  # qk_rope_head_dim is 16
+        # The router's logits of 16 experts, in both of the layers that have some.
+        assert len(re.findall(r"= f32\[\d+,16\]\S* dot\(", graph["hlo"])) == 2
 
 
 def test_positions_up_to_4095(bf16: dict[str, Any], long_checkpoint: Path) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+from pathlib import Path
 from types import ModuleType
 
 from kimi_k2.errors import KimiK2Error
 
 PACKAGE = "kimi_k2.neuron.nxdi"
 NEEDED = ("torch_xla", "neuronx_distributed", "neuronx_distributed_inference")
+# What a release imports without declaring it: SDK 2.29 tenacity, 2.28 scipy, both boto3.
+UNDECLARED = ("boto3", "scipy", "tenacity")
 
 
 class NeuronUnavailableError(KimiK2Error, ImportError):
@@ -21,8 +25,17 @@ class NeuronUnavailableError(KimiK2Error, ImportError):
 
 
 def missing() -> list[str]:
-    """Names of NEEDED that cannot be imported here."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    """Names of NEEDED that cannot be imported here; if these are there, what their source imports and is not."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return absent or [name for name in UNDECLARED if importlib.util.find_spec(name) is None and _imported(name)]
+
+
+def _imported(name: str) -> bool:
+    """Whether the source of NxD or NxDI imports `name` at the top of a module."""
+    pattern = re.compile(rf"^(?:import|from) {name}\b", re.MULTILINE)
+    specs = [importlib.util.find_spec(package) for package in NEEDED[1:]]
+    roots = [Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    return any(pattern.search(path.read_text(errors="ignore")) for root in roots for path in root.rglob("*.py"))
 
 
 def load(module: str) -> ModuleType:
