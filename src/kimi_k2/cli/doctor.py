@@ -142,6 +142,7 @@ def _neuron() -> Iterator[Finding]:
     import shutil
 
     from kimi_k2.neuron.compile import CHECKED_RELEASES
+    from kimi_k2.neuron.requirements import states
 
     cores = sorted(Path("/dev").glob("neuron[0-9]*"))
     yield Finding("Neuron devices", "ok" if cores else "missing", f"{len(cores)}" if cores else "none")
@@ -160,6 +161,15 @@ def _neuron() -> Iterator[Finding]:
         else:
             checked = version.startswith(releases)
             yield Finding(package, "ok" if checked else "note", version, "" if checked else expected)
+    # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
+    for one in states(vllm=True):
+        needed = one.requirement
+        if needed.module in ("boto3", "torchvision", "google.protobuf", "tenacity", "scipy", "vllm", "vllm_neuron"):
+            found = (one.version or "importable, version unknown") if one.importable else "not installed"
+            wanted = "" if needed.works == "any" else f"works with {needed.works}"
+            why = ", ".join(part for part in (wanted, needed.why) if part)
+            status: Status = "ok" if one.as_tested else "note"
+            yield Finding(f"NxD: {needed.package or needed.module}", status, found, "" if one.as_tested else why)
 
 
 def _room() -> Iterator[Finding]:
