@@ -25,6 +25,8 @@ import executed  # noqa: E402
 import torch  # noqa: E402
 from steps import decode_from, run  # noqa: E402
 
+__all__ = ["build", "executed"]  # other workers take the module from here, imported after the settings above
+
 
 def build(job: dict[str, Any]) -> Any:
     """The application, not loaded."""

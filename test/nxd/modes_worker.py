@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import executed
 import executed_worker
 import torch
 from harness import neuron_config, plain_model
@@ -21,7 +20,7 @@ def loaded(checkpoint: str, tp: int, batch: int, **options: Any) -> Any:
     """An application on executed graphs."""
     chosen = {**neuron_config(tp, 1, batch, torch_dtype="float32"), "disable_argmax_kernel": True, **options}
     app = executed_worker.build({"checkpoint": checkpoint, "neuron_config": chosen})
-    executed.load(app)
+    executed_worker.executed.load(app)
     return app
 
 
