@@ -1,0 +1,75 @@
+"""The commands of docs/h200.md: run here with two CPU ranks for eight GPUs, and on a GPU as far as one can.
+
+Only these words are replaced: number of ranks, device, paths and layers; and generations are cut short.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "h200.md"
+ShellCommands = Callable[[str], list[list[str]]]
+KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+WORDS = {"8": "2", "cuda": "cpu", "0,1,30,60": "0,1"}
+SHORT = {
+    "generate": ["--max-new-tokens", "2"],
+    "bench": ["--output-lengths", "2", "--prompt-lengths", "4", "--runs", "1"],
+    "capture": ["--prompt-length", "5", "--steps", "1"],
+}
+
+
+@pytest.fixture
+def page_commands(shell_commands: ShellCommands) -> list[list[str]]:
+    return shell_commands(PAGE.read_text(encoding="utf-8"))
+
+
+def run(command: list[str], where: Path) -> None:
+    done = subprocess.run(
+        command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
+
+
+def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: Path) -> None:
+    paths = {
+        "/models/Kimi-K2-Instruct-0905": str(wide),
+        "/ranks": str(tmp_path / "ranks"),
+        "/golden": str(tmp_path / "g"),
+    }
+    ran = []
+    for words in page_commands:
+        if "kimi-k2" not in words:
+            continue
+        at = words.index("kimi-k2")
+        arguments = [paths.get(word, WORDS.get(word, word)) for word in words[at + 1 :]]
+        if arguments[0] == "convert":  # the target's name is no device
+            arguments[arguments.index("--target") + 1] = "cuda"
+        called = arguments[1] if arguments[0] == "parity" else arguments[0]
+        front = TORCHRUN if words[0] == "torchrun" else []
+        run([*front, *KIMI, *arguments, *SHORT.get(called, [])], tmp_path)
+        ran.append(called)
+    assert ran == ["convert", "generate", "bench", "capture"]
+
+
+def test_the_others_need_a_gpu(page_commands: list[list[str]]) -> None:
+    others = [words for words in page_commands if "kimi-k2" not in words]
+    names = [
+        next(word for word in words if word[0] not in "-8" and word not in ("torchrun", "python")) for words in others
+    ]
+    assert names == ["kimi_k2.kernels.common.libraries", "scripts/run_cuda.py", "scripts/run_cuda.py", "pytest"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_one_gpu(page_commands: list[list[str]]) -> None:
+    stand_in = next(words for words in page_commands if "--stand-in" in words)
+    run([sys.executable, *stand_in[1:], "--layers", "2"], ROOT)
