@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import torch
 from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
+
+BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,3 +62,22 @@ def all_reduce_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return str(out)
+
+
+def _shell_commands(text: str) -> list[list[str]]:
+    """Command lines of the shell blocks, split into words, comments and variables in front left out."""
+    found = []
+    for block in BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z0-9_]+=.*", words[0]):
+                words.pop(0)
+            if words:
+                found.append(words)
+    return found
+
+
+@pytest.fixture(scope="session")
+def shell_commands() -> Callable[[str], list[list[str]]]:
+    """Reads the command lines of a document's shell blocks."""
+    return _shell_commands

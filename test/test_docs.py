@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,10 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 
 ROOT = Path(__file__).parents[1]
+ShellCommands = Callable[[str], list[list[str]]]
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("contrib/models/*/README.md"))]
-BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SECTION = "## Anywhere"
-
-
-def commands(text: str) -> list[list[str]]:
-    """Command lines of the shell blocks, split into words, comments and variables in front left out."""
-    found = []
-    for block in BLOCK.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"[A-Z0-9_]+=.*", words[0]):
-                words.pop(0)
-            if words:
-                found.append(words)
-    return found
 
 
 def inline_commands(text: str) -> list[list[str]]:
@@ -70,11 +58,12 @@ def check_options(words: list[str], command: Any) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_exist(path: Path) -> None:
+def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
     text = path.read_text(encoding="utf-8")
+    listed = shell_commands(text)
     group: Any = get_command(app)
     checked = 0
-    for words in commands(text) + inline_commands(text):
+    for words in listed + inline_commands(text):
         if words[:2] == ["torchrun", "--nproc-per-node"]:
             words = words[4:] if words[3] == "--no-python" else ["python", *words[3:]]
         program = Path(words[0]).name
@@ -110,19 +99,19 @@ def test_commands_exist(path: Path) -> None:
         else:
             continue
         checked += 1
-    assert checked or not BLOCK.search(text)
+    assert checked or not listed
 
 
 def test_the_readme_is_read_in_two_minutes() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 90
 
 
-def test_the_first_commands_run(tmp_path: Path) -> None:
+def test_the_first_commands_run(tmp_path: Path, shell_commands: ShellCommands) -> None:
     """The README's section for any machine, then the Python example, in a directory of their own."""
     text = README.read_text(encoding="utf-8")
     section = text[text.index(SECTION) :].split("\n## ")[0]
     ran = 0
-    for words in commands(section):
+    for words in shell_commands(section):
         assert words[0] == "kimi-k2", words
         arguments = [word.replace("/tmp/", f"{tmp_path}/") for word in words[1:]]
         done = CliRunner().invoke(app, arguments)

@@ -101,9 +101,15 @@ def synthetic_rank(
     return model.eval()
 
 
-def launches(action: Callable[[], object], repeats: int = 5) -> list[str]:
-    """What the GPU (or, without one, the CPU) runs in an action: microseconds, how often, name; the longest first."""
-    on_gpu = torch.cuda.is_available()
+def launches(action: Callable[[], object], repeats: int = 5, *, on_gpu: bool | None = None) -> list[str]:
+    """What an action runs: microseconds, how often, name; the longest first.
+
+    Args:
+        action: called once more than counted, to warm up.
+        repeats: calls that the figures are means of.
+        on_gpu: count the GPU's kernels, else the CPU's operations; None for the GPU where there is one.
+    """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     action()
     with torch.profiler.profile(activities=[activity]) as profiler:
