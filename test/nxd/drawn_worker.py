@@ -69,7 +69,7 @@ def difference(seed: int) -> tuple[str, float]:
         options = neuron_config(tp, ep, batch, torch_dtype="float32")
         options["blockwise_matmul_config"] |= blockwise
         app = executed_worker.build({"checkpoint": directory, "neuron_config": options})
-        executed_worker.executed.load(app)
+        executed_worker.load(app)
         logits = run(app, case["prompts"], case["forced"])
         expected = expected_logits(load_transformers_model(directory), case)
     return f"TP{tp}xEP{ep} batch {batch} {fields} {blockwise}", float((logits - expected).abs().max())

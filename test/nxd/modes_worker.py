@@ -20,7 +20,7 @@ def loaded(checkpoint: str, tp: int, batch: int, **options: Any) -> Any:
     """An application on executed graphs."""
     chosen = {**neuron_config(tp, 1, batch, torch_dtype="float32"), "disable_argmax_kernel": True, **options}
     app = executed_worker.build({"checkpoint": checkpoint, "neuron_config": chosen})
-    executed_worker.executed.load(app)
+    executed_worker.load(app)
     return app
 
 

@@ -207,9 +207,8 @@ def main() -> None:
                     idle = ".mlp_op." in key and name != "experts"
                     own[key] = banks[key] if idle else layer.part(key, rank, experts=True)
             outputs.append(programs[phase](own, fed))
-        joined = (
-            torch.cat(outputs) if cut.kind == "all-gather" else sum((out.float() for out in outputs), torch.zeros(()))
-        )
+        gathered = cut.kind == "all-gather"
+        joined = torch.cat(outputs) if gathered else torch.stack([out.float() for out in outputs]).sum(0)
         fed[phase] = joined.reshape(cut.shape).to(cut.dtype)
         found[name] = fed[phase].flatten().double()
         if name in expected:
