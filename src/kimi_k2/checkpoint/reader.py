@@ -33,7 +33,7 @@ from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
 # after this many bytes keeps a 17 GB shard from counting as 17 GB.
-RELEASE_BYTES = 256 * 2**20
+RELEASE_BYTES = 128 * 2**20
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -37,6 +37,9 @@ from kimi_k2.sharding.source import check_same, check_unchanged, identify
 THREADS = min(os.cpu_count() or 1, 8)
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 _ROWS_BYTES = 2**25
+# Stored bytes read, converted and written at a time: three experts of the real sizes. The dense layer's matrices
+# have as many each, and twice that in BF16.
+_IN_FLIGHT_BYTES = 2**27
 
 
 class Presharder:
@@ -280,6 +283,8 @@ class Presharder:
                     continue
                 stored = self._read(unit, groups)
                 nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
+                while waiting and nbytes + sum(count for count, _ in waiting) > _IN_FLIGHT_BYTES:
+                    write_next()
                 waiting.append((nbytes, pool.submit(self._convert, converter, unit, stored)))
                 if len(waiting) > THREADS:
                     write_next()
