@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kimi_k2 import ops
 from kimi_k2.errors import KernelError
 from kimi_k2.ops import linear, registry, router
 from kimi_k2.ops.experts import ExpertWeights
@@ -35,6 +38,8 @@ def test_entries_have_the_plain_functions_arguments() -> None:
 
 
 def test_the_order_is_the_tables() -> None:
+    for module in pkgutil.iter_modules(ops.__path__):
+        importlib.import_module(f"{ops.__name__}.{module.name}")
     registry.load_providers()
     assert {operation.name: operation.names for operation in registry.TABLE.values()} == {
         "absorb_and_store": ["triton", "plain"],
