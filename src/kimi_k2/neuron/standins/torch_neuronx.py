@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,23 @@ def xla_hlo_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return unknown
 
 
+@dataclasses.dataclass(frozen=True)
+class AllCloseSummary:
+    """What NxDI's logit_validation reads of a comparison."""
+
+    allclose: bool
+    max_rel_error: float
+
+
+def neuron_allclose(
+    actual: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8
+) -> AllCloseSummary:
+    """Each value within atol + rtol * |expected|, as torch.allclose; the SDK's own is not published."""
+    difference, size = (actual - expected).abs(), expected.abs()
+    within = bool((difference <= atol + rtol * size).all())
+    return AllCloseSummary(within, float((difference / size.clamp(min=1e-30)).max()))
+
+
 _NAMES: dict[str, dict[str, Any]] = {
     "torch_neuronx": {"__version__": "2.9.0.2.11.14773", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.contexts": {"disable_nrt_load": disable_nrt_load},
@@ -96,6 +114,8 @@ _NAMES: dict[str, dict[str, Any]] = {
         "Softmax": _Apply(lambda tensor, dim: torch.softmax(tensor, dim=dim)),
     },
     "torch_neuronx.xla_impl.base": {"xla_call": identity_decorator, "xla_hlo_call": xla_hlo_call},
+    "torch_neuronx.testing": {"neuron_allclose": neuron_allclose},
+    "torch_neuronx.testing.validation": {"neuron_allclose": neuron_allclose, "AllCloseSummary": AllCloseSummary},
     "nki": {"jit": identity_decorator},
     "nkilib.core.cumsum.cumsum": {"cumsum": lambda tensor, axis: torch.cumsum(tensor, dim=axis)},
     "neuronxcc.nki": {"jit": identity_decorator},

@@ -93,7 +93,10 @@ def test_coherence(app: NeuronApplication, tokenizer: KimiTokenizer, expected: d
 @pytest.mark.skipif(not GOLDEN, reason="needs KIMI_K2_GOLDEN, what `kimi-k2 parity capture --greedy` wrote")
 def test_logits_match_the_golden_ones(app: NeuronApplication) -> None:
     """NxDI's own logit_validation: teacher forcing, its tolerances."""
-    from neuronx_distributed_inference.experimental.core.accuracy.logit_validation import logit_validation
+    from neuronx_distributed_inference.experimental.core.accuracy.logit_validation import (
+        DEFAULT_TOLERANCE_MAP,
+        logit_validation,
+    )
 
     if not app.options.output_logits:
         pytest.skip("needs graphs that return logits: kimi-k2 compile --capture-layers 0")
@@ -113,8 +116,9 @@ def test_logits_match_the_golden_ones(app: NeuronApplication) -> None:
             rows.append(output.logits)
         return torch.stack([row.float() for row in rows if row is not None])
 
-    passed, results, message = logit_validation([prompt], continue_from, golden)
-    assert passed, (message, results)
+    # A small test model has fewer tokens than the highest k.
+    tolerances = {k: bound for k, bound in DEFAULT_TOLERANCE_MAP.items() if k == "all" or int(k) <= golden.shape[-1]}
+    assert logit_validation([prompt], continue_from, golden, tolerances) is True  # what differs is printed
 
 
 def test_time_to_first_token(app: NeuronApplication, expected: dict[str, Any]) -> None:

@@ -1,0 +1,113 @@
+"""A Trainium machine's compiler and device, mocked where NxDI meets them: its ModelBuilder and `torch.jit.load`.
+
+    python mocked_neuron.py cli compile --preset ...     # `kimi-k2 compile ...` with the mocks
+    python mocked_neuron.py pytest -m neuron ...
+
+All else is real: our commands, NxDI's `compile` and `load`, the files between them. A compiled model is a TorchScript
+file that lists its graphs; loading it makes the model on the CPU, one rank, with the weights that NxDI hands to the
+device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kimi_k2.neuron import contrib, cpu
+
+
+class Graphs(nn.Module):
+    """What stands for NEFFs: the names of the graphs."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self) -> list[str]:
+        return self.names
+
+
+class RecordingBuilder:
+    """NxD's ModelBuilder without a compiler."""
+
+    def __init__(self, *, compiler_workdir: str, **options: Any) -> None:
+        self.compiler_workdir, self.options = compiler_workdir, options
+        self.graphs: dict[str, dict[str, Any]] = {}
+
+    def add(self, key: str, example_inputs: list[Any], compiler_args: str, **options: Any) -> None:
+        """Remember a graph."""
+        self.graphs[key] = {"buckets": len(example_inputs), "compiler_args": compiler_args}
+
+    def trace(self, **options: Any) -> Any:
+        """Compile: every graph has inputs and arguments."""
+        assert all(graph["buckets"] and "--model-type=transformer" in graph["compiler_args"] for graph in
+                   self.graphs.values())  # fmt: skip
+        workdir = Path(self.compiler_workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "graphs.json").write_text(json.dumps(self.graphs))
+        script: Any = torch.jit.script
+        return script(Graphs(list(self.graphs)))
+
+    def shard_checkpoint(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the weights are pre-sharded; nothing is left to shard at load")
+
+
+def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
+    """`torch.jit.load` of a compiled model: the same model on the CPU, waiting for its weights."""
+    graphs = _torch_jit_load(path)()
+    assert graphs == ["context_encoding_model", "token_generation_model"], graphs
+    from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel
+
+    config = contrib.load("config").KimiK2InferenceConfig.load(str(Path(path).parent))
+    config.neuron_config.on_cpu = True
+    contrib.load("patches").apply_cpu_mode(config.neuron_config)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", world_size=1, rank=0)
+        initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
+    model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(config).eval()
+    if config.neuron_config.torch_dtype == torch.bfloat16:
+        model.bfloat16()
+    # NxDI casts what it loaded (`self.to(torch_dtype)`), which on a device holds no weights.
+    object.__setattr__(model, "_apply", lambda *_, **__: model)
+    if config.neuron_config.tensor_capture_config is not None:
+        contrib.load("capture").capture_in_cpu_mode([model], config.neuron_config.tensor_capture_config)
+
+    def initialize(weights: list[dict[str, Any]], start_rank: Any) -> None:
+        (own,) = weights
+        absent, unknown = model.load_state_dict(own, strict=False)
+        assert not unknown, unknown
+        assert all(name.startswith("kv_mgr.") for name in absent), absent
+
+    # `forward` is what NxDI warms a device up with.
+    object.__setattr__(model, "nxd_model", SimpleNamespace(initialize=initialize, forward=lambda inputs: None))
+    return model
+
+
+def install() -> None:
+    """Put the mocks in place; before NxDI is used."""
+    cpu.prepare()
+    from neuronx_distributed_inference.models import application_base
+
+    application_base.ModelBuilder = RecordingBuilder
+    setattr(torch.jit, "load", load_on_cpu)  # noqa: B010 - its signature is narrower than torch's
+
+
+_torch_jit_load: Any = torch.jit.load
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    install()
+    if sys.argv.pop(1) == "cli":
+        from kimi_k2.cli import main
+
+        main()
+    else:
+        import pytest
+
+        sys.exit(pytest.main(sys.argv[1:]))
