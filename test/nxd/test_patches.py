@@ -48,7 +48,7 @@ def test_without_cpu_fp8_expert_gather(checkpoints: dict[str, Path], tmp_path: P
 
 
 def test_without_cpu_expert_shard_rank(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    experts = environment.contrib("quantized").BlockwiseFp8Experts(64)
+    experts = BlockwiseExperts(64)
     options = neuron_config(2, 2, 1, **experts.neuron_options())
     job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
     with pytest.raises(AssertionError, match="non-empty"):
