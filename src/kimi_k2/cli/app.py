@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,21 +11,9 @@ from typing import Annotated
 import typer
 
 from kimi_k2 import __version__
-from kimi_k2.cli.bench import bench
-from kimi_k2.cli.chat import chat
-from kimi_k2.cli.compile import compile_model
-from kimi_k2.cli.convert import convert
-from kimi_k2.cli.demo import demo
-from kimi_k2.cli.doctor import doctor
+from kimi_k2.cli import commands
+from kimi_k2.cli.command import PANELS, Command
 from kimi_k2.cli.errors import errors_handled
-from kimi_k2.cli.generate import generate
-from kimi_k2.cli.inspect import inspect
-from kimi_k2.cli.make_checkpoint import make_checkpoint
-from kimi_k2.cli.parity import parity
-from kimi_k2.cli.plan import plan
-from kimi_k2.cli.profile import profile
-from kimi_k2.cli.tune import tune
-from kimi_k2.cli.verify import verify
 
 app = typer.Typer(
     name="kimi-k2",
@@ -32,22 +22,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-RUN, CHECKPOINTS, DEPLOY, MEASURE = "Run a model", "Checkpoints", "Deploy", "Measure and prove"
 
-app.command(rich_help_panel=RUN)(demo)
-app.command(rich_help_panel=RUN)(doctor)
-app.command(rich_help_panel=RUN)(chat)
-app.command(rich_help_panel=RUN)(generate)
-app.command("make-checkpoint", rich_help_panel=CHECKPOINTS)(make_checkpoint)
-app.command(rich_help_panel=CHECKPOINTS)(inspect)
-app.command(rich_help_panel=CHECKPOINTS)(convert)
-app.command(rich_help_panel=CHECKPOINTS)(verify)
-app.command(rich_help_panel=DEPLOY)(plan)
-app.command("compile", rich_help_panel=DEPLOY)(compile_model)
-app.command(rich_help_panel=DEPLOY)(tune)
-app.add_typer(bench, rich_help_panel=MEASURE)
-app.command(rich_help_panel=MEASURE)(profile)
-app.add_typer(parity, rich_help_panel=MEASURE)
+
+def find_commands() -> list[Command]:
+    """The `COMMAND` of each module of `cli.commands`, panel by panel: a file that is added there is a command."""
+    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    found = [importlib.import_module(f"{commands.__name__}.{name}").COMMAND for name in names]
+    return sorted(found, key=lambda command: (PANELS.index(command.panel), command.name))
+
+
+for _command in find_commands():
+    _command.add_to(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed, number, parse_layers
 
 if TYPE_CHECKING:
@@ -143,3 +144,6 @@ def compare_command(
             console.print(f"[yellow]no plot:[/yellow] {error}", highlight=False)
     if not result.passed:
         raise typer.Exit(1)
+
+
+COMMAND = Command("parity", parity, "Measure and prove")

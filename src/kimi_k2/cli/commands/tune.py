@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import number
 
 
@@ -21,3 +22,6 @@ def tune(
     from kimi_k2.bench.kernels.tune import tune as tune_experts
 
     tune_experts(shape, tokens, out, typer.echo)
+
+
+COMMAND = Command("tune", tune, "Deploy")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import number
 
 
@@ -56,3 +57,6 @@ def profile(
         typer.echo("\n".join(lines))
         if verbose:
             typer.echo(registry.explain())
+
+
+COMMAND = Command("profile", profile, "Measure and prove")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Download, number, picture
 
 
@@ -77,3 +78,6 @@ def plan(
         print_published(console)
     if hlo is not None:
         print_against_hlo(against_hlo(config, target, hlo), console)
+
+
+COMMAND = Command("plan", plan, "Deploy")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
-from kimi_k2.cli.bench.parts import context, convert, kernels, reader
-from kimi_k2.cli.bench.sweep import sweep
+from kimi_k2.cli.command import Command
+from kimi_k2.cli.commands.bench.parts import context, convert, kernels, reader
+from kimi_k2.cli.commands.bench.sweep import sweep
 
 
 class _SweepByDefault(TyperGroup):
@@ -29,3 +30,6 @@ bench.command()(reader)
 bench.command()(context)
 bench.command()(convert)
 bench.command()(kernels)
+
+
+COMMAND = Command("bench", bench, "Measure and prove")

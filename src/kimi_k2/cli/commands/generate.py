@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
     DEFAULT_CONTEXT,
     DEFAULT_DEPLOYMENT,
@@ -176,3 +177,6 @@ def _show(session: Session, prompts: list[Prompt], view: View, timing: Timing) -
             view.ended(row, reply)
     finally:
         view.close(replies)
+
+
+COMMAND = Command("generate", generate, "Run a model")

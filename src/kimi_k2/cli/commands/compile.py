@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import parse_layers
 
 
@@ -55,3 +56,6 @@ def compile_model(
             options = capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
         job.check_sdk()
         job.compile_all(chosen, model, out, typer.echo, **options)
+
+
+COMMAND = Command("compile", compile_model, "Deploy")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number
 
 if TYPE_CHECKING:
@@ -132,3 +133,6 @@ def _category(name: str) -> str:
         if part in name:
             return category
     return "embedding and lm_head"
+
+
+COMMAND = Command("inspect", inspect, "Checkpoints")

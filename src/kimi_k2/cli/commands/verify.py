@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
+
 
 def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert` wrote.")]) -> None:
     """Read all files again and compare headers and every tensor's bytes with the manifest; names all that differ."""
@@ -23,3 +25,6 @@ def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert`
     if found:
         raise typer.Exit(1)
     typer.echo(f"{len(files)} files as the manifest says")
+
+
+COMMAND = Command("verify", verify, "Checkpoints")

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from kimi_k2.cli.command import Command
+
 Status = Literal["ok", "missing", "note"]
 MARKS: dict[Status, str] = {
     "ok": "[green]ok[/green]",
@@ -207,3 +209,6 @@ def _parts(missing: set[str]) -> list[Part]:
         "run on Trainium": [*base, *neuron, "torch-neuronx", "Neuron devices"],
     }
     return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]
+
+
+COMMAND = Command("doctor", doctor, "Run a model")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, number
 
 
@@ -27,3 +28,6 @@ def demo(
     from kimi_k2.parity.demo import run_demo
 
     raise typer.Exit(run_demo(out, model, new_tokens, seed))
+
+
+COMMAND = Command("demo", demo, "Run a model")

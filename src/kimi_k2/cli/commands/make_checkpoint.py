@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption, number
 
 
@@ -56,3 +57,6 @@ def _parse_override(text: str) -> tuple[str, int | float]:
         except ValueError:
             continue
     raise typer.BadParameter(f"{field}: expected a number, got {value!r}")
+
+
+COMMAND = Command("make-checkpoint", make_checkpoint, "Checkpoints")

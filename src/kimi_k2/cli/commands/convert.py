@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number
 
 if TYPE_CHECKING:
@@ -103,3 +104,6 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
         ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input"),
     ):
         typer.echo(f"{label:12} {value}")
+
+
+COMMAND = Command("convert", convert, "Checkpoints")

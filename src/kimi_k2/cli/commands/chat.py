@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
     DEFAULT_CONTEXT,
     DEFAULT_DEPLOYMENT,
@@ -315,3 +316,6 @@ def _input(prompt: str) -> str:
         return input()
     # readline counts what stands between these marks as no columns.
     return input(f"\001\033[1;32m\002{prompt}\001\033[0m\002")
+
+
+COMMAND = Command("chat", chat, "Run a model")
