@@ -3,7 +3,7 @@ PY := $(VENV)/bin/python
 # Tests run two at a time; a thread pool in each would only make them wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
 
-.PHONY: demo test test-nxd lint check clean
+.PHONY: demo test test-nxd test-vllm lint check clean
 
 demo: $(VENV)/.installed-parity  ## write, run and prove a small synthetic Kimi-K2
 	$(VENV)/bin/kimi-k2 demo
@@ -21,6 +21,12 @@ PART ?= 1
 
 test-nxd:  ## PART=1, 2 or 3 of the tests that need NxD importable
 	OMP_NUM_THREADS=1 $(NXD_PYTHON) -m pytest -q -n 2 $(patsubst %,test/nxd/test_%.py,$(NXD_$(PART)))
+
+# For an environment where vLLM is importable (docs/parsers.md).
+VLLM_PYTHON ?= python
+
+test-vllm:  ## the tests that need vLLM importable
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -q -rs test/serving
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -52,19 +52,23 @@ class TextLexer:
 
     def feed(self, text: str) -> list[Lexeme]:
         """Lexemes that this text completes; no text among them is empty."""
+        return [SPELLINGS[piece] if is_spelling else piece for piece, is_spelling in self.cut(text)]
+
+    def cut(self, text: str) -> list[tuple[str, bool]]:
+        """Pieces that this text completes, none empty, and of each whether it is spelled like a marker."""
         text = self._held + text
-        lexemes: list[Lexeme] = []
+        pieces: list[tuple[str, bool]] = []
         end = 0
         for match in _FOUND.finditer(text):
-            lexemes += [text[end : match.start()], SPELLINGS[match[0]]]
+            pieces += [(text[end : match.start()], False), (match[0], True)]
             end = match.end()
         # A marker has one "<", its first character: only the last one of the text can begin a cut marker.
         opening = text.rfind("<", max(end, len(text) - _LONGEST + 1))
         is_cut = opening >= 0 and any(spelling.startswith(text[opening:]) for spelling in SPELLINGS)
         ready = opening if is_cut else len(text)
-        lexemes.append(text[end:ready])
+        pieces.append((text[end:ready], False))
         self._held = text[ready:]
-        return [lexeme for lexeme in lexemes if lexeme]
+        return [piece for piece in pieces if piece[0]]
 
     def flush(self) -> list[Lexeme]:
         """What was held back, at the end of the text."""

@@ -1,0 +1,1 @@
+"""Plugins of vLLM; `plugin.register` is the entry point."""

@@ -1,0 +1,25 @@
+"""Entry point of `vllm.general_plugins`: vLLM calls `register` in every process that it starts, at times twice."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
+
+PARSER = "kimi_k2_stream"
+
+
+def register() -> None:
+    """Offer this project's parsers to vLLM. What a version of vLLM lacks is named, and left out."""
+    _register_parser("tool_parsers", "ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
+    _register_parser("reasoning", "ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")
+
+
+def _register_parser(package: str, manager: str, module: str, name: str) -> None:
+    """Name a parser that vLLM imports when somebody asks for it."""
+    try:
+        managing = getattr(importlib.import_module(f"vllm.{package}"), manager)
+        managing.register_lazy_module(PARSER, f"kimi_k2.serving.vllm.{module}", name)
+    except (ImportError, AttributeError) as error:
+        logger.warning("kimi-k2: no parser %s, since vLLM has changed: %s", PARSER, error)

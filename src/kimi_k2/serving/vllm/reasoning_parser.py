@@ -1,0 +1,190 @@
+"""`--reasoning-parser kimi_k2_stream`: the parser of `tokenization.reasoning` behind vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.reasoning.abs_reasoning_parsers import ReasoningParser
+
+from kimi_k2.serving.vllm.protocol import DeltaMessage
+from kimi_k2.serving.vllm.vocabulary import aligned_lexer, marker_ids
+from kimi_k2.tokenization.deltas import Reasoning
+from kimi_k2.tokenization.lexer import Lexeme, Marker
+from kimi_k2.tokenization.reasoning import ReasoningMachine, parse_reasoning
+from kimi_k2.tokenization.special_tokens import IM_MIDDLE, THINK, THINK_END
+
+# Where reasoning ends: its tag, or a call that the model makes without closing it.
+_TAIL = 4  # ids at a prompt's end among which an open <think> stands: a template may write a line break after it
+_ENDS = (Marker.THINK_END, Marker.SECTION_BEGIN, Marker.CALL_BEGIN)
+
+
+class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """One reply's reasoning; vLLM makes one for each choice of a request.
+
+    What follows the reasoning goes on as content, markers included, for a tool parser to read.
+    """
+
+    engine_based_streaming = True  # deltas alone are handed over, so time stays linear in the text
+
+    def __init__(self, tokenizer: Any, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(tokenizer, *arguments, **keywords)
+        self._markers = marker_ids(self.vocab)
+        self._reasons = {Marker.THINK, Marker.THINK_END} <= set(self._markers.values())
+        self._turn_begin = self.vocab.get(IM_MIDDLE)
+        self._lexer = aligned_lexer(tokenizer, self.vocab)
+        self._machine: ReasoningMachine | None = None
+        self._prefilled: bool | None = None  # None until the prompt is known
+        self._template_options: dict[str, Any] = keywords.get("chat_template_kwargs") or {}
+        self._has_ended = False
+        self._handed_over: list[int] | None = None
+
+    @property
+    def reasoning_start_str(self) -> str | None:
+        """The tag that opens reasoning."""
+        return THINK
+
+    @property
+    def reasoning_end_str(self) -> str | None:
+        """The tag that closes it."""
+        return THINK_END
+
+    def adjust_request(self, request: Any) -> Any:
+        """Ask for text with markers in it."""
+        request.skip_special_tokens = False
+        return request
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether the last turn in these ids is past its reasoning; true for a vocabulary without <think>."""
+        if not self._reasons:
+            return True
+        for token in reversed(input_ids):
+            if token == self._turn_begin or self._markers.get(token) is Marker.THINK:
+                return False
+            if self._markers.get(token) in _ENDS:
+                return True
+        return False
+
+    def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
+        """Whether reasoning ends within `delta_ids`, the last of `input_ids`."""
+        return any(self._markers.get(token) in _ENDS for token in delta_ids)
+
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Whether the text so far is past its reasoning."""
+        return self._has_ended
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        """Learn whether the prompt opened the reasoning."""
+        last = [self._markers[token] for token in prompt_token_ids[-_TAIL:] if token in self._markers]
+        self._prefilled = last[-1:] == [Marker.THINK]
+
+    adjust_initial_state_from_prompt = set_prompt_token_ids
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        """Ids after the reasoning. Right after reasoning has ended in a stream: those whose text is not yet read."""
+        if self._handed_over is not None:
+            ids, self._handed_over = self._handed_over, None
+            return ids
+        for place, token in enumerate(input_ids):
+            marker = self._markers.get(token)
+            if marker in _ENDS:
+                return list(input_ids[place + (marker is Marker.THINK_END) :])
+        return []
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of a reply's tokens are reasoning, its tags not counted."""
+        count, is_open = 0, bool(self._prefilled)
+        for token in token_ids:
+            marker = self._markers.get(token)
+            if marker is Marker.THINK and not count:
+                is_open = True
+            elif marker in _ENDS:
+                return count
+            elif is_open:
+                count += 1
+        return count
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """Split a whole reply into its reasoning and the rest."""
+        if not self._reasons:
+            return None, model_output
+        prefilled = self._prefilled
+        if prefilled is None:
+            opened = model_output.lstrip().startswith(THINK)
+            prefilled = not opened and (THINK_END in model_output or self._template_opens(request))
+        split = parse_reasoning(model_output, prefilled=prefilled)
+        return split.reasoning or None, split.content or None
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> Any:
+        """What these tokens add: reasoning and, once it has ended, all the text after it as content."""
+        if self._machine is None:
+            self._machine = ReasoningMachine(prefilled=bool(self._prefilled))
+        self._lexer.feed(delta_text, delta_token_ids)
+        reasoning: list[str] = []
+        for lexeme in self._lexer.lexemes():
+            after: list[Lexeme] = []
+            for piece in self._machine.push(lexeme):
+                if isinstance(piece, Reasoning):
+                    reasoning.append(piece.text)
+                else:
+                    after.append(piece)
+            if after or (lexeme is Marker.THINK_END and self._machine.closed):
+                return _delta("".join(reasoning), self._hand_over(after))
+        return _delta("".join(reasoning), "")
+
+    def finish_streaming(self) -> Any:
+        """What was held back, at the end of a reply that never left its reasoning; None if nothing."""
+        if self._machine is None or self._has_ended:
+            return None
+        machine, self._machine = self._machine, None
+        pieces = [piece for lexeme in self._lexer.flush() for piece in machine.push(lexeme)]
+        pieces += machine.finish()
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        return _delta(reasoning, "".join(_text(piece) for piece in pieces if not isinstance(piece, Reasoning)))
+
+    def _hand_over(self, after: Sequence[Lexeme]) -> str:
+        """The text that follows the reasoning, from `after` on; its ids wait for `extract_content_ids`."""
+        self._has_ended = True
+        text, ids = self._lexer.rest()
+        if self._lexer.has_ids:
+            # A marker's id went with it; ids of text since the last marker are still among `ids`.
+            tokens = {marker: token for token, marker in self._markers.items()}
+            ids = [tokens[piece] for piece in after if isinstance(piece, Marker) and piece in tokens] + ids
+        self._handed_over = ids
+        return "".join(map(_text, after)) + text
+
+    def _template_opens(self, request: Any) -> bool:
+        """Whether the chat template leaves <think> open, for versions of vLLM that do not tell the prompt."""
+        options = {**self._template_options, **(getattr(request, "chat_template_kwargs", None) or {})}
+        options["chat_template"] = getattr(request, "chat_template", None) or options.get("chat_template")
+        message = [{"role": "user", "content": "."}]
+        try:
+            prompt = self.model_tokenizer.apply_chat_template(
+                message, **{**options, "tokenize": False, "add_generation_prompt": True}
+            )
+        except Exception:  # a tokenizer without a template, or one of another kind: nobody knows then
+            return False
+        return isinstance(prompt, str) and prompt.rstrip().endswith(THINK)
+
+
+def _text(piece: Lexeme) -> str:
+    return piece.value if isinstance(piece, Marker) else piece
+
+
+def _delta(reasoning: str, content: str) -> Any:
+    if not reasoning and not content:
+        return None
+    message = DeltaMessage()
+    if reasoning:
+        message.reasoning = reasoning
+    if content:
+        message.content = content
+    return message

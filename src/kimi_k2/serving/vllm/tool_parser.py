@@ -1,0 +1,155 @@
+"""`--tool-call-parser kimi_k2_stream`: the parser of `tokenization.tool_calls` behind vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+
+from kimi_k2.serving.vllm.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
+from kimi_k2.serving.vllm.vocabulary import aligned_lexer
+from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect, merged
+from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
+from kimi_k2.tokenization.tool_calls import ToolCallMachine
+
+_TAGS = (Marker.THINK, Marker.THINK_END)
+
+
+class _NoCalls:
+    """Stands for a `ToolCallMachine` where a request's tool_choice is none: text is content, markers are dropped."""
+
+    in_call = False
+
+    def push(self, lexeme: Lexeme) -> Iterator[Delta]:
+        if isinstance(lexeme, str):
+            yield Content(lexeme)
+
+    def finish(self) -> Iterator[Delta]:
+        return iter(())
+
+
+def definitions(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """A request's tools as OpenAI's Chat Completions define them; the Responses API has the function's fields outside.
+
+    Args:
+        tools: vLLM's models of them.
+    """
+    found = []
+    for tool in tools:
+        fields = tool.model_dump()
+        found.append(fields if "function" in fields else {"type": "function", "function": fields})
+    return found
+
+
+class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """One reply's tool calls; vLLM makes one for each choice of a request.
+
+    Attributes:
+        skip_reasoning_parsing: vLLM sets it where no reasoning parser runs before: then <think> tags are content.
+    """
+
+    engine_based_streaming = True  # deltas alone are handed over, so time stays linear in the text
+    structural_tag_model = "kimi"  # of the grammar for required and strict calls, as vLLM's own parser names it
+    skip_reasoning_parsing = False
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **_: Any) -> None:
+        super().__init__(tokenizer, tools)
+        self._lexer = aligned_lexer(tokenizer, self.vocab)
+        self._machine: ToolCallMachine | _NoCalls | None = None
+        self._is_open = False
+
+    def adjust_request(self, request: Any) -> Any:
+        """Ask for text with markers in it, and in versions without structural tags for JSON where calls are forced."""
+        request = super().adjust_request(request)
+        if request.tools and request.tool_choice != "none":
+            request.skip_special_tokens = False
+        return request
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Parse a whole reply: its calls and its content, each complete."""
+        lexer, machine = TextLexer(), self._new_machine(request)
+        lexemes = [*lexer.feed(model_output), *lexer.flush()]
+        message = collect(merged([*self._push(machine, lexemes), *machine.finish()]))
+        calls = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in message.tool_calls
+        ]
+        # Without calls, vLLM 0.24 takes the reply as it was, markers included, unless told that there are some.
+        called = bool(calls) or message.content != model_output
+        return ExtractedToolCallInformation(tools_called=called, tool_calls=calls, content=message.content or None)
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: Any,
+    ) -> Any:
+        """What these tokens add to the message; None if nothing yet."""
+        if self._machine is None:
+            self._machine = self._new_machine(request)
+        self._is_open = True
+        self._lexer.feed(delta_text, delta_token_ids)
+        return self._delta(merged(self._push(self._machine, self._lexer.lexemes())))
+
+    def finish_streaming(self) -> Any:
+        """What was held back, at the end of the reply; None if nothing."""
+        if not self._is_open or self._machine is None:
+            return None
+        self._is_open = False
+        last = self._push(self._machine, self._lexer.flush())
+        return self._delta(merged([*last, *self._machine.finish()]))
+
+    def _new_machine(self, request: Any) -> ToolCallMachine | _NoCalls:
+        """A parser that knows the request's tools; where the client wants no calls, one that makes all content."""
+        if getattr(request, "tool_choice", None) == "none":
+            return _NoCalls()
+        return ToolCallMachine(definitions(self.tools or getattr(request, "tools", None) or ()))
+
+    def _push(self, machine: ToolCallMachine | _NoCalls, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
+        for lexeme in lexemes:
+            if self.skip_reasoning_parsing and isinstance(lexeme, Marker) and lexeme in _TAGS and not machine.in_call:
+                yield from machine.push(lexeme.value)
+            else:
+                yield from machine.push(lexeme)
+
+    def _delta(self, deltas: Iterable[Delta]) -> Any:
+        content: list[str] = []
+        calls: list[Any] = []
+        for delta in deltas:
+            if isinstance(delta, Content):
+                content.append(delta.text)
+            elif isinstance(delta, ToolCallStart):
+                function = DeltaFunctionCall(name=delta.name, arguments="")
+                calls.append(DeltaToolCall(index=delta.index, id=delta.id, type="function", function=function))
+                self._count(delta)
+            elif isinstance(delta, ToolCallArguments):
+                if calls and calls[-1].index == delta.index:
+                    calls[-1].function.arguments += delta.text
+                else:
+                    calls.append(DeltaToolCall(index=delta.index, function=DeltaFunctionCall(arguments=delta.text)))
+        if not content and not calls:
+            return None
+        message = DeltaMessage()
+        if content:
+            message.content = "".join(content)
+        if calls:
+            message.tool_calls = calls
+        return message
+
+    def _count(self, start: ToolCallStart) -> None:
+        """Keep what versions of vLLM look at to know that calls were made; arguments are never left for it to add."""
+        self.current_tool_id, self.current_tool_name_sent = start.index, True
+        self.prev_tool_call_arr.append({"name": start.name, "arguments": ""})
+        self.streamed_args_for_tool.append("")

@@ -1,0 +1,162 @@
+"""Replies put through vLLM's own composition of parsers, whole and as streams, as its server does it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from parser_cases import check_nothing_is_lost, cut, tool
+
+from kimi_k2.synthetic.vocabulary import synthetic_ranks
+from kimi_k2.tokenization.deltas import AssistantMessage, ToolCall
+from kimi_k2.tokenization.special_tokens import IM_ASSISTANT, IM_MIDDLE, THINK, THINK_END, special_tokens
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+NAME = "kimi_k2_stream"
+TOKENIZER = KimiTokenizer(synthetic_ranks(512), special_tokens(512))
+# A tool of no known name makes vLLM look for calls without giving the parser anything to tell a function by.
+ANY = [tool("other"), tool("another")]
+
+
+class Tokenizer:
+    """As much of a Hugging Face tokenizer as parsers ask for.
+
+    Args:
+        prefilled: its chat template opens the reasoning.
+    """
+
+    def __init__(self, prefilled: bool = False) -> None:
+        self.prefilled = prefilled
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(TOKENIZER.special_tokens)
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return TOKENIZER.decode(list(ids))
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        opening = f"{THINK}{THINK_END}" if options.get("thinking") is False else THINK
+        return f"{IM_ASSISTANT}assistant{IM_MIDDLE}" + (opening if self.prefilled else "")
+
+    def prompt(self, **options: Any) -> list[int]:
+        return TOKENIZER.encode(self.apply_chat_template([], **options), allow_special=True)
+
+
+def request(tools: list[dict[str, Any]] | None = None, **fields: Any) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    fields = {"tools": tools or ANY, "tool_choice": "auto", **fields}
+    return ChatCompletionRequest(messages=[{"role": "user", "content": "go"}], model="m", **fields)
+
+
+def new_parser(
+    tokenizer: Tokenizer, asked: Any, *, reasoning: str | None = NAME, tools: str | None = NAME, **options: Any
+) -> Any:
+    """A parser as vLLM's server makes it for a choice of a request."""
+    from vllm.parser import ParserManager
+
+    composed = ParserManager.get_parser(tools, reasoning, tools is not None)
+    return composed(tokenizer, asked.tools, chat_template_kwargs=options)
+
+
+class Collected:
+    """Deltas of vLLM's streams put together as a client does."""
+
+    def __init__(self) -> None:
+        self.message = AssistantMessage()
+        self.deltas: list[Any] = []
+
+    def add(self, delta: Any) -> None:
+        if delta is None:
+            return
+        self.deltas.append(delta)
+        self.message.reasoning_content += delta.reasoning or ""
+        self.message.content += delta.content or ""
+        calls = self.message.tool_calls
+        for change in delta.tool_calls or ():
+            if change.id is not None:
+                assert change.index == len(calls)
+                assert change.type == "function"
+                calls.append(ToolCall(change.id, change.function.name, ""))
+            calls[change.index].arguments += change.function.arguments or ""
+
+
+def stream(
+    pieces: Sequence[tuple[str, list[int]]], asked: Any, tokenizer: Tokenizer, **options: Any
+) -> tuple[AssistantMessage, list[Any]]:
+    """A stream of (text, ids), the last piece being the end."""
+    parser, collected = new_parser(tokenizer, asked, **options), Collected()
+    prompt = tokenizer.prompt(**options)
+    for place, (text, ids) in enumerate(pieces):
+        last = place == len(pieces) - 1
+        collected.add(parser.parse_delta(text, list(ids), asked, prompt_token_ids=prompt, finished=last))
+    message = collected.message
+    message.finish_reason = "tool_calls" if message.tool_calls else "stop"  # as vLLM's server does where it says stop
+    return message, collected.deltas
+
+
+def whole(text: str, asked: Any, tokenizer: Tokenizer, **options: Any) -> AssistantMessage:
+    """A reply that is not streamed."""
+    parser = new_parser(tokenizer, asked, **options)
+    if hasattr(parser, "set_prompt_token_ids"):
+        parser.set_prompt_token_ids(tokenizer.prompt(**options))
+    reasoning, content, calls = parser.parse(text, asked, enable_auto_tools=True)
+    found = [ToolCall(call.id, call.name, call.arguments) for call in calls or ()]
+    return AssistantMessage(reasoning or "", content or "", found, "tool_calls" if found else "stop")
+
+
+def tokens_and_text(text: str, draw: random.Random) -> list[tuple[str, list[int]]]:
+    """Pieces as vLLM's detokenizer gives them: some tokens at a time, the text up to 40 characters behind."""
+    ids, decoder = TOKENIZER.encode(text, allow_special=True), TOKENIZER.incremental_decoder()
+    pieces: list[tuple[str, list[int]]] = []
+    held, place = "", 0
+    while place < len(ids):
+        step = draw.choice((1, 1, 1, 2, 5, 40))
+        group = ids[place : place + step]
+        held += "".join(decoder.feed(token) for token in group)
+        ready = max(len(held) - draw.choice((0, 0, 1, 7, 40)), 0)
+        pieces.append((held[:ready], group))
+        held, place = held[ready:], place + step
+    return [*pieces, (held + decoder.flush(), [])]
+
+
+def check_cuts(
+    text: str, count: int, seed: int = 0, *, tools: list[dict[str, Any]] | None = None, prefilled: bool = False
+) -> AssistantMessage:
+    """What `parser_cases.check_cuts` holds of our parser, of vLLM with it: the same message however it is cut."""
+    count = int(os.environ.get("KIMI_K2_CUTS", count))
+    tokenizer, asked, draw = Tokenizer(prefilled), request(tools), random.Random(seed)
+    first, _ = stream([(text, []), ("", [])], asked, tokenizer)
+    check_nothing_is_lost(text, first)
+    complete = whole(text, asked, tokenizer)
+    # vLLM makes content of white space alone null beside calls.
+    assert complete.content == first.content or (not first.content.strip() and not complete.content)
+    assert (complete.reasoning_content, complete.tool_calls) == (first.reasoning_content, first.tool_calls)
+    for _ in range(count):
+        places = [draw.randrange(len(text) + 1) for _ in range(draw.choice((1, 1, 2, 5, 30)))]
+        assert stream([*((piece, []) for piece in cut(text, places)), ("", [])], asked, tokenizer)[0] == first
+        assert stream(tokens_and_text(text, draw), asked, tokenizer)[0] == by_tokens(text, asked, tokenizer, first)
+    return first
+
+
+def by_tokens(text: str, asked: Any, tokenizer: Tokenizer, first: AssistantMessage) -> AssistantMessage:
+    """The message of the tokens: another one only where the text spells markers that are no tokens."""
+    if "<|tool_call_section_" not in text:
+        return first
+    ids = TOKENIZER.encode(text, allow_special=True)
+    return stream([(TOKENIZER.decode(ids), ids), ("", [])], asked, tokenizer)[0]
+
+
+def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, list[Any]]:
+    """`parser_cases.streamed` through vLLM; its deltas are vLLM's."""
+    tokenizer = Tokenizer(bool(options.get("prefilled")))
+    return stream([*((piece, []) for piece in pieces), ("", [])], request(options.get("tools")), tokenizer)
+
+
+def parse_message(text: str, *, prefilled: bool = False, reason: str | None = None) -> AssistantMessage:
+    """`message.parse_message` through vLLM, whose server keeps the reason `length` of a reply that was cut off."""
+    message = whole(text, request(), Tokenizer(prefilled))
+    message.finish_reason = reason if reason == "length" else message.finish_reason
+    return message

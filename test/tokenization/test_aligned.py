@@ -1,0 +1,119 @@
+"""Text and token ids beside each other, the text late and in other pieces: markers are those of the ids alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from parser_cases import call, section
+
+from kimi_k2.synthetic.vocabulary import synthetic_ranks
+from kimi_k2.tokenization.aligned import AlignedLexer
+from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer, TokenLexer
+from kimi_k2.tokenization.special_tokens import CALL_END, SECTION_BEGIN, THINK, THINK_END, special_tokens
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+TOKENIZER = KimiTokenizer(synthetic_ranks(512), special_tokens(512))
+IDS = {TOKENIZER.special_tokens[marker.value]: marker for marker in Marker}
+SINGULAR = "<|tool_call_section_begin|>"
+
+# Segments, true for markup: special tokens where spelled; else ordinary tokens.
+TEXTS: dict[str, list[tuple[str, bool]]] = {
+    "a message": [(f"{THINK}Hm.{THINK_END}Now: {section(call(), call('functions.g:1'))}", True)],
+    "a quoted end": [(SECTION_BEGIN + "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", True),
+                     ('{"text": "' + CALL_END + '"}', False), (CALL_END, True)],
+    "only quotes": [(f"{THINK} and {CALL_END}{CALL_END} are markers", False)],
+    "quotes between markers": [(THINK, True), (f"{THINK_END}{THINK}", False), (THINK_END, True), (THINK_END, False),
+                               (CALL_END, True), (CALL_END, False), (CALL_END, True)],
+    "the singular": [(SINGULAR, False), (SECTION_BEGIN, True), (SINGULAR, False)],
+    "halves": [("<|tool_calls_", False), (SECTION_BEGIN, True), ("<", False), (CALL_END, True), ("é 漢 🙂 <", False)],
+}  # fmt: skip
+
+
+def joined(lexemes: list[Lexeme]) -> list[Lexeme]:
+    """Neighbouring texts as one."""
+    result: list[Lexeme] = []
+    for lexeme in lexemes:
+        if isinstance(lexeme, str) and result and isinstance(result[-1], str):
+            result[-1] += lexeme
+        else:
+            result.append(lexeme)
+    return result
+
+
+def ids_of(segments: list[tuple[str, bool]]) -> list[int]:
+    return [token for text, markup in segments for token in TOKENIZER.encode(text, allow_special=markup)]
+
+
+def by_tokens(ids: list[int]) -> list[Lexeme]:
+    lexer = TokenLexer(TOKENIZER)
+    return joined([lexeme for token in ids for lexeme in lexer.feed(token)] + lexer.flush())
+
+
+def pieces_of(ids: list[int], draw: random.Random) -> list[tuple[str, list[int]]]:
+    """What an engine hands out: some tokens at a time, the text up to 40 characters behind them."""
+    decoder, pieces, held, place = TOKENIZER.incremental_decoder(), [], "", 0
+    while place < len(ids):
+        step = draw.choice((1, 1, 1, 2, 5, 40))
+        group = ids[place : place + step]
+        held += "".join(decoder.feed(token) for token in group)
+        late = draw.choice((0, 0, 1, 7, 40))
+        ready = max(len(held) - late, 0)
+        pieces.append((held[:ready], group))
+        held, place = held[ready:], place + step
+    return [*pieces, (held + decoder.flush(), [])]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_markers_are_those_of_the_ids(name: str) -> None:
+    ids = ids_of(TEXTS[name])
+    expected = by_tokens(ids)
+    draw = random.Random(name)
+    for _ in range(300):
+        lexer = AlignedLexer(IDS, TOKENIZER.decode)
+        found: list[Lexeme] = []
+        for text, group in pieces_of(ids, draw):
+            lexer.feed(text, group)
+            found += lexer.lexemes()
+        assert joined([*found, *lexer.flush()]) == expected
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_another_lexer_goes_on_after_any_marker(name: str) -> None:
+    ids = ids_of(TEXTS[name])
+    draw = random.Random(name)
+    pieces = pieces_of(ids, draw)
+    for stop in range(sum(isinstance(lexeme, Marker) for lexeme in by_tokens(ids)) + 1):
+        first, second = (AlignedLexer(IDS, TOKENIZER.decode) for _ in range(2))
+        found: list[Lexeme] = []
+        current, markers = first, 0
+        for text, group in pieces:
+            current.feed(text, group)
+            for lexeme in current.lexemes():
+                found.append(lexeme)
+                markers += isinstance(lexeme, Marker)
+                if current is first and markers == stop and isinstance(lexeme, Marker):
+                    current = second
+                    second.feed(*first.rest())
+                    found += second.lexemes()
+                    break
+        assert joined([*found, *current.flush()]) == by_tokens(ids)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_without_ids_each_spelling_is_a_marker(name: str) -> None:
+    text = "".join(part for part, _ in TEXTS[name])
+    lexer, whole = AlignedLexer(IDS, TOKENIZER.decode), TextLexer()
+    found: list[Lexeme] = []
+    for character in text:
+        lexer.feed(character, [])
+        found += lexer.lexemes()
+    assert joined([*found, *lexer.flush()]) == joined(whole.feed(text) + whole.flush())
+
+
+def test_text_that_ends_before_its_tokens() -> None:
+    """A stop string takes the rest of the text away, not the ids."""
+    ids = ids_of([("Answer STOP", False), (SECTION_BEGIN, True)])
+    lexer = AlignedLexer(IDS, TOKENIZER.decode)
+    lexer.feed("Answer ", ids)
+    assert [*lexer.lexemes(), *lexer.flush()] == ["Answer "]
