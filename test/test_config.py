@@ -33,6 +33,7 @@ EXPECTED = {
     "kimi-k2-thinking": (262144, 1e-5, 64, 1, Int4GroupFormat, "", 0.14468),
     "kimi-k2.5": (262144, 1e-5, 64, 32, Int4GroupFormat, "language_model.", 0.14468),
     "kimi-k2.6": (262144, 1e-5, 64, 32, Int4GroupFormat, "language_model.", 0.14468),
+    "kimi-k2.7-code": (262144, 1e-5, 64, 32, Int4GroupFormat, "language_model.", 0.14468),
 }
 
 

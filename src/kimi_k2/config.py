@@ -1,7 +1,7 @@
-"""KimiK2Config: the language model's `config.json`, validated field by field.
+"""KimiK2Config: a checkpoint's `config.json`, validated field by field.
 
-Reads the configurations of K2-Instruct, K2-Instruct-0905, K2-Thinking, K2.5 and K2.6. The last two
-wrap the language model in `text_config` and prefix its tensor names with `language_model.`.
+Reads the configurations of K2-Instruct, K2-Instruct-0905, K2-Thinking, K2.5, K2.6 and K2.7. The last three
+wrap the language model in `text_config`, prefix its tensor names with `language_model.`, and add a `vision_config`.
 transformers 4.x writes `rope_theta` and `rope_scaling`, transformers 5.x `rope_parameters`; both are read.
 """
 
@@ -28,6 +28,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_json
 from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS
 from kimi_k2.quantization.stored import StoredFormat, parse_quantization
+from kimi_k2.vision_config import VisionConfig, normalised_vision
 
 # Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
 # config.rms_norm_eps on. The checkpoints were trained and are served that way.
@@ -119,6 +120,7 @@ class KimiK2Config(BaseModel):
     quantization: SerializeAsAny[StoredFormat] | None = None
     tensor_prefix: Literal["", "language_model."] = ""
     chat_style: Literal["instruct", "thinking", "k2.5"] | None = None
+    vision: VisionConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> KimiK2Config:
@@ -156,6 +158,9 @@ class KimiK2Config(BaseModel):
             "expected groups of at least two experts (a group is ranked by its best two)",
         )
         require("num_nextn_predict_layers", self.num_nextn_predict_layers == 0, "expected 0 (no MTP layers)")
+        if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
+            given = self.vision.image_token_id
+            raise ConfigError(f"expected below {self.vocab_size}, got {given}", field="media_placeholder_token_id")
         for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
             tokens = getattr(self, field)
             tokens = tokens if isinstance(tokens, list) else [tokens]
@@ -205,14 +210,24 @@ class KimiK2Config(BaseModel):
         return cls.from_dict(raw, file=path)
 
     @classmethod
-    def from_preset(cls, name: str, **overrides: Any) -> KimiK2Config:
-        """One of the published configurations that ship with the package, e.g. `kimi-k2-instruct-0905`."""
+    def from_preset(cls, name: str, *, vision: Any = None, **overrides: Any) -> KimiK2Config:
+        """One of the published configurations that ship with the package, e.g. `kimi-k2-instruct-0905`.
+
+        Args:
+            vision: fields of its `vision_config` to override, in the published names, if it has one.
+            overrides: fields of the language model. Media tokens keep their place at the end of the vocabulary.
+        """
         path = PRESET_DIR / f"{name}.json"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in PRESET_DIR.glob("*.json")))
             raise ConfigError(f"unknown preset '{name}'; expected one of: {known}")
         raw = json.loads(path.read_text(encoding="utf-8"))
-        raw.get("text_config", raw).update(overrides)
+        text = raw.get("text_config", raw)
+        if "vision_config" in raw:
+            raw["media_placeholder_token_id"] += overrides.get("vocab_size", text["vocab_size"]) - text["vocab_size"]
+            joined = {"text_hidden_size": overrides.get("hidden_size", text["hidden_size"])}
+            raw["vision_config"].update({**joined, **(vision or {})})
+        text.update(overrides)
         return cls.from_dict(raw, file=path)
 
     @classmethod
@@ -235,14 +250,15 @@ class KimiK2Config(BaseModel):
             first = error.errors()[0]
             cause = first.get("ctx", {}).get("error")
             if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
-                raise ConfigError(cause.message, field=cause.field, file=file) from None
-            field = ".".join(str(part) for part in first["loc"]) or None
+                inner = "vision_config." if first["loc"][:1] == ("vision",) else ""
+                raise ConfigError(cause.message, field=f"{inner}{cause.field}", file=file) from None
+            field = ".".join("vision_config" if part == "vision" else str(part) for part in first["loc"]) or None
             message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r}"
             raise ConfigError(message, field=field, file=file) from None
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The plain (unwrapped) `config.json` content in transformers 4.x form, quantization included."""
-        raw = self.model_dump(exclude={"quantization", "tensor_prefix"}, exclude_none=True)
+        raw = self.model_dump(exclude={"quantization", "tensor_prefix", "vision"}, exclude_none=True)
         raw["architectures"] = ["DeepseekV3ForCausalLM"]
         if self.rope_scaling:
             raw["rope_scaling"] = {"type": "yarn", **self.rope_scaling.model_dump(exclude_none=True)}
@@ -272,6 +288,7 @@ def _normalised(raw: Any) -> dict[str, Any]:
         if ours not in flat and theirs in flat:
             flat[ours] = flat[theirs]
     _normalise_rope(flat)
+    flat["vision"] = normalised_vision(raw.get("vision_config"), raw, flat.get("hidden_size"))
     # K2.5 carries the same quantization at the top level and inside text_config.
     flat["quantization"] = next(
         (

@@ -81,6 +81,19 @@ class TokenizerError(KimiK2Error, ValueError):
     """A vocabulary file, token id, chat message or tool definition is malformed."""
 
 
+class MediaError(KimiK2Error, ValueError):
+    """An image or a video is damaged, too large, of a kind that is not read, or does not fit its prompt.
+
+    Attributes:
+        file: path or name of the file at fault, if one is.
+    """
+
+    def __init__(self, message: str, *, file: str | Path | None = None) -> None:
+        self.message = message
+        self.file = str(file) if file is not None else None
+        super().__init__(f"{self.file}: {message}" if self.file else message)
+
+
 class KernelError(KimiK2Error, ValueError):
     """A kernel was given a shape, dtype, device or layout that it does not take."""
 

@@ -32,3 +32,13 @@ CONFIG_FIELDS: dict[str, float] = {
     "max_position_embeddings": 1_000_000_000,
     "rope_theta": 1e12,
 }
+VISION_FIELDS: dict[str, float] = {
+    "patch_size": 1_000,
+    "hidden_size": 100_000,
+    "num_attention_heads": 1_000,
+    "num_hidden_layers": 1_000,
+    "intermediate_size": _WIDTH,
+    "pos_emb_height": 4_096,
+    "pos_emb_width": 4_096,
+    "pos_emb_time": 1_024,
+}

@@ -92,7 +92,10 @@ def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     )
     assert made.exit_code == 0, made.output
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert all(name.startswith("language_model.") for name in names)
+    towers = ("vision_tower.", "mm_projector.")
+    assert all(name.startswith(("language_model.", *towers)) for name in names)
+    assert any(name.startswith(towers[0]) for name in names)
+    assert any(name.startswith(towers[1]) for name in names)
     shown = kimi("inspect", str(out), "--tensors")
     assert shown.exit_code == 0
     assert f"{len(names):,}" in shown.stdout

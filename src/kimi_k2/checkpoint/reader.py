@@ -15,6 +15,7 @@ from kimi_k2.checkpoint.finite import nonfinite
 from kimi_k2.checkpoint.header import DTYPES, read_header
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
+from kimi_k2.checkpoint.vision_names import VISION, vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
@@ -61,11 +62,12 @@ class CheckpointReader:
 
     Headers of all shards are read and checked when the reader is made; tensor data only on request. Names
     are without the `language_model.` prefix of K2.5 when `prefix` is given; what lies outside the prefix is
-    then left out, as is everything that `names.IGNORED` matches.
+    then left out, as is everything that `names.IGNORED` matches; `vision` brings the tower's tensors back.
 
     Args:
         directory: checkpoint directory with an index, or a lone `model.safetensors`.
         prefix: tensor-name prefix of the language model, `KimiK2Config.tensor_prefix`.
+        vision: deliver the vision tower and projector too.
         allow_nonfinite: deliver NaN, Inf and impossible scales too.
 
     Raises:
@@ -74,10 +76,13 @@ class CheckpointReader:
         NonfiniteError: (where data is read) a tensor holds NaN, Inf or impossible scales; how many.
     """
 
-    def __init__(self, directory: str | Path, prefix: str = "", *, allow_nonfinite: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, prefix: str = "", *, vision: bool = False, allow_nonfinite: bool = False
+    ) -> None:
         self.index = CheckpointIndex.open(directory)
         self.directory = self.index.directory
         self.prefix = prefix
+        self.vision = vision
         self.allow_nonfinite = allow_nonfinite
         self.quantization: StoredFormat | None = None  # known when `validate` has seen the configuration
         self.tensors: dict[str, StoredTensor] = {}
@@ -93,10 +98,15 @@ class CheckpointReader:
 
     @classmethod
     def for_config(
-        cls, directory: str | Path, config: KimiK2Config, *, allow_nonfinite: bool = False
+        cls, directory: str | Path, config: KimiK2Config, *, vision: bool = False, allow_nonfinite: bool = False
     ) -> CheckpointReader:
-        """Open with the prefix that `config` implies and check every tensor against it."""
-        reader = cls(directory, config.tensor_prefix, allow_nonfinite=allow_nonfinite)
+        """Open with the prefix that `config` implies and check every tensor against it.
+
+        Args:
+            vision: with the tower, if `config` has one.
+        """
+        vision = vision and config.vision is not None
+        reader = cls(directory, config.tensor_prefix, vision=vision, allow_nonfinite=allow_nonfinite)
         reader.validate(config)
         return reader
 
@@ -127,10 +137,16 @@ class CheckpointReader:
         return names
 
     def _strip(self, key: str) -> str | None:
+        if self.vision and VISION.match(key):
+            return key
         if not key.startswith(self.prefix):
             return None
         key = key[len(self.prefix) :]
         return None if IGNORED.search(key) else key
+
+    def stored_name(self, name: str) -> str:
+        """The name in the files of a tensor that this reader delivers as `name`."""
+        return name if self.vision and VISION.match(name) else self.prefix + name
 
     def _check_index(self) -> None:
         indexed = self.index.weight_map
@@ -164,11 +180,13 @@ class CheckpointReader:
             for other in companions(config.quantization, name):
                 if other not in self.tensors:
                     raise OrphanScaleError(
-                        f"stands alone; expected '{self.prefix}{other}' beside it",
+                        f"stands alone; expected '{self.stored_name(other)}' beside it",
                         file=self.directory / lone.shard,
-                        tensor=self.prefix + name,
+                        tensor=self.stored_name(name),
                     )
         expected = {spec.name: spec for spec in expected_tensors(config)}
+        if self.vision:
+            expected |= {spec.name: spec for spec in vision_tensors(config)}
         for name, spec in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
@@ -178,26 +196,26 @@ class CheckpointReader:
                 raise kind(
                     f"missing from the checkpoint; expected {_describe(spec.dtype, spec.shape)}",
                     file=self.directory,
-                    tensor=self.prefix + name,
+                    tensor=self.stored_name(name),
                 )
             if stored.shape != spec.shape:
                 raise TensorShapeError(
                     f"expected shape {list(spec.shape)} from config.json, got {list(stored.shape)}",
                     file=self.directory / stored.shard,
-                    tensor=self.prefix + name,
+                    tensor=self.stored_name(name),
                 )
             if stored.dtype != spec.dtype and not (spec.dtype in _FLOATING and stored.dtype in _FLOATING):
                 raise TensorDtypeError(
                     f"expected {spec.dtype}, got {stored.dtype}",
                     file=self.directory / stored.shard,
-                    tensor=self.prefix + name,
+                    tensor=self.stored_name(name),
                 )
         for name in self.tensors.keys() - expected.keys():
             extra = self.tensors[name]
             raise UnexpectedTensorError(
                 f"config.json implies no such tensor ({_describe(extra.dtype, extra.shape)})",
                 file=self.directory / extra.shard,
-                tensor=self.prefix + name,
+                tensor=self.stored_name(name),
             )
 
     # -- data ----------------------------------------------------------------------------------------
@@ -260,7 +278,7 @@ class CheckpointReader:
             raise NonfiniteError(fault, **self._place(name))
 
     def _place(self, name: str) -> _Place:
-        return {"file": self.directory / self.tensors[name].shard, "tensor": self.prefix + name}
+        return {"file": self.directory / self.tensors[name].shard, "tensor": self.stored_name(name)}
 
     def get_slice(self, name: str, *index: slice) -> Tensor:
         """A rectangular part of a tensor, e.g. `get_slice(name, slice(0, 128))`; only that part is read."""
@@ -280,15 +298,15 @@ class CheckpointReader:
     def _fetch(self, name: str, read: Callable[[Any, str], Tensor]) -> Tensor:
         stored = self.tensors.get(name)
         if stored is None:
-            raise MissingTensorError("no such tensor", file=self.directory, tensor=self.prefix + name)
+            raise MissingTensorError("no such tensor", file=self.directory, tensor=self.stored_name(name))
         if self._delivered >= RELEASE_BYTES:
             self._release()
         handle = self._acquire(stored.shard)
         try:
-            tensor = read(handle, self.prefix + name)
+            tensor = read(handle, self.stored_name(name))
         except (SafetensorError, OSError, IndexError) as error:
             raise CheckpointError(
-                f"cannot be read: {error}", file=self.directory / stored.shard, tensor=self.prefix + name
+                f"cannot be read: {error}", file=self.directory / stored.shard, tensor=self.stored_name(name)
             ) from error
         self._delivered += tensor.nbytes
         return tensor

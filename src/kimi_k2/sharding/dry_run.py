@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
+from kimi_k2.checkpoint.vision_names import all_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -58,7 +59,7 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     # Each module in flight is there as it is stored and as it is written; one more is being cut.
     working = (THREADS + 2) * largest * (1 + layout.dtype.itemsize)
     return DryRun(
-        input_bytes=sum(spec.nbytes for spec in expected_tensors(config)),
+        input_bytes=sum(spec.nbytes for spec in all_tensors(config)),
         rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,

@@ -44,7 +44,9 @@ def describe(config: KimiK2Config, layout: Layout, source: Mapping[str, Any]) ->
 
 
 def _config_digest(config: KimiK2Config) -> str:
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    # Models without a tower keep the digest that they had before there was such a field.
+    absent = {"vision"} if config.vision is None else set()
+    return hashlib.sha256(config.model_dump_json(exclude=absent).encode()).hexdigest()
 
 
 def _options(layout: Layout) -> dict[str, Any]:
@@ -99,12 +101,14 @@ def write_manifest(
     plan: ShardingPlan,
     errors: Mapping[int, Mapping[str, float]],
     checksums: Sequence[Mapping[str, str]],
+    vision: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write what a finished conversion consists of, with a checksum of its own; returns the content.
 
     Args:
         errors: by layer.
         checksums: by rank and tensor.
+        vision: what `write_vision` gave.
 
     Raises:
         CheckpointError: the disk is full.
@@ -123,6 +127,8 @@ def write_manifest(
         "checksum": "sha256",
         "checksums": {rank_file_name(rank): dict(sorted(sums.items())) for rank, sums in enumerate(checksums)},
     }
+    if vision is not None:
+        content["vision"] = vision
     content["sha256"] = _own_checksum(content)
     try:
         write_json(output / MANIFEST, content)

@@ -19,6 +19,7 @@ import torch
 
 from kimi_k2.checkpoint.lock import DirectoryLock
 from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.stored import Stored
@@ -32,6 +33,7 @@ from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 from kimi_k2.sharding.rank_file import FileLayout, RankFile
 from kimi_k2.sharding.source import check_same, check_unchanged, identify
+from kimi_k2.sharding.vision_file import is_whole, write_vision
 
 # Each holds an expert: 90 MB at the real sizes.
 THREADS = min(os.cpu_count() or 1, 8)
@@ -78,7 +80,7 @@ class Presharder:
     ) -> None:
         self.output = Path(output)
         self.config = KimiK2Config.from_pretrained(source)
-        self.reader = CheckpointReader.for_config(source, self.config, allow_nonfinite=allow_nonfinite)
+        self.reader = CheckpointReader.for_config(source, self.config, vision=True, allow_nonfinite=allow_nonfinite)
         self.plan: ShardingPlan = make_plan(self.config, layout)
         self.plan.check()
         self.layout, self.report, self.verify_source = layout, report, verify_source
@@ -92,7 +94,7 @@ class Presharder:
         self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._ranks: list[RankFile] = []
         self._trusted: set[int] = set()  # ranks whose files were finished by an earlier run and are not read again
-        self._modules = modules_by_layer(self.reader.names())
+        self._modules = modules_by_layer(name for name in self.reader.names() if not VISION.match(name))
 
     def run(self) -> dict[str, Any]:
         """Convert what is not yet converted; returns the manifest."""
@@ -121,8 +123,9 @@ class Presharder:
                 torch.set_num_threads(threads)
                 for file in self._ranks:
                     file.close()
+            tower = write_vision(self.reader, self.config, self.output, self.on_bytes)
             self._check_source(self._source)
-            manifest = write_manifest(self.output, self.made_from, self.plan, self.errors, self.checksums)
+            manifest = write_manifest(self.output, self.made_from, self.plan, self.errors, self.checksums, tower)
             self._journal.remove()
             return manifest
 
@@ -220,6 +223,8 @@ class Presharder:
 
     def _is_whole(self, weights: Path) -> bool:
         """Whether every rank's file is there with its size and header."""
+        if self.config.vision is not None and not is_whole(self.output, load_manifest(self.output).get("vision")):
+            return False
         return all(self._file.is_whole(weights / rank_file_name(rank)) for rank in range(self.layout.ranks))
 
     def _damaged(self, layer: FinishedLayer, pool: ThreadPoolExecutor) -> list[int]:

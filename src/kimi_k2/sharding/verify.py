@@ -23,12 +23,13 @@ from kimi_k2.files import parse_json
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.manifest import WEIGHTS, load_manifest
 from kimi_k2.sharding.rank_file import FileLayout
+from kimi_k2.sharding.vision_file import VISION_FILE, vision_layout
 
 _CHUNK = 2**22
 
 
 def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Read everything again; yields the name of each file that is as the manifest says.
+    """Read everything again; yields the name of each rank's file that is as the manifest says.
 
     Raises:
         CheckpointError: (subclasses) the first of `faults`.
@@ -40,6 +41,9 @@ def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
         for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes):
             raise fault
         yield name
+    if tower := manifest.get("vision"):
+        for fault in _vision_faults(directory, tower, on_bytes):
+            raise fault
     for fault in _strangers(directory, manifest):
         raise fault
 
@@ -55,7 +59,15 @@ def faults(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
     layout = _layout(manifest)
     for name in manifest["files"]:
         yield from _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes)
+    if tower := manifest.get("vision"):
+        yield from _vision_faults(directory, tower, on_bytes)
     yield from _strangers(directory, manifest)
+
+
+def _vision_faults(
+    directory: Path, tower: dict[str, Any], on_bytes: Callable[[int], None] | None
+) -> Iterator[CheckpointError]:
+    yield from _file_faults(directory / VISION_FILE, vision_layout(tower), tower["checksums"], on_bytes)
 
 
 def _layout(manifest: dict[str, Any]) -> FileLayout:

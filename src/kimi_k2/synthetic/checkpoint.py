@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
-from kimi_k2.checkpoint.names import LAYER, expected_tensors
+from kimi_k2.checkpoint.names import LAYER
+from kimi_k2.checkpoint.vision_names import VISION, all_tensors, stored_name
 from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
@@ -29,17 +30,20 @@ RECIPE_NAME = "synthetic.partial.json"
 def shard_plan(config: KimiK2Config, shards: int | None = None) -> list[list[TensorSpec]]:
     """Spread the tensors over files as the published checkpoints do: a layer a file, the rest at both ends.
 
+    A vision tower has a file of its own at the end.
+
     Args:
         shards: number of files; None for one a layer. Fewer merge neighbouring layers, more split by size.
     """
-    specs = list(expected_tensors(config))
+    specs = list(all_tensors(config))
     if shards is None or shards == config.num_hidden_layers:
         groups: list[list[TensorSpec]] = [[] for _ in range(config.num_hidden_layers)]
+        tower: list[TensorSpec] = []
         for spec in specs:
             match = LAYER.match(spec.name)
             layer = int(match[1]) if match else (0 if "embed_tokens" in spec.name else -1)
-            groups[layer].append(spec)
-        return groups
+            (tower if VISION.match(spec.name) else groups[layer]).append(spec)
+        return [*groups, tower] if tower else groups
     if not 1 <= shards <= len(specs):
         raise ConfigError(f"expected 1 to {len(specs)}, got {shards}", field="shards")
     total = sum(spec.nbytes for spec in specs)
@@ -100,7 +104,7 @@ def _write(
     total = 0
     for number, group in enumerate(plan, start=1):
         name = f"model-{number}-of-{len(plan)}.safetensors"
-        stored = [TensorSpec(config.tensor_prefix + spec.name, spec.dtype, spec.shape) for spec in group]
+        stored = [TensorSpec(stored_name(config, spec.name), spec.dtype, spec.shape) for spec in group]
         weight_map.update((spec.name, name) for spec in stored)
         total += sum(spec.nbytes for spec in stored)
         finished = (directory / name).exists()

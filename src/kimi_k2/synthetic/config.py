@@ -31,18 +31,30 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+# Odd where it may be, so that no two sizes are mistaken for each other.
+TINY_VISION: dict[str, Any] = {
+    "vt_hidden_size": 48,
+    "mm_hidden_size": 48,
+    "vt_num_attention_heads": 3,
+    "vt_num_hidden_layers": 2,
+    "vt_intermediate_size": 80,
+    "init_pos_emb_height": 10,
+    "init_pos_emb_width": 10,
+}
 
-def tiny_config(preset: str = "kimi-k2-instruct-0905", **overrides: Any) -> KimiK2Config:
+
+def tiny_config(preset: str = "kimi-k2-instruct-0905", *, vision: Any = TINY_VISION, **overrides: Any) -> KimiK2Config:
     """A published configuration shrunk to a few megabytes; YaRN, router and quantization stay as published.
 
     Args:
         preset: name of the published configuration.
+        vision: fields of the vision tower, where there is one, that differ from the published ones.
         overrides: any fields of KimiK2Config, Hugging Face's names.
     """
     vocab_size = overrides.get("vocab_size", TINY["vocab_size"])
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     special = {field: vocab_size - NUM_SPECIAL_SLOTS + offset for field, offset in ids.items()}
-    return KimiK2Config.from_preset(preset, **{**TINY, **special, **overrides})
+    return KimiK2Config.from_preset(preset, vision=vision, **{**TINY, **special, **overrides})
 
 
 def with_format(config: KimiK2Config, fmt: str) -> KimiK2Config:
@@ -78,4 +90,9 @@ def hf_config(config: KimiK2Config) -> dict[str, Any]:
     }
     if "quantization_config" in plain:
         outer["quantization_config"] = plain["quantization_config"]
+    if config.vision is not None:
+        outer["vision_config"] = {**config.vision.to_hf_dict(), "text_hidden_size": config.hidden_size}
+        outer["media_placeholder_token_id"] = config.vision.image_token_id
+        if config.vision.video_token_id is not None:
+            outer["video_token_id"] = config.vision.video_token_id
     return outer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import expected_tensors
+from kimi_k2.checkpoint.vision_names import VISION, all_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.draw import filled
 from kimi_k2.quantization.stored import TensorSpec, format_of
@@ -38,6 +38,8 @@ class SyntheticWeights:
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The tensor of `spec`, in its dtype and shape."""
         module, _, suffix = spec.name.rpartition(".")
+        if VISION.match(spec.name):
+            return self._vision(spec, suffix)
         held = format_of(self.config.quantization, module)
         if len(held.suffixes) > 1:
             rows, columns = self._linear_shape(module)
@@ -48,6 +50,13 @@ class SyntheticWeights:
         if len(spec.shape) == 1:
             return self._normal(spec, 0.1, mean=1.0)
         return self._normal(spec, 1.0 if "embed_tokens" in module else self._linear_std(module, spec.shape[-1]))
+
+    def _vision(self, spec: TensorSpec, suffix: str) -> Tensor:
+        if len(spec.shape) == 1:
+            return self._normal(spec, 0.1, mean=0.0 if suffix == "bias" else 1.0)
+        if "pos_emb" in spec.name:
+            return self._normal(spec, 1.0)
+        return self._normal(spec, 1 / math.sqrt(math.prod(spec.shape[1:])))
 
     def _normal(self, spec: TensorSpec, std: float, mean: float = 0.0) -> Tensor:
         generator = _generator(self.seed, spec.name)
@@ -86,5 +95,5 @@ class SyntheticWeights:
 def iter_state(config: KimiK2Config, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors that `write_synthetic_checkpoint` would store, without a disk (names without prefix)."""
     weights = SyntheticWeights(config, seed)
-    for spec in expected_tensors(config):
+    for spec in all_tensors(config):
         yield spec.name, weights.tensor(spec)

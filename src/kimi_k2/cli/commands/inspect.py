@@ -52,7 +52,7 @@ def inspect(
     if lonely := [name for name, value in given.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(lonely)} go with --tp")
     config = KimiK2Config.from_pretrained(directory)
-    reader = CheckpointReader.for_config(directory, config)
+    reader = CheckpointReader.for_config(directory, config, vision=True)
     if as_json:
         typer.echo(json.dumps(_contents(directory, config, reader, tensors), indent=1))
     else:
@@ -120,7 +120,10 @@ def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointRea
 
 def _category(name: str) -> str:
     from kimi_k2.checkpoint.names import EXPERT
+    from kimi_k2.checkpoint.vision_names import VISION
 
+    if VISION.match(name):
+        return "vision tower" if name.startswith("vision_tower.") else "projector"
     if EXPERT.match(name):
         return "routed experts"
     for part, category in (

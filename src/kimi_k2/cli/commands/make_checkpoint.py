@@ -26,7 +26,7 @@ def make_checkpoint(
     seed: Seed = 0,
 ) -> None:
     """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
-    from kimi_k2.checkpoint.names import expected_tensors
+    from kimi_k2.checkpoint.vision_names import all_tensors
     from kimi_k2.config import KimiK2Config
     from kimi_k2.progress import ByteProgress
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -36,7 +36,7 @@ def make_checkpoint(
     config = KimiK2Config.from_preset(model, **changes) if full else tiny_config(model, **changes)
     if fmt is not None:
         config = with_format(config, fmt)
-    total = sum(spec.nbytes for spec in expected_tensors(config))
+    total = sum(spec.nbytes for spec in all_tensors(config))
     with ByteProgress("writing", total) as bar:
         write_synthetic_checkpoint(
             out, config, seed=seed, shards=shards, on_tensor=lambda spec: bar.advance(spec.nbytes)

@@ -1,0 +1,77 @@
+"""Tower and projector: from pixels to rows of the language model's embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.vision_names import VISION
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.vision.projector import Projector
+from kimi_k2.model.vision.tower import VisionTower
+from kimi_k2.vision_config import Grid
+
+
+class VisionModel(nn.Module):
+    """Tower and projector of a member that has them; names of parameters are the checkpoint's.
+
+    Raises:
+        ConfigError: the configuration has no `vision_config`.
+    """
+
+    def __init__(self, config: KimiK2Config, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        if config.vision is None:
+            raise ConfigError("missing: this member of the family takes no images", field="vision_config")
+        self.config, self.dtype = config.vision, dtype
+        self.vision_tower = VisionTower(config.vision, dtype=dtype)
+        self.mm_projector = Projector(config.vision, config.hidden_size, dtype=dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        on_tensor: Callable[[str, int], None] | None = None,
+    ) -> VisionModel:
+        """Read the tower of a checkpoint; the language model's tensors are not touched.
+
+        Args:
+            on_tensor: called with (name, bytes) after each tensor, for a progress bar.
+
+        Raises:
+            ConfigError: config.json is missing or invalid, or has no tower.
+            CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
+        """
+        config = KimiK2Config.from_pretrained(directory)
+        with CheckpointReader.for_config(directory, config, vision=True) as reader:
+            with torch.device("meta"):
+                model = cls(config, dtype=dtype)
+            model = model.to_empty(device=device)
+            targets = dict(model.named_parameters())
+            for name, tensor in reader.stream(lambda name: VISION.match(name) is not None):
+                targets[name].copy_(tensor)
+                if on_tensor:
+                    on_tensor(name, tensor.nbytes)
+        return model.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.mm_projector.pre_norm.weight.device
+
+    @torch.inference_mode()
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Embeddings of images and video chunks, one after another: [tokens of all grids, text_hidden_size].
+
+        Arguments and errors as for `VisionTower.forward`.
+        """
+        out: Tensor = self.mm_projector(self.vision_tower(pixels, grids))
+        return out

@@ -1,0 +1,105 @@
+"""`vision_config`: both spellings, what is refused, and what a synthetic checkpoint states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.vision_names import vision_tensors
+from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.errors import ConfigError, MissingTensorError, TensorShapeError
+from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.vision_config import Grid, VisionConfig
+
+
+def raw_preset(name: str = "kimi-k2.5") -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
+    return raw
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code"])
+def test_presets_have_the_published_tower(name: str) -> None:
+    config = KimiK2Config.from_preset(name)
+    assert config.vision == VisionConfig()
+    assert (config.vision.head_dim, config.vision.merged_size) == (72, 4608)
+    assert config.vision.media_token_ids == (163605,)
+    layer = 3456 * 1153 + 1152 * 1153 + 4304 * 1153 + 1152 * 4305 + 4 * 1152
+    rest = 1152 * (3 * 14 * 14 + 1) + 64 * 64 * 1152 + 2 * 2 * 1152
+    assert sum(spec.nbytes // 2 for spec in vision_tensors(config)) == 27 * layer + rest + (4608 + 7168) * 4609
+
+
+def test_published_names_and_those_of_transformers_mean_the_same() -> None:
+    raw = raw_preset()
+    theirs = {
+        "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 80,
+        "pos_emb_height": 10, "pos_emb_width": 12, "pos_emb_time": 4, "merge_kernel_size": [2, 2], "patch_size": 14,
+    }  # fmt: skip
+    published = {
+        "vt_hidden_size": 48, "vt_num_attention_heads": 3, "vt_num_hidden_layers": 2, "vt_intermediate_size": 80,
+        "init_pos_emb_height": 10, "init_pos_emb_width": 12, "init_pos_emb_time": 4, "merge_kernel_size": [2, 2],
+        "mm_projector_type": "patchmerger", "merge_type": "sd2_tpool", "mm_hidden_size": 48, "text_hidden_size": 7168,
+    }  # fmt: skip
+    one = KimiK2Config.from_dict({**raw, "vision_config": theirs})
+    other = KimiK2Config.from_dict({**raw, "vision_config": published})
+    assert one == other
+    assert one.vision is not None and one.vision.hidden_size == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"vision_config": []}, "vision_config"),
+        ({"vision_config": {"merge_type": "sd2"}}, "vision_config.merge_type"),
+        ({"vision_config": {"mm_projector_type": "mlp"}}, "vision_config.mm_projector_type"),
+        ({"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
+        ({"vision_config": {"vt_hidden_size": "1152"}}, "vision_config.hidden_size"),
+        ({"vision_config": {"vt_hidden_size": 1150}}, "vision_config.hidden_size"),
+        ({"vision_config": {"vt_num_hidden_layers": 0}}, "vision_config.num_hidden_layers"),
+        ({"vision_config": {"vt_num_hidden_layers": 10**6}}, "vision_config.num_hidden_layers"),
+        ({"vision_config": {"merge_kernel_size": [2]}}, "vision_config.merge_kernel_size"),
+        ({"vision_config": {"merge_kernel_size": [99, 2]}}, "vision_config.merge_kernel_size"),
+        ({"vision_config": {"vt_hidden_size": 1152, "hidden_size": 48}}, "vision_config.hidden_size"),
+        ({"vision_config": {"mm_hidden_size": 1024}}, "vision_config.mm_hidden_size"),
+        ({"vision_config": {"text_hidden_size": 4096}}, "vision_config.text_hidden_size"),
+        ({"projection_hidden_size": 1024}, "projection_hidden_size"),
+        ({"media_placeholder_token_id": 163840}, "media_placeholder_token_id"),
+        ({"video_token_id": -1}, "vision_config.video_token_id"),
+    ],
+)
+def test_malformed_fields_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_dict({**raw_preset(), **changes})
+    assert (caught.value.field or "").startswith(field)
+
+
+def test_text_members_have_no_tower() -> None:
+    for name in ("kimi-k2-instruct", "kimi-k2-thinking"):
+        config = KimiK2Config.from_preset(name)
+        assert config.vision is None
+        assert not list(vision_tensors(config))
+
+
+def test_synthetic_checkpoint_states_its_tower(checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    assert config == tiny_config("kimi-k2.5")
+    assert config.vision is not None
+    assert config.vision.image_token_id == 768 - 256 + 21  # <|media_pad|> of the shrunk vocabulary
+
+
+def test_reader_checks_the_towers_tensors(checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    assert config.vision is not None
+    for change, kind in (({"num_hidden_layers": 3}, MissingTensorError), ({"intermediate_size": 96}, TensorShapeError)):
+        other = config.model_copy(update={"vision": config.vision.model_copy(update=change)})
+        with pytest.raises(kind, match=r"vision_tower\.encoder\.blocks"):
+            CheckpointReader.for_config(checkpoints["k2.5"], other, vision=True)
+        CheckpointReader.for_config(checkpoints["k2.5"], other)  # whoever wants the text alone is not bothered
+
+
+def test_grid_counts() -> None:
+    grid = Grid(4, 6, 8)
+    assert (grid.patches, grid.tokens()) == (192, 12)
