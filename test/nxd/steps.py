@@ -32,6 +32,7 @@ def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: li
                 attention_mask=mask[line],
                 position_ids=positions[line],
                 seq_ids=torch.tensor([row]),
+                sampling_params=torch.ones(1, 3),
             )
             rows[row] = out.logits[0, -1]
         logits = [torch.stack([rows[row] for row in sorted(rows)])]
@@ -57,3 +58,12 @@ def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
         out = app(input_ids=tokens, attention_mask=mask, position_ids=torch.full((len(forced), 1), at))
         logits.append(out.logits[:, -1])
     return torch.stack(logits)
+
+
+@torch.inference_mode()
+def hidden_states(app: Any, prompt: list[int]) -> torch.Tensor:
+    """What the first captured module gave at every position of a prompt, [S, width]."""
+    ids = torch.tensor([prompt])
+    out = app(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(len(prompt))[None])
+    captured: torch.Tensor = out.captured_tensors[0][0, : len(prompt)]
+    return captured

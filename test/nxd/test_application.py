@@ -46,6 +46,14 @@ def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], tmp_pa
     assert alone == expected(checkpoints["fp8"], PROMPTS[1:2])
 
 
+def test_a_preset_with_flash_decoding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The 128k preset's cache lies on two ranks, whose number does not divide the length that was asked for."""
+    made = {"preset": "trn2-tp64-ep1-128k", "deployment": {"length": 47}}
+    calls: list[dict[str, Any]] = [{"prompts": PROMPTS, "params": {"max_new_tokens": STEPS}}]
+    (tokens,) = run(checkpoints["bf16"], tmp_path, calls, 2, **made)
+    assert tokens == expected(checkpoints["bf16"], PROMPTS)
+
+
 def test_on_device_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Greedy by temperature 0 and by top_k 1; a draw chooses among the plain model's first top_k tokens."""
     draw: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.7, "top_k": 3}

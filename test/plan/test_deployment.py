@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
-from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, TOKEN_GENERATION, Deployment, preset_names
+from kimi_k2.plan.advice import advice
+from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.deployment import (
+    CONTEXT_ENCODING,
+    STAGES,
+    TOKEN_GENERATION,
+    Deployment,
+    NeuronOptions,
+    preset_names,
+)
 from kimi_k2.plan.memory import memory_plan
-from kimi_k2.plan.presets import LEADING, preset_rows
-from kimi_k2.plan.target import load_target
+from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
+from kimi_k2.plan.target import load_target, make_target
+from kimi_k2.sharding.plan import make_plan
 
 GPU = """
 instance: h200
@@ -53,7 +65,7 @@ def test_trainium_presets_fit_or_say_why_not() -> None:
     assert rows[0].name == LEADING
     assert {row.name for row in rows} == set(preset_names())
     trainium = [row for row in rows if row.name.startswith("trn2")]
-    assert [row.name for row in trainium if not row.fits] == ["trn2-tp64-ep1-128k"]
+    assert [row.name for row in trainium if not row.fits] == []
     assert {row.context for row in trainium} >= {1024, 4096, 32768, 131072}
     assert {row.batch for row in trainium if row.fits} >= {1, 8, 32}
     for row in rows:
@@ -76,9 +88,18 @@ def test_the_table_is_one_command() -> None:
     assert printed.exit_code == 0, printed.output
     for name in preset_names():
         assert name in printed.output
-    assert "trn2-tp64-ep1-128k: does not fit" in printed.output
     as_json = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--all-presets", "--json"])
     assert {row["name"] for row in json.loads(as_json.output)} == set(preset_names())
+
+
+def test_what_does_not_fit_has_a_line_below_the_table() -> None:
+    larger = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=90)
+    console = Console(record=True, width=165, file=io.StringIO())
+    print_presets(rows := preset_rows(larger), console)
+    text = console.export_text()
+    assert not rows[0].fits
+    for row in rows:
+        assert (f"{row.name}: does not fit" in text) == (not row.fits), row.name
 
 
 def test_a_preset_is_one_file(tmp_path: Path) -> None:
@@ -129,3 +150,36 @@ def test_a_presets_own_arguments_and_environment_win_and_change_the_digest() -> 
     assert environment(changed)["UNSAFE_FP8FNCAST"] == "0"
     assert environment(changed)["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert compile_digest(changed) != compile_digest(preset)
+
+
+def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
+    """By hand: 61 layers of 576 BF16 values a slot; each of 8 ranks an eighth of the positions and 128 reserved."""
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    preset = Deployment.load("trn2-tp64-ep1-128k")
+    whole = preset.model_copy(update={"neuron_config": NeuronOptions()})
+    split, full = (memory_plan(config, make_target(one, config)) for one in (preset, whole))
+    assert split.parts["KV cache"] == 61 * 576 * 2 * (131072 // 8 + 128)
+    assert full.parts["KV cache"] == 61 * 576 * 2 * 131072
+    assert split.fits
+    assert not full.fits
+    assert any("over 4 ranks (flash decoding)" in line for line in advice(config, make_target(whole, config), full))
+    target = make_target(preset, config)
+    decode = decode_counts(config, target, make_plan(config, target.layout))
+    assert decode.read["cache"] == 61 * 576 * 2 * 131072 // 8
+    groups = {(one.kind, one.nbytes): times for one, times in decode.collectives.items() if one.ranks == 8}
+    # One head a rank: 8 heads' queries, 8 heads' log-sum-exps from 8 ranks, and one head's sum back.
+    assert groups == {
+        ("all-gather", 8 * 576 * 2): 61, ("all-gather", 8 * 8 * 4): 61, ("reduce-scatter", 512 * 4): 61,
+    }  # fmt: skip
+    text = GPU.replace("h200", "trn2.48xlarge").replace("experts: stored", "experts: blockwise")
+    with pytest.raises(ConfigError, match="num_cores_per_group"):
+        read(text + "neuron_config: {flash_decoding_enabled: true, num_cores_per_group: 3}\n", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("trn2-tp64-ep1-b8", 8), ("trn2-tp64-ep1-b32", 32)])
+def test_continuous_batching_holds_128_slots_more_a_line(name: str, lines: int) -> None:
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    preset = Deployment.load(name)
+    assert memory_plan(config, make_target(preset, config)).parts["KV cache"] == 61 * 576 * 2 * lines * (
+        preset.seq_len + 128
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,10 +51,12 @@ def cpu_deployment(
     dtype: str = "float32",
     sampling: OnDeviceSampling | None = None,
 ) -> Deployment:
-    """A preset brought down to CPU mode: its experts' format and expert parallelism on the ranks that torchrun started.
+    """A preset brought down to CPU mode, on the ranks that torchrun started.
+
+    Kept are its experts' format, expert parallelism, and flash decoding where there are ranks to split the cache over.
 
     Args:
-        length: cache slots a sequence, and the longest prompt.
+        length: cache slots a sequence, and the longest prompt; rounded up to what flash decoding can divide.
         sampling: on-device sampling; None returns logits.
 
     Raises:
@@ -66,7 +69,11 @@ def cpu_deployment(
     blockwise = BlockwiseMatmul(
         block_size=CPU_BLOCK, use_torch_block_wise=True, parallelize_token_to_block_mapping=ep > 1
     )
+    cores = math.gcd(preset.cache_ranks, ranks)
+    length = -(-length // cores) * cores  # its positions divide among the ranks of a group
     options = NeuronOptions(
+        flash_decoding_enabled=cores > 1,
+        num_cores_per_group=cores if cores > 1 else None,
         save_sharded_checkpoint=False,
         enable_bucketing=False,
         on_device_sampling_config=sampling,

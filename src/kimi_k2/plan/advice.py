@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.instance import INSTANCES
 from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from kimi_k2.plan.scratch import make_scratch, reported_scratch
-from kimi_k2.plan.target import GIB, Target
+from kimi_k2.plan.target import GIB, RESERVED_SLOTS, Target
 from kimi_k2.sharding.experts.format import expert_formats
 
 MAX_RANKS = {one.target: one.ranks for one in INSTANCES.values()}
@@ -65,13 +66,8 @@ def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
         found.append(f"a context of at most {length:,} tokens instead of {target.context:,}")
         if (batch := plan_batch(config, target, plan)) >= 1:
             found.append(f"a batch of at most {batch} instead of {target.batch}")
-    for words, other in _alternatives(target):
-        try:
-            changed = memory_plan(config, other)
-        except ConfigError:
-            continue
-        if changed.fits:
-            found.append(f"{words} ({changed.needed / GIB:.1f} of {changed.memory.usable / GIB:.1f} GiB)")
+    found += _first(config, _flash_decoding(target), 1)
+    found += _first(config, _alternatives(target), None)
     if not found:
         whole = plan.memory.usable * MAX_RANKS[target.layout.target]
         found.append(
@@ -84,6 +80,32 @@ def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
 def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
     """Sequences of the target's context with which the plan fits."""
     return _last(lambda batch: _with_cache(config, replace(target, batch=batch), plan) <= plan.memory.usable, 4096)
+
+
+def _first(config: KimiK2Config, changes: Iterator[tuple[str, Target]], most: int | None) -> list[str]:
+    """The first `most` changes (all if None) with which a plan fits, and what it then needs."""
+    plans = ((words, _plan_or_none(config, other)) for words, other in changes)
+    words_of = (
+        f"{words} ({plan.needed / GIB:.1f} of {plan.memory.usable / GIB:.1f} GiB)"
+        for words, plan in plans
+        if plan is not None and plan.fits
+    )
+    return list(islice(words_of, most))
+
+
+def _plan_or_none(config: KimiK2Config, target: Target) -> MemoryPlan | None:
+    try:
+        return memory_plan(config, target)
+    except ConfigError:
+        return None
+
+
+def _flash_decoding(target: Target) -> Iterator[tuple[str, Target]]:
+    cores = 2 * target.cache_ranks
+    while target.is_neuron and target.layout.ranks % cores == 0:
+        split = replace(target, cache_ranks=cores, reserved_slots=RESERVED_SLOTS)
+        yield f"the cache split over {cores} ranks (flash decoding)", split
+        cores *= 2
 
 
 def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:

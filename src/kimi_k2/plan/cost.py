@@ -9,7 +9,7 @@ from math import prod
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
-from kimi_k2.plan.memory import arrangement_terms, cache_bytes, category, local_bytes, weight_parts
+from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
 from kimi_k2.plan.scratch import BF16, FLOAT32, held_as
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
@@ -26,11 +26,13 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     slots = target.context if context is None else context
     tokens = target.batch
     counts = _weights(config, target, plan, tokens, _expert_share(config, target, tokens))
-    counts.read["cache"] = cache_bytes(config, target, slots)
+    counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
-    counts.flops += _attention_flops(config, target, tokens, slots + 1)
-    counts.collectives = _collectives(config, target, tokens, tokens)
+    # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
+    cores = target.cache_ranks
+    counts.flops += _attention_flops(config, target, tokens * cores, slots // cores + 1)
+    counts.collectives = _collectives(config, target, tokens, tokens) | _flash_decoding(config, target, tokens)
     return counts
 
 
@@ -43,7 +45,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
     # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
-    rewritten = target.is_neuron and target.prompt < target.context
+    rewritten = target.is_neuron and (target.prompt < target.context or target.reserved_slots > 0)
     counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
     counts.flops += _expert_flops(config, target, tokens, decode=False)
@@ -177,4 +179,21 @@ def _collectives(config: KimiK2Config, target: Target, tokens: int, sampled: int
     if target.arrangement.down_projections_split:
         down = tokens * (config.q_lora_rank + config.cache_dim) * BF16
         found[Collective("all-gather", ranks, down)] = layers
+    return found
+
+
+def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[Collective, int]:
+    """A layer's gathers of queries and of log-sum-exps over a group, and the scatter of the heads' sums."""
+    cores, layers = target.cache_ranks, config.num_hidden_layers
+    if cores == 1:
+        return {}
+    heads = tokens * config.num_attention_heads // target.layout.ranks
+    found: dict[Collective, int] = {}
+    for kind, size in (
+        ("all-gather", heads * cores * config.cache_dim * BF16),
+        ("all-gather", heads * cores * cores * FLOAT32),
+        ("reduce-scatter", heads * config.kv_lora_rank * FLOAT32),
+    ):
+        one = Collective(kind, cores, size)
+        found[one] = found.get(one, 0) + layers
     return found

@@ -65,6 +65,8 @@ class NeuronOptions(_Part):
         context_encoding_buckets: prompt lengths, in tokens, that have a prefill graph.
         token_generation_buckets: cache lengths, in tokens, that have a decode graph.
         on_device_sampling_config: None returns 163,840 logits a token to the host.
+        flash_decoding_enabled: the latent cache is split over groups of ranks by positions.
+        num_cores_per_group: ranks of such a group; all if None.
     """
 
     logical_nc_config: PositiveInt = 2
@@ -76,6 +78,8 @@ class NeuronOptions(_Part):
     token_generation_buckets: tuple[PositiveInt, ...] | None = None
     on_device_sampling_config: OnDeviceSampling | None = OnDeviceSampling()
     blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
+    flash_decoding_enabled: bool = False
+    num_cores_per_group: PositiveInt | None = None
 
 
 class Deployment(_Part):
@@ -123,6 +127,11 @@ class Deployment(_Part):
         for field in ("neuron_config", "environment", "compiler_args"):
             if target != "neuron" and field in self.model_fields_set:
                 raise ConfigError(f"expected none on {self.instance}", field=field)
+        if self.tp_degree % self.cache_ranks:
+            raise ConfigError(
+                f"expected a divisor of tp_degree ({self.tp_degree}), got {self.cache_ranks}",
+                field="neuron_config.num_cores_per_group",
+            )
         Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts)  # refuses a format of the other target
         return self
 
@@ -152,6 +161,12 @@ class Deployment(_Part):
     def hardware(self) -> Instance:
         """The machine."""
         return INSTANCES[self.instance]
+
+    @property
+    def cache_ranks(self) -> int:
+        """Ranks that share one latent cache; 1 where each holds it whole."""
+        options = self.neuron_config
+        return (options.num_cores_per_group or self.tp_degree) if options.flash_decoding_enabled else 1
 
     def layout(self, config: KimiK2Config) -> Layout:
         """How the weights of a model lie on the ranks; `stored` of a checkpoint without quantization is BF16."""

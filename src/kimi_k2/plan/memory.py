@@ -119,9 +119,21 @@ def local_bytes(tensor: PlannedTensor) -> int:
 
 
 def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None) -> int:
-    """The compressed cache, which every rank holds whole: cache_dim values a token a layer in BF16."""
-    slots = target.batch * (target.context if context is None else context)
-    return config.num_hidden_layers * slots * config.cache_dim * BF16 * target.arrangement.cache_copies
+    """The compressed cache as a rank holds it, with NxDI's reserved slots: cache_dim values a slot a layer in BF16.
+
+    With flash decoding a rank holds its part of the positions, without it all.
+    """
+    slots = -(-(target.context if context is None else context) // target.cache_ranks) + target.reserved_slots
+    return _slot_bytes(config, target) * target.batch * slots
+
+
+def cache_bytes_read(config: KimiK2Config, target: Target, context: int) -> int:
+    """What of it a decode step of a bucket of `context` positions reads."""
+    return _slot_bytes(config, target) * target.batch * -(-context // target.cache_ranks)
+
+
+def _slot_bytes(config: KimiK2Config, target: Target) -> int:
+    return config.num_hidden_layers * config.cache_dim * BF16 * target.arrangement.cache_copies
 
 
 def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:

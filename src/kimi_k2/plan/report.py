@@ -44,6 +44,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "batch": target.batch,
             "context": target.context,
             "prompt": target.prompt,
+            "cache_ranks": target.cache_ranks,
             "arrangement": target.arrangement.name,
         },
         "rank_memory": {
@@ -101,6 +102,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """The report as tables."""
     target, memory = report["target"], report["rank_memory"]
     title = f"{target['name']}: {target['ranks']} ranks, batch {target['batch']}, context {target['context']:,}"
+    if target["cache_ranks"] > 1:
+        title += f", its cache over {target['cache_ranks']}"
     table = Table("one rank holds", "GB", "GiB", "%", title=title)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -131,9 +131,9 @@ def _head(config: KimiK2Config, target: Target) -> int:
 
 
 def _attention_decode(config: KimiK2Config, target: Target) -> int:
-    """The cache of one layer, cut into its two parts, and the scores."""
-    slots = target.batch * target.context
-    return slots * (config.cache_dim * BF16 + _heads(config, target) * 2 * FLOAT32)
+    """The cache of one layer, cut into its two parts, and the scores; flash decoding has the heads of its group."""
+    slots = target.batch * target.context // target.cache_ranks
+    return slots * (config.cache_dim * BF16 + _heads(config, target) * target.cache_ranks * 2 * FLOAT32)
 
 
 def _experts_decode(config: KimiK2Config, target: Target) -> int:

@@ -14,6 +14,10 @@ from kimi_k2.sharding.layout import Layout
 __all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
 
 
+# NxDI's EXTRA_RESERVED_SPACE (flash decoding) and KV_CACHE_PAD_FOR_SEQ_IDS_MASKING (continuous batching).
+RESERVED_SLOTS = 128
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """Choices of an implementation that the sharding plan does not show.
@@ -61,6 +65,8 @@ class Target:
         context: cache slots a sequence.
         prompt: tokens a sequence of the prefill that is modelled.
         prefill_batch: sequences of it; `batch` if None.
+        cache_ranks: ranks that share one latent cache (flash decoding); 1 where each holds it whole.
+        reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
     """
@@ -75,6 +81,8 @@ class Target:
     block_size: int | None = None
     arrangement: Arrangement = OURS
     prefill_batch: int | None = None
+    cache_ranks: int = 1
+    reserved_slots: int = 0
 
     @property
     def prefill_sequences(self) -> int:
@@ -109,7 +117,8 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     """
     if deployment.neuron_config.logical_nc_config != 2:
         raise ConfigError("expected 2: two ranks share a bank at LNC=1", field="neuron_config.logical_nc_config")
-    neuron = deployment.hardware.target == "neuron"
+    neuron, options = deployment.hardware.target == "neuron", deployment.neuron_config
+    reserved = options.flash_decoding_enabled or options.is_continuous_batching
     return Target(
         name=deployment.name,
         layout=deployment.layout(config),
@@ -118,8 +127,10 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         batch=deployment.batch_size,
         context=deployment.seq_len,
         prompt=deployment.max_context_length,
-        block_size=deployment.neuron_config.blockwise_matmul_config.block_size if neuron else None,
-        prefill_batch=deployment.neuron_config.ctx_batch_size,
+        block_size=options.blockwise_matmul_config.block_size if neuron else None,
+        prefill_batch=options.ctx_batch_size,
+        cache_ranks=deployment.cache_ranks,
+        reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
     )
 
 

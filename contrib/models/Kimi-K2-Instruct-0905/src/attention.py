@@ -2,7 +2,9 @@
 
 The same mathematics as `kimi_k2.ops.mla` (absorbed form) in NxDI's two stages: prefill attends within the
 prompt, decode to the cache and to the token itself. Heads are split over the tensor-parallel ranks, and so
-are the columns of the two down projections; every rank has the whole latent.
+are the columns of the two down projections; every rank has the whole latent. With flash decoding the cache is
+split over groups of ranks by positions, see flash_decoding.py. With sequence parallelism a rank is given its part of
+the sequence and gives its part back; in between it has its heads of the whole.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from typing import Any
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_distributed.parallel_layers.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
+from .flash_decoding import combine, group_heads
 from .norm import make_rms_norm
 from .products import dot_float32
 
@@ -34,6 +38,8 @@ class KimiK2Attention(nn.Module):
         hf, neuron = config.hf, config.neuron_config
         self.hf = hf
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
+        self.flash_decoding = neuron.flash_decoding_enabled
+        self.sequence_parallel = neuron.sequence_parallel_enabled
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
@@ -51,6 +57,7 @@ class KimiK2Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
+            sequence_parallel_enabled=neuron.sequence_parallel_enabled, sequence_dimension=1,
         )  # fmt: skip
         self.rotary_multiplier = hf.rope_scaling.rotary_multiplier if hf.rope_scaling else 1.0
         # Python numbers, made a float32 tensor within the trace. NxDI's load_module casts every float parameter and
@@ -77,18 +84,22 @@ class KimiK2Attention(nn.Module):
         """Attend.
 
         Args:
-            hidden_states: [B, S, H], normed.
+            hidden_states: [B, S, H], normed; with sequence parallelism [B, S / ranks, H], as is the output.
             attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1 or S, cache length] at decode (without the
-                step's own tokens).
+                step's own tokens; with flash decoding over the reserved slots too).
             position_ids: [B, S].
-            past_key_value: at decode, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]).
-            active_mask: bool [B, 1, S, S] between the tokens of a decode step; None for a single one.
+            past_key_value: at decode, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]); with flash decoding
+                those of this rank's positions.
+            active_mask: bool [B, 1, S, S] between the tokens of a decode step; None for a single one. With flash
+                decoding also of a single one, and True only where the key's position is this rank's.
             cos_cache, sin_cache: the rotation, once a layer has computed it.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
         """
         hf = self.hf
+        if self.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
         batch, length = hidden_states.shape[:2]
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         q_down, latent, k_rope = self.qkv_a_proj(hidden_states).split(widths, dim=-1)
@@ -109,18 +120,26 @@ class KimiK2Attention(nn.Module):
         def scores(keys: Tensor, latents: Tensor) -> Tensor:
             return (over_positions(q_latent, latents, 2) + over_positions(q_rope, keys, 2)) * hf.softmax_scale
 
-        own = scores(k_rope, latent)
         if past_key_value is None:
+            own = scores(k_rope, latent)
             weights = self._masked(own, attention_mask).softmax(dim=-1).to(hidden_states.dtype)
             summed = over_positions(weights, latent, 1)
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
+            if self.flash_decoding:
+                widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
+                q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
+                attention_mask = attention_mask[..., : keys.shape[1]]  # without the reserved slots
             prior = self._masked(scores(keys, latents), attention_mask)
+            own = scores(k_rope, latent)
             if active_mask is not None:
                 own = self._masked(own, active_mask)
-            weights = torch.cat((prior, own), dim=-1).softmax(dim=-1).to(hidden_states.dtype)
+            both = torch.cat((prior, own), dim=-1)
+            weights = both.softmax(dim=-1).to(hidden_states.dtype)
             past = prior.shape[-1]
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], latent, 1)
+            if self.flash_decoding:
+                summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
         out = torch.einsum("bhsr,hvr->bshv", summed.to(hidden_states.dtype), w_uv)
         out = self.o_proj(out.reshape(batch, length, self.num_heads * hf.v_head_dim))
         return out, (k_rope.unsqueeze(1), latent.unsqueeze(1)), cos_cache, sin_cache

@@ -27,6 +27,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
+        num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
+            default all, as there is one key head.
 
     Raises:
         ConfigError: an option that the model does not follow, see options.py.
@@ -37,6 +39,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         *,
         router_bias_before_sigmoid: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
+        num_cores_per_group: int | None = None,
         **kwargs: Any,
     ) -> None:
         options.check(kwargs)
@@ -57,6 +60,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
+        self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
@@ -91,7 +95,7 @@ class KimiK2InferenceConfig(InferenceConfig):
 
     def add_derived_config(self) -> None:
         """Set NxDI's names from Hugging Face's."""
-        self.num_cores_per_group = 1
+        self.num_cores_per_group = self.neuron_config.num_cores_per_group
         missing = [name for name in self.get_required_attributes() if not hasattr(self, name)]
         if missing:
             raise ConfigError("missing", field=missing[0])

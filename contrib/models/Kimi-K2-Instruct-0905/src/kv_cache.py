@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE, get_cache_size
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import (
     KV_CACHE_PAD_FOR_SEQ_IDS_MASKING,
     KVCacheManager,
 )
+from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+
+from .flash_decoding import own_positions, slots_to_write
 
 
 class LatentKVCacheManager(KVCacheManager):
     """The K slot holds the turned rotary key (64 values a token), the V slot the normed latent (512).
 
     NxDI keeps two tensors a layer. Filling both with the whole entry, as is usual for MLA, doubles the cache: 140,544
-    instead of 70,272 bytes a token in BF16. Splitting the entry between them costs nothing. Every rank holds
-    the whole cache: the latent is shared by all heads.
+    instead of 70,272 bytes a token in BF16. Splitting the entry between them costs nothing. The latent is shared by all
+    heads, so every rank holds the whole cache; with flash decoding each of `num_cores_per_group` ranks holds its part
+    of the positions.
     """
 
     def _init_kv_shape(self, config: Any, layer_to_cache_size_mapping: Any = None) -> None:
@@ -28,7 +33,53 @@ class LatentKVCacheManager(KVCacheManager):
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
         self.padded_layer_ids: list[int] = []
-        # Upstream lets the lines that take no part in a step write behind the last position.
-        length = neuron.max_length + (KV_CACHE_PAD_FOR_SEQ_IDS_MASKING if neuron.apply_seq_ids_mask else 0)
+        length = neuron.max_length
+        if self.flash_decoding_enabled:
+            length = get_cache_size(length, self.num_cores_per_group)
+        elif neuron.apply_seq_ids_mask:
+            # Upstream lets the lines that take no part in a step write behind the last position.
+            length += KV_CACHE_PAD_FOR_SEQ_IDS_MASKING
         self.k_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.qk_rope_head_dim)
         self.v_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.kv_lora_rank)
+
+    def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it."""
+        if self.flash_decoding_enabled:
+            seq_len -= EXTRA_RESERVED_SPACE
+        found: tuple[Tensor, Tensor] = super().get_kv_by_layer_id(idx, seq_len, *args, **kwargs)
+        return found
+
+    def update_kv_by_layer_id(
+        self,
+        idx: int,
+        is_for_context_encoding: bool,
+        seq_ids: Tensor,
+        position_ids: Tensor,
+        kv_per_layer: tuple[Tensor, Tensor],
+        seq_len: int,
+        scatter_index: Tensor | None = None,
+        kv_active_mask: Tensor | None = None,
+        kvcache_buffer: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """NxDI's, with each rank's own positions under flash decoding; (rotary keys, latents) of layer `idx`."""
+        if self.flash_decoding_enabled:
+            ranks = self.num_cores_per_group
+            if not is_for_context_encoding:
+                assert kv_active_mask is not None  # NxDI makes it for every step
+                caches = self._fetch_cache(idx, kvcache_buffer)
+                slots = slots_to_write(position_ids, kv_active_mask, seq_ids, ranks, caches[0].shape[2])
+                slots = slots[:, None, :, None]
+                keys, latents = (
+                    cache.scatter(2, slots.expand_as(entries), entries)
+                    for cache, entries in zip(caches, kv_per_layer, strict=True)
+                )
+                return keys, latents
+            rank = self.global_rank.get_rank()
+            keys, latents = (own_positions(entries, rank, ranks) for entries in kv_per_layer)
+            kv_per_layer = keys, latents
+        updated: tuple[Tensor, Tensor] = super().update_kv_by_layer_id(
+            idx, is_for_context_encoding, seq_ids, position_ids, kv_per_layer, seq_len,
+            scatter_index=scatter_index, kv_active_mask=kv_active_mask, kvcache_buffer=kvcache_buffer, **kwargs,
+        )  # fmt: skip
+        return updated

@@ -66,11 +66,14 @@ def mocked_ranks(neuron_config: Any) -> Iterator[None]:
             lnc_size=neuron_config.logical_nc_config,
         )
         parallel_state.set_aot_mode(True)
+        if neuron_config.flash_decoding_enabled:  # as ModelBuilder does
+            parallel_state.initialize_kv_group(neuron_config.num_cores_per_group, sequential_ranks_in_group=True)
         _forget_collectives()
         try:
             yield
         finally:
             parallel_state.set_aot_mode(False)
+            parallel_state.destroy_kv_group()
             parallel_state.destroy_model_parallel()
             moe_process_group.destroy_moe_model_parallel()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfi
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from neuronx_distributed.parallel_layers.mappings import gather_from_sequence_parallel_region
 from neuronx_distributed.quantization.quantize import convert
 from neuronx_distributed_inference.models.layer_boundary_marker import (
     ModuleMarkerEndWrapper,
@@ -46,15 +48,19 @@ class KimiK2MLP(nn.Module):
         super().__init__()
         hidden, width, dtype = config.hf.hidden_size, config.hf.intermediate_size, config.neuron_config.torch_dtype
         column = {"bias": False, "gather_output": False, "dtype": dtype}
+        self.sequence_parallel = config.neuron_config.sequence_parallel_enabled
         self.gate_proj = ColumnParallelLinear(hidden, width, **column)
         self.up_proj = ColumnParallelLinear(hidden, width, **column)
         self.down_proj = RowParallelLinear(
             width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=config.neuron_config.rpl_reduce_dtype,
+            sequence_parallel_enabled=self.sequence_parallel, sequence_dimension=1,
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism."""
+        if self.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
         return out
 
@@ -100,12 +106,18 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
     router = KimiK2Router(
         hf,
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
-        sequence_parallel_enabled=False,
+        sequence_parallel_enabled=False,  # it is given the gathered tokens
         sequence_dimension=1,
         dtype=neuron.torch_dtype,
         device=None,
     )
-    return MoE(router=router, expert_mlps=experts, shared_experts=shared, sequence_dimension=1).eval()
+    return MoE(
+        router=router,
+        expert_mlps=experts,
+        shared_experts=shared,
+        sequence_parallel_enabled=neuron.sequence_parallel_enabled,
+        sequence_dimension=1,
+    ).eval()
 
 
 class KimiK2DecoderLayer(nn.Module):
@@ -129,7 +141,10 @@ class KimiK2DecoderLayer(nn.Module):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
-        """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after."""
+        """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
+
+        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it.
+        """
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)
@@ -217,10 +232,27 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """NxDI's CPU mode, with expert-parallel process groups that gloo can use."""
         os.environ["NXD_CPU_MODE"] = "1"
         patches.apply_cpu_mode(self.neuron_config)
-        super().to_cpu()
+        with self._models_of_their_own():
+            super().to_cpu()
+        if self.neuron_config.flash_decoding_enabled:  # ModelBuilder makes the groups where there is a device
+            parallel_state.initialize_kv_group(self.config.num_cores_per_group, sequential_ranks_in_group=True)
         if self.neuron_config.tensor_capture_config is not None:
             models = {id(wrapper.model): wrapper.model for wrapper in self.models}
             capture_in_cpu_mode(models.values(), self.neuron_config.tensor_capture_config)
+
+    @contextmanager
+    def _models_of_their_own(self) -> Iterator[None]:
+        """A model for each stage in NxDI's CPU mode, which makes them for continuous batching alone.
+
+        With sequence parallelism the two stages differ: decode has no sequence to cut.
+        """
+        neuron = self.neuron_config
+        kept = neuron.is_continuous_batching
+        neuron.is_continuous_batching = kept or neuron.sequence_parallel_enabled
+        try:
+            yield
+        finally:
+            neuron.is_continuous_batching = kept
 
     def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
         """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""

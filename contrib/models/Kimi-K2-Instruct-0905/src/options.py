@@ -6,7 +6,7 @@ no effect, and no error. `check` is the one place that refuses them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kimi_k2.errors import ConfigError
@@ -16,12 +16,13 @@ from kimi_k2.errors import ConfigError
 TESTED = frozenset((
     "apply_seq_ids_mask", "async_mode", "batch_size", "blockwise_matmul_config", "buckets",
     "context_encoding_buckets", "ctx_batch_size", "disable_argmax_kernel", "enable_bucketing",
-    "is_continuous_batching", "kv_cache_batch_size", "max_batch_size", "max_context_length", "max_length",
-    "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions",
-    "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config", "output_logits", "quantization_block_axis",
-    "quantization_block_size", "quantization_dtype", "quantization_type", "quantized", "quantized_checkpoints_path",
-    "router_config", "save_sharded_checkpoint", "seq_len", "speculation_length", "tensor_capture_config",
-    "tkg_batch_size", "token_generation_buckets", "torch_dtype", "tp_degree", "world_size",
+    "flash_decoding_enabled", "is_continuous_batching", "kv_cache_batch_size", "max_batch_size",
+    "max_context_length", "max_length", "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree",
+    "n_active_tokens", "n_positions", "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config",
+    "output_logits", "quantization_block_axis", "quantization_block_size", "quantization_dtype",
+    "quantization_type", "quantized", "quantized_checkpoints_path", "router_config", "save_sharded_checkpoint",
+    "seq_len", "sequence_parallel_enabled", "speculation_length", "tensor_capture_config", "tkg_batch_size",
+    "token_generation_buckets", "torch_dtype", "tp_degree", "world_size",
 ))
 # fmt: on
 
@@ -73,7 +74,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ep_degree": ((1,), "experts are split by moe_ep_degree"),
     "ep_dispatch_cc_option": (("AR_AG",), "routed and shared experts share one all-reduce"),
     "expert_mlp_nki_kernel_enabled": ((None, False), _KERNEL),
-    "flash_decoding_enabled": ((False,), _CACHE),
     "fused_rmsnorm_skip_gamma": ((False,), _KERNEL),
     "fused_shared_experts": ((False,), "the shared expert is not one of the routed experts' stack"),
     "gate_clamp_lower_limit": ((None,), _EXPERT),
@@ -125,8 +125,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_router_logits": ((False,), "the layers hand on hidden states only"),
     "rmsnorm_quantize_kernel_enabled": ((False,), _KERNEL),
     "router_topk_nki_kernel_enabled": ((None, False), "it adds the correction bias to the logits"),
-    "sequence_parallel_enabled": ((False,), "the latent attention is not sequence-parallel"),
-    "shared_experts_sequence_parallel_enabled": ((False,), "the latent attention is not sequence-parallel"),
+    "shared_experts_sequence_parallel_enabled": ((False,), "the shared expert is split over the ranks"),
     "shared_mlp_nki_kernel_enabled": ((None, False), _KERNEL),
     "strided_context_parallel_kernel_enabled": ((False,), _KERNEL),
     "switch_cc": ((False,), _ATTENTION),
@@ -141,6 +140,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
+# Buckets that NxDI makes itself are powers of two from here on, and the whole length.
+NXDI_SMALLEST_BUCKET = 128
 # Names that NxDI reads and does not keep.
 DEPRECATED = frozenset({"disable_normalize_top_k_affinities", "logical_neuron_cores"})
 
@@ -179,9 +180,47 @@ def check_together(config: Any) -> None:
         raise ConfigError(f"expected tp_degree ({config.tp_degree}), got {config.world_size}", field="world_size")
     if config.async_mode and config.on_device_sampling_config is None:
         raise ConfigError("asynchronous steps need on-device sampling", field="on_device_sampling_config")
+    if config.sequence_parallel_enabled:
+        _check_sequence_parallel(config)
     lines = config.is_continuous_batching and config.tkg_batch_size > 1
     if lines and not config.apply_seq_ids_mask:
         raise ConfigError(
             "expected True: a step with fewer sequences than lines would overwrite the others' caches",
             field="apply_seq_ids_mask",
         )
+
+
+def _check_sequence_parallel(config: Any) -> None:
+    if config.tensor_capture_config is not None:
+        raise ConfigError("expected None: each rank has its part of the sequence", field="tensor_capture_config")
+    _check_lengths(config, ("max_context_length", "context_encoding_buckets"), config.tp_degree)
+
+
+def cores_per_group(config: Any, asked: int | None) -> int:
+    """Ranks that share one latent cache; 1 without flash decoding. `config` is the whole neuron config.
+
+    Raises:
+        ConfigError: the ranks do not divide into such groups, or a bucket's positions among a group's ranks.
+    """
+    if not config.flash_decoding_enabled:
+        if asked not in (None, 1):
+            raise ConfigError(f"expected 1 without flash_decoding_enabled, got {asked}", field="num_cores_per_group")
+        return 1
+    ranks: int = config.tp_degree
+    cores = ranks if asked is None else asked
+    if cores < 2 or ranks % cores:
+        expected = f"a divisor of tp_degree ({ranks}) above 1"
+        raise ConfigError(f"expected {expected}, got {cores}", field="num_cores_per_group")
+    names = ("seq_len", "max_context_length", "context_encoding_buckets", "token_generation_buckets")
+    _check_lengths(config, names, cores)
+    return cores
+
+
+def _check_lengths(config: Any, names: Iterable[str], ranks: int) -> None:
+    """Refuse lengths and buckets that do not divide among `ranks`."""
+    made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
+    for name in names:
+        stated = getattr(config, name) or made_by_nxdi
+        for length in [stated] if isinstance(stated, int) else stated:
+            if length % ranks:
+                raise ConfigError(f"{length} positions do not divide among {ranks} ranks", field=name)

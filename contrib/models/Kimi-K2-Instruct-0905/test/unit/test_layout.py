@@ -12,7 +12,7 @@ from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
 from kimi_k2.neuron.compiler_args import compiler_args
 from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment, preset_names
 
-PRESETS = [name for name in preset_names() if name.startswith("trn2") and not name.endswith("-128k")]
+PRESETS = [name for name in preset_names() if name.startswith("trn2")]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,12 @@ def test_routed_experts_are_counted_from_the_published_sizes(config: KimiK2Confi
 
 
 def test_a_context_that_does_not_fit_is_refused_before_compiling(config: KimiK2Config) -> None:
+    """131,072 tokens with the whole latent cache on every core."""
+    preset = Deployment.load("trn2-tp64-ep1-128k")
+    options = preset.neuron_config.model_copy(update={"flash_decoding_enabled": False, "num_cores_per_group": None})
+    preset = preset.model_copy(update={"neuron_config": options})
     with pytest.raises(CompileError, match=r"needs 28\.\d GiB a core with scratch, 23\.4 GiB.*a context of at most"):
-        check_fit(config, Deployment.load("trn2-tp64-ep1-128k"))
+        check_fit(config, preset)
 
 
 def test_bf16_experts_do_not_fit(config: KimiK2Config) -> None:

@@ -1,0 +1,80 @@
+"""Flash decoding: the ranks of a group hold a part of the latent cache each, and share all their heads' queries.
+
+Positions lie round the group as NxDI lays them (`modules/flashdecode/utils.py`): position p on the rank whose number in
+its group is p % g, in slot p // g. NxDI makes the masks of a step by that rule and reserves slots behind the last one,
+where a rank writes what belongs to another.
+"""
+
+from __future__ import annotations
+
+import torch
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.comm import all_gather, reduce_scatter
+from neuronx_distributed.utils import cpu_mode
+from torch import Tensor
+
+SUM = "sum"  # torch_xla's name of the reduction
+
+
+def group_heads(heads: Tensor) -> Tensor:
+    """[B, h, S, x] of each rank to [B, g h, S, x] of its group, in the order of the ranks."""
+    group = parallel_state.get_kv_shared_group()
+    gathered: Tensor = all_gather(heads.contiguous(), dim=1, groups=group, pin_layout=False)
+    return gathered
+
+
+def combine(sums: Tensor, logsumexp: Tensor) -> Tensor:
+    """Attention over all positions of the group from each rank's own.
+
+    Args:
+        sums: float32 [B, g h, S, x], softmax over this rank's positions times their values.
+        logsumexp: float32 [B, g h, S, 1] of the same positions' scores.
+
+    Returns:
+        float32 [B, h, S, x] of this rank's heads.
+    """
+    group = parallel_state.get_kv_shared_group()
+    # A rank without a position yet has scores of finfo.min, and no weight.
+    everyone = all_gather(logsumexp.contiguous(), dim=3, groups=group, pin_layout=False)
+    weighted = sums * (logsumexp - everyone.logsumexp(dim=3, keepdim=True)).exp()
+    ranks = parallel_state.get_kv_shared_group_size()
+    if cpu_mode():  # gloo's writes whole rows
+        rows = weighted.transpose(0, 1).contiguous()
+        out = rows.new_empty(rows.shape[0] // ranks, *rows.shape[1:])
+        reduce_scatter(SUM, rows, 1, 0, ranks, groups=group, output=out)
+        return out.transpose(0, 1)
+    # Without `output`: torch_xla 2.9 loses a collective whose result is written in place and then viewed.
+    scattered: Tensor = reduce_scatter(SUM, weighted, 1, 1, ranks, groups=group, pin_layout=False)
+    return scattered
+
+
+def own_positions(entries: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Of a prompt's entries [B, 1, S, x] those that this rank holds, [B, 1, S / ranks, x].
+
+    Args:
+        rank: this rank's number, int [1].
+        ranks: size of the group; divides S.
+    """
+    first = torch.arange(0, entries.shape[2], ranks, device=entries.device)
+    return entries.index_select(2, first + torch.remainder(rank, ranks).to(first.dtype))
+
+
+def slots_to_write(position_ids: Tensor, owned: Tensor, seq_ids: Tensor, ranks: int, slots: int) -> Tensor:
+    """The slot that each token of a step is written to.
+
+    NxDI's rule takes the last slot of the bucket for what is not written, and does not look at `seq_ids`: in a step of
+    some of the cache lines, others may hold live tokens at both places. Here it is the last slot of the cache.
+
+    Args:
+        position_ids: int [B, S].
+        owned: [B, S], 1 where the position is this rank's.
+        seq_ids: [B], negative for a line that takes no part in the step.
+        ranks: size of the group.
+        slots: length of the cache on this rank, with the reserved slots.
+
+    Returns:
+        int64 [B, S].
+    """
+    written = torch.logical_and(owned.to(torch.bool), (seq_ids >= 0).reshape(-1, 1))
+    place = torch.div(position_ids, ranks, rounding_mode="floor").to(torch.long)
+    return torch.where(written, place, torch.full_like(place, slots - 1))
