@@ -37,6 +37,8 @@ REQUIREMENTS = (
     Requirement("tenacity", "tenacity", "any", "NxDI of SDK 2.29"),
     Requirement("scipy", "scipy", "any", "NxDI of SDK 2.28"),
 )
+# XLA for the CPU, on which test/nxd executes the graphs that the compiler would get; NxD itself needs none of it.
+EXECUTION = (Requirement("jax", "jax", "0.8.0", "tests that execute lowered graphs are skipped without it"),)
 VLLM = (
     Requirement("vllm", "vllm", "0.11.0", "vllm-neuron 0.2 is written for it"),
     Requirement("vllm_neuron", None, "source of branch release-0.2.x"),
@@ -73,9 +75,9 @@ def state(requirement: Requirement) -> State:
     return State(requirement, importable, version)
 
 
-def states(vllm: bool = False) -> list[State]:
-    """All of them; with `vllm` also what serving needs."""
-    return [state(one) for one in (*REQUIREMENTS, *(VLLM if vllm else ()))]
+def states(*, optional: bool = False) -> list[State]:
+    """What NxD needs; with `optional` also what executing its graphs and serving need."""
+    return [state(one) for one in (*REQUIREMENTS, *((*EXECUTION, *VLLM) if optional else ()))]
 
 
 def missing() -> list[str]:

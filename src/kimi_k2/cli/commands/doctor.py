@@ -164,9 +164,18 @@ def _neuron() -> Iterator[Finding]:
             checked = version.startswith(releases)
             yield Finding(package, "ok" if checked else "note", version, "" if checked else expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
-    for one in states(vllm=True):
+    for one in states(optional=True):
         needed = one.requirement
-        if needed.module in ("boto3", "torchvision", "google.protobuf", "tenacity", "scipy", "vllm", "vllm_neuron"):
+        if needed.module in (
+            "boto3",
+            "torchvision",
+            "google.protobuf",
+            "tenacity",
+            "scipy",
+            "jax",
+            "vllm",
+            "vllm_neuron",
+        ):
             found = (one.version or "importable, version unknown") if one.importable else "not installed"
             wanted = "" if needed.works == "any" else f"works with {needed.works}"
             why = ", ".join(part for part in (wanted, needed.why) if part)
