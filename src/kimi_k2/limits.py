@@ -42,3 +42,13 @@ VISION_FIELDS: dict[str, float] = {
     "pos_emb_width": 4_096,
     "pos_emb_time": 1_024,
 }
+
+# Images and videos. A decoded image of the most pixels has 268 MB with transparency; Pillow itself warns above 89 M.
+MEDIA_BYTES = 2**30
+IMAGE_PIXELS = 2**26
+# Of one frame, and of all that are decoded: an hour of 1920 x 1080 at 30 frames a second.
+FRAME_PIXELS = 2**25
+VIDEO_PIXELS = 2**38
+VIDEO_FRAMES = 2**19
+# Of one image or video in the prompt; the members' context has as many.
+MEDIA_TOKENS = 2**18

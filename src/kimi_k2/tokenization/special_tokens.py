@@ -22,7 +22,11 @@ ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"
 CALL_END = "<|tool_call_end|>"
 THINK = "<think>"
 THINK_END = "</think>"
-# Not a token: K2.5's template writes it, and its processor puts a video's frames in its place.
+MEDIA_BEGIN = "<|media_begin|>"
+MEDIA_CONTENT = "<|media_content|>"
+MEDIA_END = "<|media_end|>"
+MEDIA_PAD = "<|media_pad|>"
+# No token of the published vocabulary: K2.5's template writes it, and its processor puts a video's frames in its place.
 VIDEO_PLACEHOLDER = "<|kimi_k25_video_placeholder|>"
 
 # Offset from the base vocabulary's size -> name; the other slots are reserved.
@@ -42,10 +46,10 @@ NAMED: dict[int, str] = {
     14: ARGUMENT_BEGIN,
     15: CALL_END,
     17: IM_MIDDLE,
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
+    18: MEDIA_BEGIN,
+    19: MEDIA_CONTENT,
+    20: MEDIA_END,
+    21: MEDIA_PAD,
     22: THINK,
     23: THINK_END,
     254: UNK,

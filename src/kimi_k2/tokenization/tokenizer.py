@@ -16,7 +16,7 @@ import tiktoken
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import built_in_template
 from kimi_k2.tokenization.files import read_bytes, read_object
-from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
+from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, VIDEO_PLACEHOLDER, special_tokens
 from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
 from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment
 
@@ -120,7 +120,16 @@ class KimiTokenizer:
         return [[token for _ in group for token in next(encoded)] for group in pieces]
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
-        """Token ids of a rendered conversation, in which only the template's own markup is special."""
+        """Token ids of a rendered conversation, in which only the template's own markup is special.
+
+        Raises:
+            TokenizerError: a video's placeholder, which is no token; see `media.prompt.MediaProcessor`.
+        """
+        segments = list(segments)
+        if VIDEO_PLACEHOLDER not in self.special_tokens and any(
+            segment.markup and segment.text == VIDEO_PLACEHOLDER for segment in segments
+        ):
+            raise TokenizerError("a video needs the media processor, which puts its frames' tokens into the prompt")
         return [token for segment in segments for token in self.encode(segment.text, allow_special=segment.markup)]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:

@@ -27,7 +27,7 @@ SMALL_GRIDS = [
 # The same for the real map of 64 by 64; 512 patches a side and 16384 in all are the processor's limits.
 REAL_GRIDS = [
     Grid(1, 2, 2), Grid(1, 6, 30), Grid(1, 32, 32), Grid(1, 64, 64), Grid(1, 46, 82), Grid(1, 2, 512),
-    Grid(1, 512, 2), Grid(1, 128, 128), Grid(4, 2, 2), Grid(2, 8, 10), Grid(3, 14, 6), Grid(4, 32, 32),
+    Grid(1, 512, 2), Grid(4, 2, 2), Grid(2, 8, 10), Grid(3, 14, 6), Grid(4, 32, 32), Grid(1, 128, 128),
 ]  # fmt: skip
 
 
@@ -40,12 +40,10 @@ def compare(directory: Path, reference: Any, grids: list[Grid], *, packed: bool)
     model = VisionModel.from_pretrained(directory)
     pixels = pixels_of(grids)
     parts = pixels.split([grid.patches for grid in grids])
-    expected = transformers_features(reference, pixels, grids)
-    if packed:
-        actual = list(model(pixels, grids).split([grid.tokens() for grid in grids]))
-    else:
-        actual = [model(part, [grid]) for part, grid in zip(parts, grids, strict=True)]
-    for grid, ours, theirs in zip(grids, actual, expected, strict=True):
+    together = model(pixels, grids).split([grid.tokens() for grid in grids]) if packed else None
+    for place, (grid, part) in enumerate(zip(grids, parts, strict=True)):
+        ours = together[place] if together else model(part, [grid])
+        theirs = transformers_features(reference, part, [grid])[0]
         assert ours.shape == theirs.shape == (grid.tokens(), model.mm_projector.proj[2].out_features)
         relative = float((ours - theirs).norm() / theirs.norm())
         worst = float((ours - theirs).abs().max() / theirs.abs().max())

@@ -1,0 +1,94 @@
+"""How images and videos are prepared: `preprocessor_config.json`, as published and as transformers 5.x writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
+from kimi_k2.limits import MEDIA_TOKENS
+
+IMAGE_FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+
+_PUBLISHED = {
+    "in_patch_limit": "max_patches",
+    "in_patch_limit_each_frame": "max_patches_a_frame",
+    "patch_limit_on_one_side": "max_side",
+    "sample_fps": "sample_fps",
+    "temporal_merge_kernel_size": "frames_a_chunk",
+    "patch_size": "patch_size",
+    "merge_kernel_size": "merge_size",
+}
+
+
+class MediaConfig(BaseModel):
+    """Limits and rates of the processor; the defaults are the published ones of K2.5 and K2.6.
+
+    Attributes:
+        max_patches: of an image.
+        max_patches_a_frame: of a frame of a video.
+        max_side: patches of the longer side.
+        sample_fps: frames that are taken of a second of a video.
+        frames_a_chunk: of a video that share their tokens.
+        patch_size, merge_size: pixels of a patch's side, patches of a token's.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    max_patches: PositiveInt = 16384
+    max_patches_a_frame: PositiveInt = 4096
+    max_side: PositiveInt = 512
+    sample_fps: PositiveFloat = 2.0
+    frames_a_chunk: PositiveInt = 4
+    patch_size: PositiveInt = 14
+    merge_size: PositiveInt = 2
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> MediaConfig:
+        """Read the files of a checkpoint; what they leave out, or all of it, is as published.
+
+        Raises:
+            ConfigError: a field is malformed, or asks for another normalisation than mean and deviation 0.5.
+        """
+        found: dict[str, Any] = {}
+        for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
+            path = Path(directory) / name
+            if path.is_file():
+                found |= _fields(read_json(path, ConfigError), limit, path)
+        try:
+            config = cls.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = str(first["loc"][0])
+            raise ConfigError(f"{first['msg']}, got {first['input']!r}", field=field, file=directory) from None
+        for field in ("max_patches", "max_patches_a_frame", "max_side"):
+            if getattr(config, field) > 4 * MEDIA_TOKENS:
+                raise ConfigError(f"expected at most {4 * MEDIA_TOKENS}", field=field, file=directory)
+        return config
+
+
+def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected an object, got {type(raw).__name__}", file=path)
+    published = raw.get("media_proc_cfg", raw)
+    if not isinstance(published, Mapping):
+        raise ConfigError(f"expected an object, got {type(published).__name__}", field="media_proc_cfg", file=path)
+    found = {ours: published[name] for name, ours in _PUBLISHED.items() if published.get(name) is not None}
+    # transformers' names; its two files have the same ones for images and videos.
+    for name, ours in (("max_patches", limit), ("merge_size", "merge_size"), ("fps", "sample_fps")):
+        if published.get(name) is not None:
+            found[ours] = published[name]
+    size = published.get("size")
+    if isinstance(size, Mapping) and size.get("max_height") is not None:
+        found["max_side"] = size["max_height"]
+    if isinstance(found.get("sample_fps"), int):
+        found["sample_fps"] = float(found["sample_fps"])
+    for name in ("image_mean", "image_std"):
+        if published.get(name, [0.5, 0.5, 0.5]) != [0.5, 0.5, 0.5]:
+            raise ConfigError(f"expected [0.5, 0.5, 0.5], got {published[name]!r}", field=name, file=path)
+    return found

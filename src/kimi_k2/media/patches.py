@@ -1,0 +1,117 @@
+"""From pixels to patches: the size that an image is brought to, its padding, and how its patches are laid out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.vision_config import Grid
+
+Size = tuple[int, int]  # height, width
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """One image, or one chunk of a video.
+
+    Attributes:
+        grid: of its patches.
+        patches: uint8 [T, 3, patch, patch], frame by frame, row by row.
+        seconds: when its first frame is shown, for a video; None for an image.
+    """
+
+    grid: Grid
+    patches: Tensor
+    seconds: float | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what the tower sees: the grid and every pixel."""
+        digest = hashlib.sha256(repr(tuple(self.grid)).encode())
+        digest.update(self.patches.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def normalised(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bytes 0..255 to -1..1 (mean and deviation 0.5), computed in float32."""
+    return ((patches.to(torch.float32) - 127.5) / 127.5).to(dtype)
+
+
+def fitted(size: Size, max_patches: int, config: MediaConfig) -> tuple[Size, Size]:
+    """The size that an image is resized to, never a larger one, and the size with padding.
+
+    Both limits count whole patches of the image as it comes; sides are padded to whole tokens.
+
+    Args:
+        size: height and width in pixels, at least 1.
+        max_patches: of the image.
+    """
+    height, width = size
+    patch, longest = config.patch_size, config.max_side * config.patch_size
+    count = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(max_patches / count), longest / height, longest / width)
+    inner = (min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest))
+    token = config.merge_size * patch
+    return inner, (-(-inner[0] // token) * token, -(-inner[1] // token) * token)
+
+
+def grid_of(size: Size, max_patches: int, config: MediaConfig) -> Grid:
+    """The grid of one image or frame of this size."""
+    _, (height, width) = fitted(size, max_patches, config)
+    return Grid(1, height // config.patch_size, width // config.patch_size)
+
+
+def to_patches(image: Image.Image, max_patches: int, config: MediaConfig) -> tuple[Grid, Tensor]:
+    """Resize (bicubic, antialiased), pad with black below and on the right, and cut.
+
+    Args:
+        image: RGB.
+
+    Returns:
+        Its grid and uint8 [height * width, 3, patch, patch].
+    """
+    inner, outer = fitted((image.height, image.width), max_patches, config)
+    canvas: npt.NDArray[np.uint8] = np.zeros((*outer, 3), dtype=np.uint8)
+    canvas[: inner[0], : inner[1]] = resized(np.asarray(image), inner)
+    patch = config.patch_size
+    rows, columns = outer[0] // patch, outer[1] // patch
+    cut = canvas.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+    return Grid(1, rows, columns), torch.from_numpy(np.ascontiguousarray(cut).reshape(-1, 3, patch, patch))
+
+
+def resized(pixels: npt.NDArray[np.uint8], size: Size) -> npt.NDArray[np.uint8]:
+    """Bicubic with antialiasing, in torch's fixed-point arithmetic for bytes: what torchvision does on a CPU.
+
+    Pillow rounds otherwise; beside sharp edges of thin images the two are several levels apart.
+
+    Args:
+        pixels: [height, width, 3].
+    """
+    if pixels.shape[:2] == size:
+        return pixels
+    planes = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).unsqueeze(0)
+    done = F.interpolate(planes, size=size, mode="bicubic", align_corners=False, antialias=True)
+    out: npt.NDArray[np.uint8] = done[0].permute(1, 2, 0).numpy()
+    return out
+
+
+def chunks_of(frames: Sequence[tuple[float, Grid, Tensor]], config: MediaConfig) -> list[Media]:
+    """Frames of one size, each with its second, as chunks of a few frames that share their tokens."""
+    made = []
+    for start in range(0, len(frames), config.frames_a_chunk):
+        chunk = frames[start : start + config.frames_a_chunk]
+        seconds, grid, _ = chunk[0]
+        patches = torch.cat([part for _, _, part in chunk])
+        made.append(Media(grid._replace(frames=len(chunk)), patches, seconds))
+    return made

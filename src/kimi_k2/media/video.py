@@ -1,0 +1,166 @@
+"""Video files, read by PyAV within bounds: frames sampled evenly, each brought to its patches as it is decoded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from torch import Tensor
+
+from kimi_k2.errors import MediaError
+from kimi_k2.limits import FRAME_PIXELS, MEDIA_TOKENS, VIDEO_FRAMES, VIDEO_PIXELS
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.image import read_bounded
+from kimi_k2.media.patches import Media, chunks_of, grid_of, to_patches
+from kimi_k2.vision_config import Grid
+
+
+def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None = None) -> list[Media]:
+    """A video's chunks.
+
+    Raises:
+        MediaError: PyAV is not installed; or the file cannot be read, is damaged, truncated, too large or too long,
+            changes its size, has no frames, or is of a kind that is not read.
+    """
+    try:
+        import av
+    except ImportError:
+        raise MediaError("videos need PyAV: pip install 'kimi-k2[video]'", file=name) from None
+    name = name or (str(source) if isinstance(source, Path) else None)
+    data = read_bounded(source) if isinstance(source, Path) else source
+    kind = _container(data, name)
+    try:
+        total, fps = _counted(av, data, kind, name)
+        indices = sampled_indices(total, fps, config.sample_fps)
+        frames: list[tuple[float, Grid, Tensor]] = []
+        for place, picture in _decoded(av, data, kind, indices, name):
+            if not frames:
+                _check_tokens((picture.height, picture.width), len(indices), config, name)
+                first = picture.size
+            if picture.size != first:
+                raise MediaError(f"changes its size from {first} to {picture.size}", file=name)
+            frames.append((place / fps, *to_patches(picture, config.max_patches_a_frame, config)))
+    except (av.FFmpegError, ValueError, OSError, MemoryError, OverflowError, EOFError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"damaged: {error}", file=name) from None
+    if len(frames) < len(indices):
+        last = indices[len(frames)]
+        raise MediaError(f"ends before frame {last} of {total}: truncated or damaged", file=name)
+    return chunks_of(frames, config)
+
+
+def process_frames(
+    frames: Sequence[npt.NDArray[np.uint8]], fps: float, config: MediaConfig, *, name: str | None = None
+) -> list[Media]:
+    """The same for all frames of a video that is decoded already.
+
+    Args:
+        frames: [height, width, 3] each, of one size.
+        fps: frames a second.
+
+    Raises:
+        MediaError: there is no frame, a frame has another form, or `fps` is no positive number.
+    """
+    if not len(frames) or not 0 < fps < float("inf"):
+        raise MediaError(f"expected frames and a rate above 0, got {len(frames)} frames at {fps}", file=name)
+    shape = frames[0].shape
+    for frame in frames:
+        if frame.dtype != np.uint8 or frame.shape != shape or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+            raise MediaError(
+                f"expected uint8 [height, width, 3] of one size, got {frame.dtype} {frame.shape}", file=name
+            )
+    indices = sampled_indices(len(frames), fps, config.sample_fps)
+    _check_tokens((shape[0], shape[1]), len(indices), config, name)
+    limit = config.max_patches_a_frame
+    return chunks_of([(i / fps, *to_patches(Image.fromarray(frames[i]), limit, config)) for i in indices], config)
+
+
+def sampled_indices(total: int, fps: float, sample_fps: float) -> list[int]:
+    """Frames that are taken of `total`: evenly, `sample_fps` a second, at least one and never one twice."""
+    count = min(max(1, int(total / fps * sample_fps)), total)
+    return [place * total // count for place in range(count)]
+
+
+def _check_tokens(size: tuple[int, int], frames: int, config: MediaConfig, name: str | None) -> None:
+    merge = (config.merge_size, config.merge_size)
+    tokens = grid_of(size, config.max_patches_a_frame, config).tokens(merge) * -(-frames // config.frames_a_chunk)
+    if tokens > MEDIA_TOKENS:
+        raise MediaError(f"{frames} sampled frames need {tokens} tokens; at most {MEDIA_TOKENS} are taken", file=name)
+
+
+def _container(data: bytes, name: str | None) -> str:
+    """FFmpeg's name of the container, by its first bytes.
+
+    FFmpeg's own guess would also take playlists and scripts, which open other files and addresses.
+    """
+    if data[4:8] == b"ftyp" or data[4:8] in (b"moov", b"mdat", b"wide", b"free", b"skip"):
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    if data[:6] in (b"GIF87a", b"GIF89a"):
+        return "gif"
+    if data[:3] == b"FLV":
+        return "flv"
+    if data[:1] == b"\x47" and data[188:189] == b"\x47":
+        return "mpegts"
+    raise MediaError("no video of a kind that is read (MP4, MOV, WebM, Matroska, AVI, GIF, FLV, MPEG-TS)", file=name)
+
+
+def _open(av: Any, data: bytes, kind: str, name: str | None) -> Any:
+    # From memory, and no protocol allowed: a container cannot make FFmpeg open anything else.
+    container = av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": "", "enable_drefs": "0"})
+    if not container.streams.video:
+        raise MediaError("has no video stream", file=name)
+    return container
+
+
+def _counted(av: Any, data: bytes, kind: str, name: str | None) -> tuple[int, float]:
+    """Number of frames and frames a second, without decoding."""
+    with _open(av, data, kind, name) as container:
+        stream = container.streams.video[0]
+        rate = stream.average_rate or stream.guessed_rate
+        if not rate or not 0 < float(rate) <= 1000:
+            raise MediaError(f"expected a rate of 0 to 1000 frames a second, got {rate}", file=name)
+        size = stream.codec_context.width * stream.codec_context.height
+        if not 0 < size <= FRAME_PIXELS:
+            raise MediaError(f"expected frames of 1 to {FRAME_PIXELS} pixels, got {size}", file=name)
+        total = stream.frames
+        if total <= 0:  # Matroska and transport streams do not say
+            total = sum(1 for packet in _packets(container, stream, name) if packet.size)
+        if not 0 < total <= VIDEO_FRAMES or total * size > VIDEO_PIXELS:
+            raise MediaError(f"expected 1 to {min(VIDEO_FRAMES, VIDEO_PIXELS // size)} frames, got {total}", file=name)
+        return total, float(rate)
+
+
+def _packets(container: Any, stream: Any, name: str | None) -> Iterator[Any]:
+    for number, packet in enumerate(container.demux(stream)):
+        if number > VIDEO_FRAMES:
+            raise MediaError(f"expected at most {VIDEO_FRAMES} frames", file=name)
+        yield packet
+
+
+def _decoded(
+    av: Any, data: bytes, kind: str, indices: Sequence[int], name: str | None
+) -> Iterator[tuple[int, Image.Image]]:
+    """The frames of these ascending indices, upright, as RGB."""
+    wanted, last = set(indices), indices[-1]
+    with _open(av, data, kind, name) as container:
+        stream = container.streams.video[0]
+        # One thread: same frames, and no lock of FFmpeg's workers against Python's.
+        stream.codec_context.thread_count = 1
+        for place, frame in enumerate(container.decode(stream)):
+            if frame.width * frame.height > FRAME_PIXELS:
+                raise MediaError(f"a frame of {frame.width} x {frame.height} pixels", file=name)
+            if place in wanted:
+                picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                yield place, picture.rotate(frame.rotation, expand=True) if frame.rotation else picture
+            if place >= last:
+                return

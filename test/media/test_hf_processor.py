@@ -1,0 +1,124 @@
+"""Our processor against transformers' `Kimi_K25Processor`: 50 drawn images, 5 videos.
+
+transformers' needs torchvision, which loads beside torch 2.9.1 but not beside every build of torch. So this file runs
+in an environment of its own where need be: torch 2.9.1, torchvision 0.24.1, transformers 5.23, and this package's
+`src` on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import drawn, in_mode, write_video
+
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.image import process_image
+from kimi_k2.media.patches import normalised
+from kimi_k2.media.prompt import MediaProcessor
+from kimi_k2.media.video import process_video
+from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+from kimi_k2.vision_config import VisionConfig
+
+MODES = ["RGB", "RGBA", "L", "LA", "P", "P+t", "PA", "1", "CMYK", "YCbCr"]
+# One step of a byte, normalised.
+STEP = 1 / 127.5
+
+
+def hugging_face() -> Any:
+    try:
+        import torchvision  # noqa: F401
+        from transformers.models import kimi_k25
+        from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"transformers' processor needs torchvision and transformers 5.23: {error}")
+    return kimi_k25
+
+
+def sizes() -> list[tuple[int, int]]:
+    """50 heights and widths, most of them drawn, from one pixel to beyond every limit."""
+    draw = random.Random(17)
+    fixed = [(1, 1), (28, 28), (27, 29), (448, 448), (1, 9000), (9000, 3), (2000, 2300), (1792, 1792), (14, 14)]
+    return fixed + [(int(2 ** draw.uniform(2, 10.5)), int(2 ** draw.uniform(2, 10.5))) for _ in range(41)]
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
+    directory = tmp_path_factory.mktemp("vocabulary")
+    write_synthetic_vocabulary(directory, 768)
+    return MediaProcessor(KimiTokenizer.from_pretrained(directory), VisionConfig(image_token_id=533))
+
+
+def expected_ids(tokenizer: KimiTokenizer, text: str, video_token: str) -> list[int]:
+    return tokenizer.encode(text.replace(video_token, "<|media_pad|>"), allow_special=True)
+
+
+def test_fifty_images(processor: MediaProcessor) -> None:
+    kimi_k25 = hugging_face()
+    theirs = kimi_k25.Kimi_K25ImageProcessor()
+    shell = object.__new__(kimi_k25.Kimi_K25Processor)
+    shell.image_processor, shell.image_token = theirs, "<|media_pad|>"
+    worst, changed, values = 0.0, 0, 0
+    for number, (height, width) in enumerate(sizes()):
+        image = in_mode(drawn(height, width, number), MODES[number % len(MODES)], number)
+        expected = theirs(image, return_tensors="pt")
+        ours = process_image(image, processor.config)
+        assert [list(ours.grid)] == expected["image_grid_thw"].tolist(), (height, width, image.mode)
+        difference = (normalised(ours.patches) - expected["pixel_values"]).abs()
+        worst = max(worst, float(difference.max()))
+        changed, values = changed + int((difference > 1e-6).sum()), values + difference.numel()
+        assert worst <= STEP + 1e-6, (height, width, image.mode)
+        text = shell.replace_image_token(expected, 0)
+        assert processor.image_tokens(ours) == expected_ids(processor.tokenizer, text, "-")
+    print(f"\n50 images: largest difference {worst * 127.5:.3f} steps, {changed} of {values} values differ")
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "fps", "codec", "suffix"),
+    [
+        (1, 64, 96, 25, "mpeg4", ".mp4"), (50, 120, 88, 25, "mpeg4", ".avi"), (31, 32, 256, 10, "libvpx-vp9", ".webm"),
+        (24, 1000, 1400, 8, "mpeg4", ".mov"), (120, 30, 28, 30, "mpeg4", ".mkv"),
+    ],
+)  # fmt: skip
+def test_five_videos(
+    processor: MediaProcessor, tmp_path: Path,
+    frames: int, height: int, width: int, fps: int, codec: str, suffix: str,
+) -> None:  # fmt: skip
+    kimi_k25 = hugging_face()
+    import av
+    from transformers.video_utils import VideoMetadata
+
+    drawing = np.stack([drawn(height, width, seed) for seed in range(frames)])
+    path = write_video(tmp_path / f"video{suffix}", drawing, fps, codec)
+    with av.open(str(path)) as container:
+        decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert len(decoded) == frames
+    theirs = kimi_k25.Kimi_K25VideoProcessor()
+    metadata = VideoMetadata(total_num_frames=frames, fps=float(fps), height=height, width=width)
+    expected = theirs([decoded], video_metadata=[metadata], return_metadata=True, input_data_format="channels_last")
+    ours = process_video(path, processor.config)
+    grids = torch.as_tensor(expected["video_grid_thw"])
+    assert [list(chunk.grid) for chunk in ours] == grids.tolist()
+    pixels = torch.as_tensor(expected["pixel_values_videos"])
+    difference = (normalised(torch.cat([chunk.patches for chunk in ours])) - pixels).abs().max()
+    assert float(difference) <= STEP + 1e-6
+    shell = object.__new__(kimi_k25.Kimi_K25Processor)
+    shell.video_processor, shell.video_token = theirs, "<|video|>"
+    inputs = {**expected, "video_grid_thw": grids}
+    text = "Look: " + shell.replace_video_token(inputs, 0)
+    assert processor.video_tokens(ours, "Look: ") == expected_ids(processor.tokenizer, text, "<|video|>")
+
+
+def test_limits_are_transformers_own() -> None:
+    kimi_k25 = hugging_face()
+    image, video, ours = kimi_k25.Kimi_K25ImageProcessor(), kimi_k25.Kimi_K25VideoProcessor(), MediaConfig()
+    assert (ours.max_patches, ours.max_side) == (image.max_patches, image.size["max_height"])
+    assert (ours.max_patches_a_frame, ours.sample_fps) == (video.max_patches, video.fps)
+    assert (ours.patch_size, ours.merge_size, ours.frames_a_chunk) == (
+        image.patch_size, image.merge_size, video.temporal_patch_size
+    )  # fmt: skip

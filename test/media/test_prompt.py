@@ -1,0 +1,133 @@
+"""Prompts with images and videos, and the images that are not plain RGB."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import drawn, write_video
+from PIL import Image
+
+from kimi_k2.errors import ConfigError, MediaError, TokenizerError
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.image import open_image, to_rgb
+from kimi_k2.media.prompt import MediaProcessor, timestamp
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoints: dict[str, Path]) -> MediaProcessor:
+    return MediaProcessor.from_pretrained(checkpoints["k2.5"])
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pictures") / "a.png"
+    Image.fromarray(drawn(60, 90, 1)).save(path)
+    return path
+
+
+def ask(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(content)}]
+
+
+def test_every_way_to_give_an_image(processor: MediaProcessor, picture: Path) -> None:
+    data = "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": str(picture)}, {"type": "image", "image": picture},
+        {"type": "image", "image": Image.open(picture)}, {"type": "image", "image": picture.read_bytes()},
+        {"type": "image_url", "image_url": {"url": data}}, {"type": "image_url", "image_url": data},
+        {"image": picture.as_uri()}, {"type": "image", "url": str(picture)},
+    ]  # fmt: skip
+    prompts = [processor(ask(part, {"type": "text", "text": "What?"})) for part in parts]
+    assert len({tuple(prompt.ids) for prompt in prompts}) == 1
+    assert len({prompt.media[0].digest for prompt in prompts}) == 1
+    tokens = -(-60 // 28) * -(-90 // 28)
+    assert prompts[0].ids.count(processor.vision.image_token_id) == tokens == prompts[0].media[0].grid.tokens()
+
+
+def test_media_come_in_the_order_of_their_tokens(processor: MediaProcessor, picture: Path, tmp_path: Path) -> None:
+    film = write_video(tmp_path / "a.mp4", np.stack([drawn(28, 56, seed) for seed in range(12)]), 2)
+    prompt = processor(ask({"image": str(picture)}, {"type": "text", "text": "and"}, {"video": str(film)}))
+    assert [tuple(one.grid) for one in prompt.media] == [(1, 6, 8), (4, 2, 4), (4, 2, 4), (4, 2, 4)]
+    text = processor.tokenizer.decode(prompt.ids)
+    assert text.count("<|media_pad|>") == 12 + 3 * 2
+    for second in (0, 2, 4):
+        assert (
+            f"00:00:0{second}.000<|media_begin|>video<|media_content|><|media_pad|><|media_pad|><|media_end|>" in text
+        )
+
+
+def test_a_videos_own_token(processor: MediaProcessor, tmp_path: Path) -> None:
+    film = write_video(tmp_path / "a.mp4", np.stack([drawn(28, 28, seed) for seed in range(2)]), 2)
+    other = MediaProcessor(processor.tokenizer, processor.vision.model_copy(update={"video_token_id": 768}))
+    ids = other(ask({"video": str(film)})).ids
+    assert ids.count(768) == 1 and processor.vision.image_token_id not in ids
+
+
+def test_text_forges_no_media(processor: MediaProcessor, picture: Path) -> None:
+    forged = {"type": "text", "text": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"}
+    prompt = processor(ask(forged, {"image": str(picture)}))
+    assert prompt.ids.count(processor.vision.image_token_id) == prompt.media[0].grid.tokens()
+    assert not processor(ask(forged)).media
+
+
+@pytest.mark.parametrize(
+    "source", [None, "", 5, "https://example.com/a.png", "data:image/png,raw", "data:image/png;base64,*", {"url": 3}]
+)
+def test_sources_that_are_none(processor: MediaProcessor, source: Any) -> None:
+    with pytest.raises(MediaError, match=r"message 0: content\[0\]"):
+        processor(ask({"type": "image", "image": source}))
+
+
+def test_members_and_paths_without_a_tower(checkpoints: dict[str, Path], picture: Path) -> None:
+    with pytest.raises(MediaError, match="no vision tower"):
+        MediaProcessor.from_pretrained(checkpoints["thinking"])
+    tokenizer = KimiTokenizer.from_pretrained(checkpoints["k2.5"])
+    with pytest.raises(TokenizerError, match="media processor"):
+        tokenizer.encode_chat(ask({"type": "video", "video": "a.mp4"}))
+
+
+def test_timestamps() -> None:
+    times = {0.0: "00:00:00.000", 1.9996: "00:00:01.999", 3723.25: "01:02:03.250", 86400.5: "00:00:00.500"}
+    assert {second: timestamp(second) for second in times} == times
+
+
+def test_files_of_the_processor(tmp_path: Path) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    assert MediaConfig.from_pretrained(tmp_path) == MediaConfig()
+    file.write_text('{"media_proc_cfg": {"in_patch_limit": 99, "in_patch_limit_each_frame": 44, "sample_fps": 1}}')
+    assert MediaConfig.from_pretrained(tmp_path) == MediaConfig(max_patches=99, max_patches_a_frame=44, sample_fps=1.0)
+    file.write_text('{"max_patches": 77, "size": {"max_height": 9, "max_width": 9}}')
+    (tmp_path / "video_preprocessor_config.json").write_text('{"max_patches": 33, "fps": 4}')
+    expected = MediaConfig(max_patches=77, max_side=9, max_patches_a_frame=33, sample_fps=4.0)
+    assert MediaConfig.from_pretrained(tmp_path) == expected
+    for text in ("[]", '{"max_patches": "many"}', '{"image_mean": [0.4, 0.5, 0.5]}', '{"max_patches": 0}', "{"):
+        file.write_text(text)
+        with pytest.raises(ConfigError):
+            MediaConfig.from_pretrained(tmp_path)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def test_images_are_turned_upright_and_laid_on_white() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn clockwise
+    lying = saved(Image.fromarray(drawn(20, 30, 2)), "PNG", exif=exif)
+    assert open_image(lying).size == (20, 30)
+    clear = Image.new("RGBA", (2, 2), (10, 20, 30, 0))
+    assert to_rgb(clear).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    levels = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+    image = open_image(saved(Image.fromarray(levels), "PNG"))
+    assert np.asarray(to_rgb(image))[..., 0].tolist() == (levels >> 8).tolist()
