@@ -1,0 +1,338 @@
+"""Reads and writes of one instruction: windows of memory, checked against what was written, raced for and declared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kimi_k2.nki.core import Access, Core, Instruction, current
+from kimi_k2.nki.dtypes import NUMPY, Array, narrow, size_of, widen
+from kimi_k2.nki.errors import (
+    DtypeError,
+    NkiError,
+    OverwrittenError,
+    PlaceError,
+    RaceError,
+    ShapeError,
+    UnwrittenError,
+)
+from kimi_k2.nki.registers import VirtualRegister
+from kimi_k2.nki.settings import settings
+from kimi_k2.nki.storage import ALONE, Region
+from kimi_k2.nki.tensor import NkiTensor
+
+# Unsigned integers as wide as an element, to look at the map of written bytes an element at a time.
+_WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_SPREAD = {1: 0x01, 2: 0x0101, 4: 0x01010101}
+
+
+class Call:
+    """One instruction being emulated; names itself in every error.
+
+    Args:
+        operation: without the prefix, such as `tensor_copy`.
+        engine: the engine that runs it: tensor, vector, scalar, gpsimd, dma or sync.
+    """
+
+    def __init__(self, operation: str, engine: str, prefix: str = "nki.isa.") -> None:
+        self.operation = prefix + operation
+        self.engine = engine
+        self.core: Core = current()
+        self.instruction = Instruction(operation, engine)
+        self.core.instructions.append(self.instruction)
+
+    def fail(self, operand: str, rule: str, found: object = None, kind: type[NkiError] = ShapeError) -> NkiError:
+        """The error to raise for an operand."""
+        return kind(self.operation, operand, rule, found)
+
+    def need(self, holds: bool, operand: str, rule: str, found: object = None) -> None:
+        """Raise ShapeError unless the rule holds."""
+        if not holds:
+            raise self.fail(operand, rule, found)
+
+    def need_dtype(self, operand: str, tensor: NkiTensor, allowed: tuple[str, ...] | frozenset[str]) -> None:
+        """Raise DtypeError unless the operand has one of these dtypes."""
+        if tensor.dtype not in allowed:
+            raise self.fail(operand, f"one of {', '.join(sorted(allowed))}", tensor.dtype, DtypeError)
+
+    def need_region(self, operand: str, tensor: NkiTensor, *allowed: Region) -> None:
+        """Raise PlaceError unless the operand lies in one of these memories."""
+        if tensor.buffer not in allowed:
+            rule = "in " + " or ".join(region.value for region in allowed)
+            raise self.fail(operand, rule, tensor.buffer.value, PlaceError)
+
+    def tile(self, operand: str, tensor: Any) -> NkiTensor:
+        """Check what every engine demands of a tile: on chip, partitions, start, dimensions."""
+        if not isinstance(tensor, NkiTensor):
+            raise self.fail(operand, "a tensor", type(tensor).__name__)
+        if self.engine == "gpsimd":
+            self.need_region(operand, tensor, Region.sbuf)
+        self.need_region(operand, tensor, Region.sbuf, Region.psum)
+        if tensor.is_indirect() and tensor.indirect_place is not None and tensor.indirect_place.a_partition:
+            raise self.fail(operand, "no vector_offset: the DMA engines alone gather so", kind=PlaceError)
+        partitions = tensor.shape[0]
+        self.need(partitions <= 128, operand, "at most 128 partitions", partitions)
+        if partitions > 1 and tensor.strides[0] != tensor.row:
+            raise self.fail(operand, "neighbouring partitions", f"step {tensor.strides[0] / tensor.row:g}")
+        start = tensor.base // tensor.storage.pitch + tensor.offset // tensor.row
+        step = 128 if partitions > 64 else 64 if partitions > 32 else 32
+        if start % step:
+            rule = f"{partitions} partitions start at a multiple of {step}"
+            raise self.fail(operand, rule, start, PlaceError)
+        return tensor
+
+    def read(self, operand: str, tensor: NkiTensor) -> Array:
+        """Values in the form that they are stored in; a view, not to be written."""
+        offset, index = resolve(self, operand, tensor)
+        window = open_window(self, operand, tensor, tensor.storage.data, offset, form_of(tensor))
+        self._check_written(operand, tensor, offset, index)
+        self._note(operand, tensor, offset, written=False)
+        if index is not None:
+            return gather(self, operand, tensor, window, index)
+        return window
+
+    def read32(self, operand: str, tensor: NkiTensor) -> Array:
+        """Values as float32."""
+        return widen(self.read(operand, tensor), tensor.dtype)
+
+    def write(self, operand: str, tensor: NkiTensor, values: Array) -> None:
+        """Store values of the same number of elements, rounded to the tensor's dtype."""
+        offset, index = resolve(self, operand, tensor)
+        form = form_of(tensor)
+        window = open_window(self, operand, tensor, tensor.storage.data, offset, form)
+        stored = values if values.dtype == form and tensor.dtype != "tfloat32" else narrow(values, tensor.dtype)
+        if stored.size != tensor.size:
+            raise self.fail(operand, f"{stored.size} elements", tensor.shape)
+        self._note(operand, tensor, offset, written=True, values=stored)
+        if index is not None:
+            scatter(self, operand, tensor, offset, stored, index)
+            return
+        if 0 in tensor.strides and any(s == 0 and n > 1 for s, n in zip(tensor.strides, tensor.shape, strict=True)):
+            raise self.fail(operand, "a destination without a broadcast dimension", tensor.get_pattern())
+        window[...] = stored.reshape(window.shape)
+        self._mark(operand, tensor, offset)
+
+    def _mark(self, operand: str, tensor: NkiTensor, offset: int) -> None:
+        storage = tensor.storage
+        if storage.written is None:
+            return
+        if tensor.mark == ALONE and tensor.size * tensor.itemsize == len(storage.data):
+            storage.written = None
+            return
+        width = _WIDTHS[tensor.itemsize]
+        window = open_window(self, operand, tensor, storage.written, offset, np.dtype(width))
+        window[...] = width(_SPREAD[tensor.itemsize] * tensor.mark)
+
+    def _check_written(self, operand: str, tensor: NkiTensor, offset: int, index: Array | None) -> None:
+        storage = tensor.storage
+        if storage.written is None:
+            return
+        width = _WIDTHS[tensor.itemsize]
+        marks = open_window(self, operand, tensor, storage.written, offset, np.dtype(width))
+        if index is not None:
+            marks = gather(self, operand, tensor, marks, index)
+        own = width(_SPREAD[tensor.itemsize] * tensor.mark)
+        if (marks == own).all():
+            return
+        if settings.unwritten_allowed:
+            self.core.launch.unwritten += 1
+            return
+        wrong = np.argwhere(marks != own)[0]
+        value = int(marks[tuple(wrong)])
+        if value and tensor.mark != ALONE:
+            rule = "holds what the kernel wrote to it; another tile at the same address has overwritten it"
+            raise self.fail(operand, rule, f"{tensor} at {tuple(map(int, wrong))}", OverwrittenError)
+        rule = "is written before it is read"
+        raise self.fail(operand, rule, f"{tensor} at {tuple(map(int, wrong))}", UnwrittenError)
+
+    def _note(
+        self, operand: str, tensor: NkiTensor, offset: int, *, written: bool, values: Array | None = None
+    ) -> None:
+        self.instruction.accesses.append(box(tensor, offset, operand, written))
+        if tensor.tile >= 0:
+            tile = self.core.tiles[tensor.tile]
+            tile.last = len(self.core.instructions)
+            if tile.first < 0:
+                tile.first = tile.last
+        if tensor.buffer is Region.shared_hbm and self.core.launch.cores > 1:
+            self._race(operand, tensor, offset, written, values)
+
+    def _race(self, operand: str, tensor: NkiTensor, offset: int, written: bool, values: Array | None) -> None:
+        touched = tensor.storage.touched
+        mine = (written, tensor, offset)
+        for core, accesses in touched.items():
+            if core == self.core.number:
+                continue
+            for theirs_written, theirs, theirs_offset in accesses:
+                if not (written or theirs_written):
+                    continue
+                if not share_bytes(tensor, offset, theirs, theirs_offset):
+                    continue
+                if written and theirs_written and self._same_bytes(operand, tensor, offset, values):
+                    continue  # both cores store the same values
+                if settings.races_allowed:
+                    self.core.launch.races += 1
+                    continue
+                verb = ("wrote" if theirs_written else "read") + (
+                    " what this core " + ("writes" if written else "reads")
+                )
+                rule = f"core {core} {verb}: a core_barrier over the tensor lies between"
+                raise self.fail(operand, rule, tensor, RaceError)
+        touched.setdefault(self.core.number, []).append(mine)
+
+    def _same_bytes(self, operand: str, tensor: NkiTensor, offset: int, values: Array | None) -> bool:
+        if values is None:
+            return False
+        _, index = resolve(self, operand, tensor)
+        window = open_window(self, operand, tensor, tensor.storage.data, offset, form_of(tensor))
+        old = window if index is None else gather(self, operand, tensor, window, index)
+        new = np.ascontiguousarray(values.reshape(old.shape))
+        return np.ascontiguousarray(old).tobytes() == new.tobytes()
+
+
+def form_of(tensor: NkiTensor) -> np.dtype[Any]:
+    """NumPy form of the elements; packed dtypes as plain integers."""
+    return NUMPY[tensor.dtype] if tensor.dtype in NUMPY else np.dtype(_WIDTHS[tensor.itemsize])
+
+
+def resolve(call: Call, operand: str, tensor: NkiTensor) -> tuple[int, Array | None]:
+    """(element offset, row of every partition or None) with run-time places looked up."""
+    place = tensor.indirect_place
+    if place is None:
+        return tensor.offset, None
+    if isinstance(place.index, VirtualRegister):
+        indices = np.array([place.index.value])
+    else:
+        if place.index.buffer is not Region.sbuf:
+            raise call.fail(operand, "an index in SBUF", place.index.buffer.value, PlaceError)
+        indices = call.read(f"{operand} (index)", place.index).reshape(-1).astype(np.int64)
+    if place.a_partition:
+        call.need(len(indices) == tensor.shape[0], operand, f"{tensor.shape[0]} indices", len(indices))
+        return tensor.offset, indices
+    call.need(len(indices) == 1, operand, "one index", len(indices))
+    return tensor.offset + int(indices[0]) * place.stride, None
+
+
+def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offset: int, form: np.dtype[Any]) -> Array:
+    """A strided NumPy view of the bytes that the tensor names.
+
+    Raises:
+        ShapeError: it reaches beyond the tile.
+    """
+    item = tensor.itemsize
+    place = tensor.indirect_place
+    shape, strides = tensor.shape, tensor.strides
+    if place is not None and place.a_partition:
+        # The rows that may be chosen, in place of those of the pattern.
+        shape, strides = (max(_rows_within(tensor), 1), *shape[1:]), (place.stride, *strides[1:])
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    if tensor.row:
+        partition, column = divmod(offset, tensor.row)
+        if column + sum(reach[1:]) >= tensor.row or (partition + shape[0]) * tensor.row > tensor.extent or offset < 0:
+            raise call.fail(
+                operand, f"a pattern within the tile's {tensor.extent // tensor.row} x {tensor.row}", tensor
+            )
+        start = tensor.base + partition * tensor.storage.pitch + column * item
+        steps = [tensor.storage.pitch, *(stride * item for stride in strides[1:])]
+    else:
+        if offset < 0 or offset + sum(reach) >= tensor.extent:
+            if place is not None and not place.a_partition:
+                raise call.fail(operand, f"an index below {place.extent}", f"element {offset} of {tensor.extent}")
+            if place is None or offset < 0:
+                raise call.fail(operand, f"a pattern within the tensor's {tensor.extent} elements", tensor)
+        start = tensor.base + offset * item
+        steps = [stride * item for stride in strides]
+    if (start % item or any(step % item for step in steps)) and form.itemsize > 1:
+        raise call.fail(operand, f"an address that is a multiple of {item} bytes", start, PlaceError)
+    return np.ndarray(shape, form, buffer=memory, offset=start, strides=steps)
+
+
+def gather(call: Call, operand: str, tensor: NkiTensor, window: Array, index: Array) -> Array:
+    """Rows of a window by index."""
+    place = tensor.indirect_place
+    assert place is not None
+    rows = _rows_within(tensor)
+    if ((index < 0) | (index >= rows)).any():
+        wrong = index[(index < 0) | (index >= rows)][0]
+        raise call.fail(operand, f"indices of 0 to {rows - 1}", int(wrong))
+    return window[index]
+
+
+def _rows_within(tensor: NkiTensor) -> int:
+    """How many rows an index may reach without leaving the tensor."""
+    place = tensor.indirect_place
+    assert place is not None
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.strides[1:], strict=True))
+    return min(place.extent, (tensor.extent - 1 - reach - tensor.offset) // max(place.stride, 1) + 1)
+
+
+def scatter(call: Call, operand: str, tensor: NkiTensor, offset: int, values: Array, index: Array) -> None:
+    """Write rows by index."""
+    rows = _rows_within(tensor)
+    if ((index < 0) | (index >= rows)).any():
+        raise call.fail(operand, f"indices of 0 to {rows - 1}", int(index[(index < 0) | (index >= rows)][0]))
+    window = open_window(call, operand, tensor, tensor.storage.data, offset, form_of(tensor))
+    window[index] = values.reshape(tensor.shape)
+    if tensor.storage.written is not None:
+        width = _WIDTHS[tensor.itemsize]
+        marks = open_window(call, operand, tensor, tensor.storage.written, offset, np.dtype(width))
+        marks[index] = width(_SPREAD[tensor.itemsize] * tensor.mark)
+
+
+def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
+    """The box of memory that a view covers, for dependences and cost."""
+    item = size_of(tensor.dtype)
+    run = item
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size > 1 and stride * item != run:
+            break
+        run *= size
+    run = min(run, tensor.free_size * item) if tensor.row else run
+    if tensor.row:
+        partition, column = divmod(offset, tensor.row)
+        low = tensor.base // tensor.storage.pitch + partition
+        high = low + tensor.shape[0]
+        first = tensor.base % tensor.storage.pitch + column * item
+        last = first + (1 + sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.strides[1:], strict=True))) * item
+    else:
+        low, high = 0, 1
+        first = tensor.base + offset * item
+        last = first + (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))) * item
+        if tensor.indirect_place is not None:
+            first, last = tensor.base, tensor.base + tensor.extent * item
+    return Access(
+        tensor.storage.number,
+        tensor.buffer,
+        low,
+        high,
+        first,
+        last,
+        written,
+        operand,
+        tensor.dtype,
+        math.prod(tensor.shape[1:]),
+        tensor.shape[0],
+        run,
+    )
+
+
+def share_bytes(one: NkiTensor, one_offset: int, other: NkiTensor, other_offset: int) -> bool:
+    """Whether two views in HBM share a byte; exact, by marking the first and looking through the second."""
+    a, b = box(one, one_offset, "", False), box(other, other_offset, "", False)
+    if not a.overlaps(b):
+        return False
+    if one.is_indirect() or other.is_indirect():
+        return True
+    low, high = min(a.first, b.first), max(a.last, b.last)
+    marks = np.zeros(high - low, bool)
+    for tensor, offset, final in ((one, one_offset, False), (other, other_offset, True)):
+        item = tensor.itemsize
+        start = tensor.base + offset * item - low
+        window = as_strided(marks[start:], (*tensor.shape, item), [*(s * item for s in tensor.strides), 1])
+        if final:
+            return bool(window.any())
+        window[...] = True
+    return False

@@ -1,0 +1,99 @@
+"""NKI's dtypes by name, their NumPy forms, and conversion between them as the engines round.
+
+Sources: aws-neuron-sdk `nki/api/nki.api.shared.rst` (names and layouts), `rounding-modes.rst` (round to nearest, ties
+to even), `EVRF051.rst` and the Llama-3.1-405B tutorial (FP8 e4m3 of Trainium2 is the IEEE-754 form: largest value 240,
+exponent 15 is Inf and NaN). Float to integer is undocumented; see docs/nki.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "tfloat32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+# Four values an element; Trainium3 alone computes with them.
+PACKED = {"float8_e4m3fn_x4": 4, "float8_e5m2_x4": 4, "float4_e2m1fn_x4": 2}
+INTEGERS = frozenset(name for name, form in NUMPY.items() if form.kind in "iu")
+FP8 = frozenset({"float8_e4m3", "float8_e5m2"})
+_TABLES = {name: np.arange(256, dtype=np.uint8).view(NUMPY[name]).astype(np.float32) for name in NUMPY if name in FP8}
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of one element."""
+    return PACKED[dtype] if dtype in PACKED else NUMPY[dtype].itemsize
+
+
+def name_of(dtype: Any) -> str:
+    """NKI's name of a NumPy, ml_dtypes or torch dtype; `KeyError` where there is none."""
+    if isinstance(dtype, str):
+        name = dtype
+    else:
+        name = str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else np.dtype(dtype).name
+    if name not in NUMPY and name not in PACKED:
+        raise KeyError(name)
+    return name
+
+
+def widen(values: Array, dtype: str) -> Array:
+    """float32 of stored values; exact for every dtype up to 16 bits, and for 32-bit integers rounded to nearest."""
+    if dtype in ("float32", "tfloat32"):
+        return values
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype in _TABLES:
+        return _TABLES[dtype][np.ascontiguousarray(values).view(np.uint8)]
+    return values.astype(np.float32)
+
+
+def narrow(values: Array, dtype: str) -> Array:
+    """Float32 results in the form that they are stored in: to nearest, ties to even.
+
+    tfloat32 keeps 10 bits of the fraction. Integers are rounded to nearest even and saturate; NaN becomes 0.
+    """
+    form = NUMPY[dtype]
+    if dtype == "tfloat32":
+        return _to_tfloat32(values)
+    if dtype == "bfloat16" and values.dtype == np.float32:
+        return _to_bfloat16(values)
+    if dtype not in INTEGERS or values.dtype.kind in "iub":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(form)
+    limits = np.iinfo(form)
+    wide = np.rint(np.nan_to_num(values.astype(np.float64), nan=0.0))
+    return np.clip(wide, limits.min, limits.max).astype(form)
+
+
+def _to_bfloat16(values: Array) -> Array:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    nan = np.isnan(values)
+    if nan.any():
+        rounded = np.where(nan, (bits >> 16) | np.uint32(0x40), rounded)
+    return rounded.astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+def _to_tfloat32(values: Array) -> Array:
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0xFFF) + ((bits >> 13) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    return np.where(np.isnan(values), values, rounded.view(np.float32))

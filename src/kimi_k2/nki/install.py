@@ -1,0 +1,73 @@
+"""Make `nki` importable where the vendor's is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`nki.jit`: a kernel that runs on the emulator; options of the compiler are taken and left aside."""
+    from kimi_k2.nki.launch import Kernel
+
+    return (lambda inner: Kernel(inner)) if function is None else Kernel(function)
+
+
+def simulate(kernel: Any) -> Any:
+    """`nki.simulate`: the kernel itself, which runs here anyway."""
+    from kimi_k2.nki.launch import Kernel
+
+    return kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+
+
+def install() -> bool:
+    """Register the emulator as `nki`; returns whether it did (False: a real `nki` is importable, and is left alone).
+
+    A stand-in that only serves imports (kimi_k2.neuron.standins) is replaced.
+    """
+    present = sys.modules.get("nki")
+    if present is not None:
+        if getattr(present, "is_emulator", False):
+            return True
+        if type(present).__name__ != "InertModule":
+            return False
+    elif _real_nki():
+        return False
+    from kimi_k2.nki import isa, language
+    from kimi_k2.nki.dtypes import NUMPY, PACKED
+    from kimi_k2.nki.isa import constants
+
+    root = ModuleType("nki", "NKI on the emulator of kimi_k2.nki.")
+    root.__path__ = []
+    collectives = ModuleType("nki.collectives", "Names alone: collectives are not emulated.")
+    collectives.ReplicaGroup = type("ReplicaGroup", (language.NKIObject,), {})  # type: ignore[attr-defined]
+    typing = ModuleType("nki.typing")
+    typing.tensor = language.NkiTensor  # type: ignore[attr-defined]
+    dtype = ModuleType("nki.dtype")
+    dtype.__dict__.update({name: name for name in (*NUMPY, *PACKED)})
+    parts: dict[str, Any] = {
+        "isa": isa,
+        "language": language,
+        "collectives": collectives,
+        "typing": typing,
+        "dtype": dtype,
+    }
+    for name, value in {**parts, "jit": jit, "simulate": simulate, "is_emulator": True}.items():
+        setattr(root, name, value)
+    for name in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "nki"]:
+        del sys.modules[name]
+    sys.modules["nki"] = root
+    sys.modules.update({f"nki.{name}": part for name, part in parts.items()})
+    sys.modules["nki.isa.constants"] = constants
+    return True
+
+
+def _real_nki() -> bool:
+    try:
+        found = importlib.util.find_spec("nki.isa")
+    except (ImportError, ValueError):
+        return False
+    return found is not None and type(found.loader).__module__ != "kimi_k2.neuron.standins"

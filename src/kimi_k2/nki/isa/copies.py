@@ -1,0 +1,88 @@
+"""`nki.isa`: copies and fills on chip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kimi_k2.nki.access import Call, form_of
+from kimi_k2.nki.dtypes import PACKED, narrow, widen
+from kimi_k2.nki.errors import DtypeError
+from kimi_k2.nki.isa.constants import engine as engines
+from kimi_k2.nki.isa.operands import choose_engine, same_sizes, shaped
+from kimi_k2.nki.storage import Region
+from kimi_k2.nki.tensor import NkiTensor
+
+
+def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: Any = engines.unknown, name: str | None = None) -> None:
+    """Copy between SBUF and PSUM: bit for bit if the dtypes are equal, otherwise through float32."""
+    call = Call("tensor_copy", choose_engine("tensor_copy", engine, "vector", ("vector", "scalar", "gpsimd")))
+    call.tile("dst", dst), call.tile("src", src)
+    same_sizes(call, dst=dst, src=src)
+    values = call.read("src", src)
+    call.write("dst", dst, shaped(values if src.dtype == dst.dtype else widen(values, src.dtype), dst))
+
+
+def memset(dst: NkiTensor, value: Any, engine: Any = engines.unknown, name: str | None = None) -> None:
+    """Fill with a constant."""
+    call = Call("memset", choose_engine("memset", engine, "vector", ("vector", "gpsimd")))
+    call.tile("dst", dst)
+    if dst.dtype in PACKED:
+        call.need(value == 0, "value", "0 for packed dtypes", value)
+        call.write("dst", dst, np.zeros(dst.shape, form_of(dst)))
+        return
+    kind = np.int64 if isinstance(value, int) else np.float32
+    call.write("dst", dst, np.broadcast_to(narrow(np.asarray([value], kind), dst.dtype), dst.shape))
+
+
+def tensor_copy_predicated(
+    dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
+) -> None:
+    """Copy where the predicate holds; elsewhere dst keeps what it holds."""
+    call = Call("tensor_copy_predicated", "vector")
+    call.tile("dst", dst), call.tile("predicate", predicate)
+    call.need_dtype("predicate", predicate, ("uint8", "uint16", "uint32"))
+    chosen = shaped(call.read("predicate", predicate) != 0, dst)
+    if isinstance(src, NkiTensor):
+        call.tile("src", src)
+        same_sizes(call, dst=dst, src=src, predicate=predicate)
+        if src.dtype != dst.dtype:
+            raise call.fail("src", f"dtype {dst.dtype} of dst", src.dtype, DtypeError)
+        if src.buffer is Region.psum and predicate.buffer is Region.psum:
+            raise call.fail("predicate", "not in PSUM together with src")
+        values = shaped(call.read("src", src), dst)
+    else:
+        same_sizes(call, dst=dst, predicate=predicate)
+        values = np.broadcast_to(narrow(np.asarray([src], np.float32), dst.dtype), dst.shape)
+    if reverse_pred:
+        chosen = ~chosen
+    if chosen.all():
+        call.write("dst", dst, values)
+    else:
+        call.write("dst", dst, np.where(chosen, values, call.read("dst", dst)))
+
+
+def iota(
+    dst: NkiTensor,
+    pattern: Any,
+    offset: int = 0,
+    channel_multiplier: int = 0,
+    name: str | None = None,
+) -> None:
+    """offset + partition * channel_multiplier + the steps of a pattern, in int32."""
+    call = Call("iota", "gpsimd")
+    call.tile("dst", dst)
+    values = affine(call, dst, pattern, offset, channel_multiplier)
+    call.write("dst", dst, values if form_of(dst).kind in "iu" else values.astype(np.float32))
+
+
+def affine(call: Call, dst: NkiTensor, pattern: Any, offset: int, channel_multiplier: int) -> Any:
+    """Values of an affine pattern, int32, in the shape of dst."""
+    call.need(1 <= len(pattern) <= 4, "pattern", "1 to 4 dimensions", len(pattern))
+    total = np.zeros((1,), np.int64)
+    for step, count in pattern:
+        total = (total[:, None] + np.arange(count) * step).reshape(-1)
+    call.need(len(total) == dst.free_size, "pattern", f"{dst.free_size} elements a partition", len(total))
+    rows = offset + channel_multiplier * np.arange(dst.shape[0])
+    return (rows[:, None] + total[None, :]).astype(np.int32).reshape(dst.shape)

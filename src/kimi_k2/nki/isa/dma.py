@@ -1,0 +1,144 @@
+"""`nki.isa`: the DMA engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kimi_k2.nki.access import Call, _rows_within, resolve
+from kimi_k2.nki.dtypes import widen
+from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError, UnsupportedError
+from kimi_k2.nki.isa.constants import dge_mode as dge_modes
+from kimi_k2.nki.isa.constants import engine as engines
+from kimi_k2.nki.isa.constants import oob_mode as oob_modes
+from kimi_k2.nki.ops import OPERATORS
+from kimi_k2.nki.storage import Region
+from kimi_k2.nki.tensor import NkiTensor
+
+_PERMUTATIONS = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+
+
+def _check(call: Call, operand: str, tensor: Any) -> None:
+    if not isinstance(tensor, NkiTensor):
+        raise call.fail(operand, "a tensor", type(tensor).__name__)
+    if tensor.buffer is Region.psum:
+        raise call.fail(operand, "in HBM or SBUF: DMA does not reach PSUM", tensor.buffer.value, PlaceError)
+
+
+def dma_copy(
+    dst: NkiTensor,
+    src: NkiTensor,
+    priority: int | None = None,
+    oob_mode: Any = oob_modes.error,
+    dge_mode: Any = dge_modes.unknown,
+    engine: Any = engines.unknown,
+    name: str | None = None,
+) -> None:
+    """Copy between HBM and SBUF: bit for bit if the dtypes are equal, otherwise through float32."""
+    call = Call("dma_copy", "dma")
+    _check(call, "dst", dst)
+    _check(call, "src", src)
+    call.need(dst.size == src.size, "src", f"{dst.size} elements, as dst", src.shape)
+    gathered = [t for t in (src, dst) if t.indirect_place is not None and t.indirect_place.a_partition]
+    if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
+        raise call.fail("dge_mode", "swdge for a gather or scatter", dge_mode, NkiError)
+    call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=any(t.is_indirect() for t in (src, dst)))
+    if oob_mode is oob_modes.skip and any(t.is_indirect() for t in (src, dst)):
+        _copy_within_bounds(call, dst, src)
+        return
+    values = call.read("src", src)
+    if src.dtype != dst.dtype:
+        values = widen(values, src.dtype)
+    call.write("dst", dst, np.ascontiguousarray(values).reshape(dst.shape))
+
+
+def _copy_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
+    """Rows whose index is out of bounds are left out."""
+    keep = np.ones(dst.shape[0], bool)
+    for operand, tensor in (("src", src), ("dst", dst)):
+        place = tensor.indirect_place
+        if place is None:
+            continue
+        if place.a_partition:
+            _, index = resolve(call, operand, tensor)
+            assert index is not None
+            keep &= (index >= 0) & (index < _rows_within(tensor))
+        else:
+            offset, _ = resolve(call, operand, tensor)
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+            if offset < 0 or offset + reach >= tensor.extent:
+                return
+    for row in np.flatnonzero(keep):
+        pair = []
+        for operand, tensor in (("src", src), ("dst", dst)):
+            place = tensor.indirect_place
+            if place is not None and place.a_partition:
+                _, index = resolve(call, operand, tensor)
+                assert index is not None
+                offset = tensor.offset + int(index[row]) * place.stride
+                pair.append(tensor.with_layout((1, *tensor.shape[1:]), tensor.strides, offset, indirect_place=None))
+            else:
+                pair.append(tensor[row : row + 1])
+        values = call.read("src", pair[0])
+        call.write(
+            "dst", pair[1], (widen(values, src.dtype) if src.dtype != dst.dtype else values).reshape(pair[1].shape)
+        )
+
+
+def dma_transpose(
+    dst: NkiTensor,
+    src: NkiTensor,
+    axes: Sequence[int] | None = None,
+    priority: int | None = None,
+    dge_mode: Any = dge_modes.unknown,
+    oob_mode: Any = oob_modes.error,
+    name: str | None = None,
+) -> None:
+    """Transpose on the way: (1, 0), (2, 1, 0) or (3, 1, 2, 0)."""
+    call = Call("dma_transpose", "dma")
+    _check(call, "dst", dst)
+    _check(call, "src", src)
+    order = _PERMUTATIONS.get(src.ndim)
+    if order is None or (axes is not None and tuple(axes) != order):
+        raise call.fail("axes", "(1, 0), (2, 1, 0) or (3, 1, 2, 0) by the dimensions of src", axes)
+    if src.dtype != dst.dtype:
+        raise call.fail("dst", f"dtype {src.dtype} of src", dst.dtype, DtypeError)
+    if src.itemsize not in (2, 4):
+        raise call.fail("src", "a dtype of 2 or 4 bytes", src.dtype, DtypeError)
+    indirect = src.indirect_place is not None and src.indirect_place.a_partition
+    if indirect:
+        call.need(src.shape[0] % 16 == 0, "src", "a multiple of 16 rows to gather", src.shape[0])
+        call.need(src.shape[-1] <= 128, "src", "at most 128 in the last dimension", src.shape[-1])
+    call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=indirect, transpose=True)
+    values = np.ascontiguousarray(call.read("src", src).transpose(order))
+    call.need(values.size == dst.size, "dst", f"shape {values.shape}", dst.shape)
+    call.write("dst", dst, values.reshape(dst.shape))
+
+
+def dma_compute(
+    dst: NkiTensor,
+    srcs: Sequence[NkiTensor],
+    reduce_op: Any,
+    scales: Sequence[float] | None = None,
+    unique_indices: bool = True,
+    oob_mode: Any = oob_modes.error,
+    name: str | None = None,
+) -> None:
+    """Sum of the sources, in float32."""
+    call = Call("dma_compute", "dma")
+    _check(call, "dst", dst)
+    if reduce_op is not OPERATORS["add"]:
+        raise call.fail("reduce_op", "nl.add", reduce_op, NkiError)
+    if scales is not None and any(scale != 1.0 for scale in scales):
+        raise call.fail("scales", "all 1.0", scales, NkiError)
+    call.need(1 <= len(srcs) <= 16, "srcs", "1 to 16 sources", len(srcs))
+    if any(t.is_indirect() for t in (dst, *srcs)) and not unique_indices:
+        raise call.fail("unique_indices", "True", unique_indices, UnsupportedError)
+    total: Any = np.float32(0)
+    for number, src in enumerate(srcs):
+        _check(call, f"srcs[{number}]", src)
+        call.need(src.size == dst.size, f"srcs[{number}]", f"{dst.size} elements", src.shape)
+        total = total + call.read32(f"srcs[{number}]", src).reshape(dst.shape)
+    call.write("dst", dst, total)

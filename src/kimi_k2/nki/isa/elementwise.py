@@ -1,0 +1,352 @@
+"""`nki.isa`: element by element on the Vector, Scalar and GpSimd Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kimi_k2.nki.access import Call
+from kimi_k2.nki.dtypes import INTEGERS, NUMPY
+from kimi_k2.nki.errors import DtypeError, NkiError
+from kimi_k2.nki.isa.constants import engine as engines
+from kimi_k2.nki.isa.constants import reduce_cmd as commands
+from kimi_k2.nki.isa.operands import (
+    apply,
+    choose_engine,
+    need_integers,
+    need_operator,
+    not_both_in_psum,
+    rows,
+    same_sizes,
+    shaped,
+    vector_operand,
+)
+from kimi_k2.nki.ops import OPERATORS, Operator
+from kimi_k2.nki.storage import Region
+from kimi_k2.nki.tensor import NkiTensor
+
+_WIDE_INTEGERS = ("int32", "uint32")
+# The pairs of operators that the Scalar Engine of Trainium2 has in tensor_scalar.
+_SCALAR_PAIRS = {("multiply", "add"), ("multiply", None), ("add", None)}
+
+
+def tensor_tensor(
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Any,
+    engine: Any = engines.unknown,
+    name: str | None = None,
+) -> None:
+    """data1 <op> data2, in float32; 32-bit integers exactly (GpSimd) unless the Vector Engine is asked for."""
+    all32 = all(t.dtype in _WIDE_INTEGERS for t in (dst, data1, data2))
+    in_sbuf = all(t.buffer is Region.sbuf for t in (dst, data1, data2))
+    default = "gpsimd" if (all32 and in_sbuf) or op is OPERATORS["power"] else "vector"
+    call = Call("tensor_tensor", choose_engine("tensor_tensor", engine, default, ("vector", "gpsimd")))
+    operator = need_operator(call, "op", op)
+    if operator.unary:
+        raise call.fail("op", "a binary operator", operator, NkiError)
+    for operand, tensor in (("dst", dst), ("data1", data1), ("data2", data2)):
+        call.tile(operand, tensor)
+    same_sizes(call, dst=dst, data1=data1, data2=data2)
+    not_both_in_psum(call, data1, data2, "data2")
+    if operator.bits:
+        need_integers(call, operator, dst=dst, data1=data1, data2=data2)
+        left, right = call.read("data1", data1), call.read("data2", data2)
+    elif all32 and call.engine == "gpsimd":
+        left = call.read("data1", data1).astype(np.int64)
+        right = call.read("data2", data2).astype(np.int64)
+    else:
+        left, right = call.read32("data1", data1), call.read32("data2", data2)
+    result = apply(operator, shaped(left, dst), shaped(right, dst))
+    if result.dtype == np.int64:
+        result = result.astype(NUMPY[dst.dtype])
+    call.write("dst", dst, result)
+
+
+def tensor_scalar(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Any = None,
+    reverse1: bool = False,
+    engine: Any = engines.unknown,
+    name: str | None = None,
+) -> None:
+    """(data <op0> operand0) <op1> operand1; operands are scalars or one value a partition, in float32."""
+    default = "gpsimd" if op0 is OPERATORS["rsqrt"] else "vector"
+    call = Call("tensor_scalar", choose_engine("tensor_scalar", engine, default, ("vector", "scalar", "gpsimd")))
+    call.tile("dst", dst), call.tile("data", data)
+    same_sizes(call, dst=dst, data=data)
+    stages = [(need_operator(call, "op0", op0), "operand0", operand0, reverse0)]
+    if op1 is not None:
+        stages.append((need_operator(call, "op1", op1), "operand1", operand1, reverse1))
+    elif operand1 is not None:
+        raise call.fail("operand1", "None without op1", operand1, NkiError)
+    if len({operator.bits for operator, *_ in stages}) > 1:
+        raise call.fail("op1", "bitvec or arithmetic as op0", op1, NkiError)
+    if (
+        call.engine == "scalar"
+        and (stages[0][0].name, stages[1][0].name if op1 is not None else None) not in _SCALAR_PAIRS
+    ):
+        raise call.fail("op0", "multiply and add, multiply, or add on the Scalar Engine", op0, NkiError)
+    if call.engine == "vector" and any(operator.name == "rsqrt" for operator, *_ in stages):
+        raise call.fail("op0", "rsqrt on GpSimd or the Scalar Engine", op0, NkiError)
+    bits = stages[0][0].bits
+    if bits:
+        need_integers(call, stages[0][0], dst=dst, data=data)
+        if call.engine != "vector":
+            raise call.fail("engine", "vector for bitvec operators", call.engine, NkiError)
+    result = rows(call.read("data", data) if bits else call.read32("data", data))
+    for operator, operand, value, reverse in stages:
+        if operator.unary:
+            call.need(value is None or (not isinstance(value, NkiTensor) and value == 0), operand, "None or 0", value)
+        if bits:
+            right = _bits_operand(call, operand, value, data)
+        else:
+            right = vector_operand(call, operand, value, data, dtypes=None)
+        if right is None and not operator.unary:
+            raise call.fail(operand, f"a value for {operator}", None, NkiError)
+        result = apply(operator, result, right, reverse)
+    call.write("dst", dst, shaped(np.ascontiguousarray(result), dst))
+
+
+def _bits_operand(call: Call, operand: str, value: Any, data: NkiTensor) -> Any:
+    if isinstance(value, NkiTensor):
+        need_integers(call, OPERATORS["bitwise_and"], **{operand: value})
+        return call.read(operand, value).reshape(-1, 1)
+    return None if value is None else NUMPY[data.dtype].type(value)
+
+
+def scalar_tensor_tensor(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> None:
+    """(data <op0> operand0) <op1> operand1, where operand1 is a tile."""
+    call = Call("scalar_tensor_tensor", "vector")
+    for operand, tensor in (("dst", dst), ("data", data), ("operand1", operand1)):
+        call.tile(operand, tensor)
+    same_sizes(call, dst=dst, data=data, operand1=operand1)
+    not_both_in_psum(call, data, operand1, "operand1")
+    first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
+    if first.bits or second.bits:
+        raise call.fail("op0", "arithmetic operators", op0, NkiError)
+    scalar = vector_operand(call, "operand0", operand0, data, dtypes=None)
+    part = apply(first, rows(call.read32("data", data)), scalar, reverse0)
+    call.write("dst", dst, shaped(apply(second, part, rows(call.read32("operand1", operand1)), reverse1), dst))
+
+
+def activation(
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    bias: Any = None,
+    scale: Any = 1.0,
+    reduce_op: Any = None,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Any = commands.idle,
+    name: str | None = None,
+) -> None:
+    """op(data * scale + bias) on the Scalar Engine, and optionally its sum over each partition."""
+    _activation(Call("activation", "scalar"), dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
+
+
+def activation_reduce(
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    reduce_op: Any,
+    reduce_res: NkiTensor | None,
+    bias: Any = None,
+    scale: Any = 1.0,
+    name: str | None = None,
+) -> None:
+    """`activation` with `reduce_cmd.reset_reduce`."""
+    call = Call("activation_reduce", "scalar")
+    _activation(call, dst, op, data, bias, scale, reduce_op, reduce_res, commands.reset_reduce)
+
+
+def _activation(
+    call: Call,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    bias: Any,
+    scale: Any,
+    reduce_op: Any,
+    reduce_res: NkiTensor | None,
+    reduce_cmd: Any,
+) -> None:
+    if not isinstance(op, Operator) or op.activation is None:
+        raise call.fail("op", "an activation function of nki.language", op, NkiError)
+    call.tile("dst", dst), call.tile("data", data)
+    same_sizes(call, dst=dst, data=data)
+    if reduce_op is not None and reduce_op is not OPERATORS["add"]:
+        raise call.fail("reduce_op", "nl.add", reduce_op, NkiError)
+    inner = rows(call.read32("data", data))
+    factor = vector_operand(call, "scale", scale, data)
+    shift = vector_operand(call, "bias", bias, data, dtypes=None)
+    with np.errstate(all="ignore"):
+        if not (isinstance(factor, np.float32) and factor == 1):
+            inner = inner * factor
+        if shift is not None:
+            inner = inner + shift
+        _need_valid(call, op, inner)
+        result = np.asarray(op.activation(inner), np.float32)
+    if reduce_cmd in (commands.reset, commands.reset_reduce):
+        call.core.accumulator("scalar", 0.0)
+    if reduce_cmd in (commands.reduce, commands.reset_reduce):
+        register = call.core.registers["scalar"]
+        if register is None:
+            raise call.fail("reduce_cmd", "reset_reduce before reduce", reduce_cmd, NkiError)
+        register[: len(result)] += result.sum(axis=1, keepdims=True)
+    call.write("dst", dst, shaped(result, dst))
+    if reduce_res is not None:
+        call.tile("reduce_res", reduce_res)
+        holds = reduce_res.shape[0] == data.shape[0] and reduce_res.free_size == 1
+        call.need(holds, "reduce_res", f"({data.shape[0]}, 1)", reduce_res.shape)
+        register = call.core.registers["scalar"]
+        if register is None:
+            raise call.fail("reduce_res", "a reduction to read", reduce_cmd, NkiError)
+        call.write("reduce_res", reduce_res, register[: data.shape[0]].reshape(reduce_res.shape).copy())
+
+
+def _need_valid(call: Call, op: Operator, values: Any) -> None:
+    if op.valid is None:
+        return
+    low, high = op.valid
+    wrong = (values < low) | (values > high)
+    if wrong.any():
+        call.instruction.details["outside"] = float(values[wrong][0])
+        if op.name == "sin":
+            rule = f"within [{low:.4g}, {high:.4g}], where the Scalar Engine's {op} is right"
+            raise call.fail("data", rule, float(values[wrong][0]), NkiError)
+
+
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+    """1 / data on the Vector Engine."""
+    call = Call("reciprocal", "vector")
+    call.tile("dst", dst), call.tile("data", data)
+    same_sizes(call, dst=dst, data=data)
+    call.write("dst", dst, shaped(apply(OPERATORS["reciprocal"], call.read32("data", data), None), dst))
+
+
+def affine_select(
+    dst: NkiTensor,
+    pattern: Any,
+    channel_multiplier: int,
+    on_true_tile: NkiTensor,
+    on_false_value: float,
+    cmp_op: Any = OPERATORS["equal"],
+    offset: int = 0,
+    name: str | None = None,
+) -> None:
+    """on_true_tile where an affine expression compares true with 0, on_false_value elsewhere."""
+    from kimi_k2.nki.isa.copies import affine
+
+    call = Call("affine_select", "gpsimd")
+    call.tile("dst", dst), call.tile("on_true_tile", on_true_tile)
+    same_sizes(call, dst=dst, on_true_tile=on_true_tile)
+    chosen = apply(need_operator(call, "cmp_op", cmp_op), affine(call, dst, pattern, offset, channel_multiplier), 0)
+    values = shaped(call.read32("on_true_tile", on_true_tile), dst)
+    call.write("dst", dst, np.where(chosen != 0, values, np.float32(on_false_value)))
+
+
+def range_select(
+    dst: NkiTensor,
+    on_true_tile: NkiTensor,
+    comp_op0: Any,
+    comp_op1: Any,
+    bound0: NkiTensor,
+    bound1: NkiTensor,
+    reduce_cmd: Any = commands.reset_reduce,
+    reduce_res: NkiTensor | None = None,
+    reduce_op: Any = OPERATORS["maximum"],
+    range_start: int = 0,
+    on_false_value: float = float(np.finfo(np.float32).min),
+    name: str | None = None,
+) -> None:
+    """on_true_tile where its column compares with both bounds, the least float32 elsewhere; optionally the maximum."""
+    call = Call("range_select", "vector")
+    call.tile("dst", dst), call.tile("on_true_tile", on_true_tile)
+    same_sizes(call, dst=dst, on_true_tile=on_true_tile)
+    call.need(on_false_value == float(np.finfo(np.float32).min), "on_false_value", "FP32_MIN", on_false_value)
+    if on_true_tile.dtype in INTEGERS:
+        raise call.fail("on_true_tile", "a float dtype", on_true_tile.dtype, DtypeError)
+    low = vector_operand(call, "bound0", bound0, on_true_tile)
+    high = vector_operand(call, "bound1", bound1, on_true_tile)
+    places = np.float32(range_start) + np.arange(on_true_tile.free_size, dtype=np.float32)[None, :]
+    first, second = need_operator(call, "comp_op0", comp_op0), need_operator(call, "comp_op1", comp_op1)
+    chosen = (apply(first, places, low) != 0) & (apply(second, places, high) != 0)
+    result = np.where(chosen, rows(call.read32("on_true_tile", on_true_tile)), np.float32(on_false_value))
+    call.write("dst", dst, shaped(result, dst))
+    accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
+
+
+def select_reduce(
+    dst: NkiTensor,
+    predicate: NkiTensor,
+    on_true: NkiTensor,
+    on_false: Any,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Any = commands.idle,
+    reduce_op: Any = OPERATORS["maximum"],
+    reverse_pred: bool = False,
+    name: str | None = None,
+) -> None:
+    """on_true where the predicate holds, on_false elsewhere; optionally the maximum."""
+    call = Call("select_reduce", "vector")
+    for operand, tensor in (("dst", dst), ("predicate", predicate), ("on_true", on_true)):
+        call.tile(operand, tensor)
+    same_sizes(call, dst=dst, predicate=predicate, on_true=on_true)
+    call.need_dtype("predicate", predicate, ("int8", "uint8", "int16", "uint16"))
+    not_both_in_psum(call, on_true, predicate, "predicate")
+    chosen = rows(call.read("predicate", predicate)) != 0
+    other = vector_operand(call, "on_false", on_false, on_true)
+    result = np.where(chosen ^ reverse_pred, rows(call.read32("on_true", on_true)), other).astype(np.float32)
+    call.write("dst", dst, shaped(result, dst))
+    if reduce_cmd is not commands.idle:
+        accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
+
+
+def accumulate(
+    call: Call,
+    values: Any,
+    reduce_op: Any,
+    reduce_cmd: Any,
+    initial: Any,
+    reduce_res: NkiTensor | None,
+    negate: bool = False,
+) -> None:
+    """Reduce rows into the Vector Engine's accumulators, and read them out."""
+    operator = need_operator(call, "reduce_op", reduce_op)
+    if operator.start is None:
+        raise call.fail("reduce_op", "a reduction", reduce_op, NkiError)
+    count = len(values)
+    if reduce_cmd is commands.reset_reduce:
+        call.core.accumulator("vector", operator.start)
+    elif reduce_cmd is commands.load_reduce:
+        if initial is None:
+            raise call.fail("reduce_init", "a value for load_reduce", None, NkiError)
+        call.core.accumulator("vector", 0.0)[:count] = initial
+    register = call.core.registers["vector"]
+    if register is None:
+        raise call.fail("reduce_cmd", "reset_reduce before reduce", reduce_cmd, NkiError)
+    register[:count] = apply(operator, register[:count], operator.reduce(values, (1,)))
+    if reduce_res is not None:
+        call.tile("reduce_res", reduce_res)
+        holds = reduce_res.shape[0] == count and reduce_res.free_size == 1
+        call.need(holds, "reduce_res", f"({count}, 1)", reduce_res.shape)
+        out = -register[:count] if negate else register[:count]
+        call.write("reduce_res", reduce_res, out.reshape(reduce_res.shape).copy())

@@ -1,0 +1,89 @@
+"""What instructions have in common: choice of engine, sizes that must agree, scalars and vectors as operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kimi_k2.nki.access import Call
+from kimi_k2.nki.dtypes import INTEGERS, Array
+from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError
+from kimi_k2.nki.isa.constants import engine as engines
+from kimi_k2.nki.ops import Operator
+from kimi_k2.nki.storage import Region
+from kimi_k2.nki.tensor import NkiTensor
+
+
+def choose_engine(operation: str, asked: Any, default: str, allowed: tuple[str, ...]) -> str:
+    """The engine asked for, or the default of `engine.unknown`."""
+    if asked is None or asked is engines.unknown:
+        return default
+    name: str = asked.name
+    if name not in allowed:
+        raise NkiError(f"nki.isa.{operation}", "engine", " or ".join(allowed), name)
+    return name
+
+
+def same_sizes(call: Call, **tensors: NkiTensor) -> None:
+    """All operands have the partitions and the elements a partition of the first."""
+    first, *others = tensors.items()
+    for operand, tensor in others:
+        rule = f"{first[1].shape[0]} partitions and {first[1].free_size} elements each, as {first[0]}"
+        holds = tensor.shape[0] == first[1].shape[0] and tensor.free_size == first[1].free_size
+        call.need(holds, operand, rule, tensor.shape)
+
+
+def shaped(values: Array, like: NkiTensor) -> Array:
+    """Values in the shape of a tensor of as many elements."""
+    return values if values.shape == like.shape else values.reshape(like.shape)
+
+
+def not_both_in_psum(call: Call, one: NkiTensor, other: NkiTensor, operand: str) -> None:
+    """Two inputs of the Vector Engine come from PSUM one at a time."""
+    if one.buffer is Region.psum and other.buffer is Region.psum:
+        raise call.fail(operand, "in SBUF: two inputs cannot both lie in PSUM", kind=PlaceError)
+
+
+def vector_operand(
+    call: Call, operand: str, value: Any, data: NkiTensor, *, dtypes: tuple[str, ...] | None = ("float32",)
+) -> Any:
+    """A scalar, or a [partitions, 1] tile, as something that broadcasts against data flattened to two dimensions."""
+    if isinstance(value, NkiTensor):
+        call.tile(operand, value)
+        holds = value.shape[0] == data.shape[0] and value.free_size == 1
+        call.need(holds, operand, f"a scalar or ({data.shape[0]}, 1)", value.shape)
+        if dtypes is not None and value.dtype not in dtypes:
+            raise call.fail(operand, f"one of {', '.join(dtypes)}", value.dtype, DtypeError)
+        return call.read32(operand, value).reshape(-1, 1)
+    if value is None:
+        return None
+    return np.float32(value)
+
+
+def need_operator(call: Call, operand: str, op: Any) -> Operator:
+    """An operator that the ALU has."""
+    if not isinstance(op, Operator) or op.alu is None:
+        raise call.fail(operand, "an ALU operator of nki.language", op, NkiError)
+    return op
+
+
+def need_integers(call: Call, operator: Operator, **tensors: NkiTensor) -> None:
+    """Bitvec operators take integers only."""
+    for operand, tensor in tensors.items():
+        if tensor.dtype not in INTEGERS:
+            raise call.fail(operand, f"an integer dtype for {operator}", tensor.dtype, DtypeError)
+
+
+def apply(operator: Operator, left: Any, right: Any, reverse: bool = False) -> Any:
+    """One ALU stage in float32 (or on integers, for bitvec operators)."""
+    assert operator.alu is not None
+    with np.errstate(all="ignore"):
+        if operator.unary:
+            return operator.alu(left)
+        return operator.alu(right, left) if reverse else operator.alu(left, right)
+
+
+def rows(values: Array) -> Array:
+    """[partitions, elements of each]."""
+    return values.reshape(values.shape[0], -1)

@@ -1,0 +1,222 @@
+"""pytest plugin: run nki-library's own tests, unmodified, on the emulator.
+
+In a checkout of aws-neuron/nki-library: `pytest --noconftest -p nki_library_plugin test/integration/...`, with this
+directory and the package on PYTHONPATH. Their parametrization, inputs, torch references and tolerances are used as they
+stand; what runs a kernel on a device is replaced. Of the vendor's private modules only `neuron_dtypes` has to behave.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kimi_k2.neuron.standins import InertModule
+from kimi_k2.nki import install
+from kimi_k2.nki.dtypes import NUMPY, name_of, narrow, size_of, widen
+from kimi_k2.nki.launch import Kernel
+from kimi_k2.nki.settings import settings
+
+# Reporting, remote hosts and the compiler: imported by their test framework, not used here.
+_INERT = (
+    "aws_embedded_metrics",
+    "allpairspy",
+    "boto3",
+    "botocore",
+    "fabric2",
+    "filelock",
+    "plotext",
+    "pytest_html",
+    "neuronxcc",
+)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        inert = fullname.partition(".")[0] in _INERT or fullname == "test.utils.perf_analysis_private"
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if inert else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return InertModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """An inert module has nothing to run."""
+
+
+def static_cast(values: Any, dtype: Any) -> Any:
+    """`neuron_dtypes.static_cast`: to another dtype as the hardware rounds."""
+    array = np.asarray(values)
+    return narrow(widen(array, name_of(array.dtype)) if array.dtype.name in NUMPY else array, name_of(dtype))
+
+
+class _Mended(importlib.machinery.SourceFileLoader):
+    """core/mlp/mlp.py of the snapshot of 2026-04-13 does not parse: half of a docstring stands there twice."""
+
+    def get_data(self, path: str) -> bytes:
+        data = super().get_data(path)
+        if not path.endswith("mlp/mlp.py"):
+            return data
+        head, middle, tail = data.partition(b'    """\n\n        TKG mode supports:')
+        return head + b'    """\n' + tail.partition(b'    """\n')[2] if middle else data
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return compile(self.get_data(path), path, "exec", dont_inherit=True)
+
+
+class _MendedFinder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.endswith("nkilib.core.mlp.mlp") or not path:
+            return None
+        file = str(Path(next(iter(path))) / "mlp.py")
+        return importlib.machinery.ModuleSpec(fullname, _Mended(fullname, file), origin=file)
+
+
+def _neuron_dtypes() -> ModuleType:
+    module = ModuleType("neuron_dtypes")
+    members: dict[str, Any] = {
+        "static_cast": static_cast,
+        "sizeinbytes": lambda dtype: size_of(name_of(dtype)),
+        "is_float_type": lambda dtype: "float" in name_of(dtype),
+        "finfo": lambda dtype: ml_dtypes.finfo(NUMPY[name_of(dtype)]),
+        "float8_e4m3fn_x4": "float8_e4m3fn_x4",
+        "float8_e5m2_x4": "float8_e5m2_x4",
+        "float4_e2m1fn_x4": "float4_e2m1fn_x4",
+        **NUMPY,
+    }
+    for name, value in members.items():
+        setattr(module, name, value)
+    return module
+
+
+class Orchestrator:
+    """Runs a kernel on the emulator and compares it as their OutputValidator does."""
+
+    def execute(self, kernel_args: Any) -> None:
+        """Run `kernel_args.kernel_func` and raise AssertionError where its results leave the tolerance."""
+        max_all_close = import_module("test.integration.nkilib.utils.comparators").maxAllClose
+        classes = import_module("test.utils.common_dataclasses")
+
+        function = kernel_args.kernel_func
+        cores = kernel_args.compiler_input.logical_nc_config
+        kernel = Kernel(function.function if isinstance(function, Kernel) else function, cores)
+        inputs = {name.removesuffix(".must_alias_input"): value for name, value in kernel_args.kernel_input.items()}
+        out = kernel(**inputs)
+        checks = kernel_args.validation_args
+        golden = checks.golden_output
+        expected = golden.golden if isinstance(golden, classes.LazyGoldenGenerator) else golden
+        results = list(out) if isinstance(out, list | tuple) else [out]
+        assert len(results) >= len(expected), f"{len(results)} results for {list(expected)}"
+        for (name, want), got in zip(expected.items(), results, strict=False):
+            if isinstance(want, classes.CustomValidatorWithOutputTensorData):
+                assert want.validator().validate(np.ascontiguousarray(got).reshape(-1).view(np.uint8)), name
+                continue
+            left, right = got.astype(np.float32).reshape(want.shape), np.asarray(want).astype(np.float32)
+            scale = float(np.linalg.norm(right)) or 1.0
+            error = float(np.linalg.norm(left - right)) / scale
+            report = os.environ.get("NKI_REPORT")
+            if report:
+                with Path(report).open("a") as file:
+                    file.write(
+                        f"{os.environ.get('PYTEST_CURRENT_TEST', '')}\t{name}\t{error:.3e}\t{self.notes(kernel)}\n"
+                    )
+            close = max_all_close(left, right, checks.relative_accuracy, checks.absolute_accuracy, verbose=1)
+            assert close, f"{name}: relative L2 {error:.3e}"
+
+    @staticmethod
+    def notes(kernel: Kernel) -> str:
+        """What settings let pass."""
+        launch = kernel.last
+        return "" if launch is None else f"races {launch.races} spilled {launch.spilled} unwritten {launch.unwritten}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the emulator, and names for what only has to be importable, in place."""
+    root = Path(str(config.rootpath))
+    sys.path[:0] = [str(root), str(root / "src"), str(root / "src" / "nkilib_src")]
+    install()
+    # The documentation has the compiler spill; some kernels write the same values from both cores, and compute on
+    # partitions whose results nobody takes. NaN in them would show.
+    settings.spills_allowed = settings.races_allowed = settings.unwritten_allowed = True
+    sys.meta_path.append(_Finder())
+    sys.meta_path.insert(0, _MendedFinder())
+    sys.modules["neuron_dtypes"] = _neuron_dtypes()
+    orchestrator = ModuleType("test.utils.test_orchestrator")
+    orchestrator.Orchestrator = Orchestrator  # type: ignore[attr-defined]
+    metadata = ModuleType("test.utils.pytest_test_metadata")
+
+    def unmarked(*_: Any, **__: Any) -> Any:
+        return lambda tested: tested
+
+    metadata.pytest_test_metadata = unmarked  # type: ignore[attr-defined]
+    sys.modules["test.utils.test_orchestrator"] = orchestrator
+    sys.modules["test.utils.pytest_test_metadata"] = metadata
+    builtins.Platforms = import_module("test.utils.common_dataclasses").Platforms  # type: ignore[attr-defined]  # test_qkv_tkg.py names it without importing it
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Their older parametrization by ranges; pairwise sweeps need `allpairspy` and are left out."""
+    if "range_test_options" not in metafunc.fixturenames:
+        return
+    ranges = import_module("test.utils.ranged_test_harness")
+    config = getattr(metafunc.function, ranges.RANGE_TEST_CONFIG_ATTR_KEY)
+    ids, cases = ranges.RangeTestHarness(config).get_unique_test_cases()
+    metafunc.parametrize(ranges.RANGE_TEST_FIXTURE_NAME, cases, ids=ids)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep at most NKI_EACH cases of a test function, spread over its list, and none that nothing parametrizes."""
+    each = int(os.environ.get("NKI_EACH", "0"))
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("coverage_parametrize") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: list[pytest.Item] = []
+    for cases in functions.values():
+        step = max(1, -(-len(cases) // each)) if each else 1
+        kept += cases[::step]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+class _Nothing:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+    @contextmanager
+    def timer(self, *_: Any) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def test_manager() -> Orchestrator:
+    """What their tests hand a kernel to."""
+    return Orchestrator()
+
+
+@pytest.fixture
+def collector() -> Any:
+    """Metrics, dropped."""
+    return _Nothing()
+
+
+@pytest.fixture
+def platform_target() -> Any:
+    """Trainium2."""
+    return import_module("test.utils.common_dataclasses").Platforms.TRN2

@@ -1,0 +1,209 @@
+"""What instructions compute, against NumPy in float64, and what a kernel's memories hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import nki
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+import pytest
+import torch
+
+from kimi_k2.nki.tensor import NkiTensor
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+@nki.jit
+def matmul_kernel(lhs_t: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """[K, M] and [K, N]: their product [M, N], 128 rows of K at a time."""
+    k, m = lhs_t.shape
+    n = rhs.shape[1]
+    out = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
+    total = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.psum)
+    for i in range(k // 128):
+        left, right = nl.load(lhs_t[i * 128 : (i + 1) * 128]), nl.load(rhs[i * 128 : (i + 1) * 128])
+        nisa.nc_matmul(total, left, right)
+    result = nl.ndarray((m, n), dtype=nl.float32)
+    nisa.tensor_copy(result, total)
+    nl.store(out, result)
+    return out
+
+
+def test_matmul_accumulates_in_float32() -> None:
+    left, right = draw(512, 64), draw(512, 200)
+    got = matmul_kernel(left, right)
+    wanted = left.astype(np.float64).T @ right
+    assert np.abs(got - wanted).max() < 1e-4
+    rounded = left.astype(ml_dtypes.bfloat16), right.astype(ml_dtypes.bfloat16)
+    got = matmul_kernel(*rounded)
+    wanted = rounded[0].astype(np.float64).T @ rounded[1].astype(np.float64)
+    assert np.abs(got - wanted).max() < 1e-4
+
+
+def test_torch_tensors_are_taken_as_they_are() -> None:
+    left, right = torch.randn(128, 16), torch.randn(128, 8)
+    got = matmul_kernel(left.bfloat16(), right.bfloat16())
+    wanted = left.bfloat16().double().T @ right.bfloat16().double()
+    assert np.abs(got - wanted.numpy()).max() < 1e-5
+
+
+def test_double_row_contracts_256() -> None:
+    @nki.jit
+    def kernel(left: NkiTensor, right: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((32, 16), dtype=nl.float32, buffer=nl.shared_hbm)
+        a = nl.ndarray((128, 2, 32), dtype=left.dtype)
+        b = nl.ndarray((128, 2, 16), dtype=right.dtype)
+        nisa.dma_copy(a, left)
+        nisa.dma_copy(b, right)
+        total = nl.ndarray((32, 16), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(total, a, b, perf_mode=nisa.matmul_perf_mode.double_row)
+        result = nl.ndarray((32, 16), dtype=nl.float32)
+        nisa.tensor_copy(result, total)
+        nl.store(out, result)
+        return out
+
+    left, right = (draw(128, 2, n).astype(ml_dtypes.float8_e4m3) for n in (32, 16))
+    wanted = np.einsum("ksm,ksn->mn", left.astype(np.float64), right.astype(np.float64))
+    assert np.abs(kernel(left, right) - wanted).max() < 1e-4
+
+
+def test_gather_by_a_vector_of_indices_and_by_a_scalar() -> None:
+    @nki.jit
+    def kernel(table: NkiTensor, places: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
+        rows = nl.ndarray((8, 32), dtype=nl.float32, buffer=nl.shared_hbm)
+        one = nl.ndarray((4, 32), dtype=nl.float32, buffer=nl.shared_hbm)
+        index = nl.load(places)
+        tile = nl.ndarray((8, 32), dtype=nl.float32)
+        nisa.dma_copy(tile, table.reshape((64, 32)).ap([[32, 8], [1, 32]], vector_offset=index, indirect_dim=0))
+        nl.store(rows, tile)
+        group = nl.ndarray((4, 32), dtype=nl.float32)
+        nisa.dma_copy(group, table.select(0, index[3:4]))
+        nl.store(one, group)
+        return rows, one
+
+    table, places = draw(16, 4, 32), np.array([[5], [0], [63], [7], [7], [1], [2], [3]], np.int32)
+    rows, one = kernel(table, places)
+    assert np.array_equal(rows, table.reshape(64, 32)[places[:, 0]])
+    assert np.array_equal(one, table[7])
+
+
+def test_lnc2_shares_hbm_and_exchanges_sbuf() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor) -> NkiTensor:
+        """Each core sums one half; both meet, and core 1 writes the whole."""
+        core = nl.program_id()
+        out = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+        part = nl.load(data[core])
+        other = nl.ndarray(part.shape, dtype=nl.float32)
+        nisa.sendrecv(part, other, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
+        nisa.tensor_tensor(part, part, other, nl.add)
+        nisa.dma_copy(out[core * 64 : (core + 1) * 64], part[core * 64 : (core + 1) * 64])
+        nisa.core_barrier(out, (0, 1))
+        whole = nl.load(out)
+        nisa.tensor_scalar(whole, whole, nl.multiply, 2.0)
+        twice = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+        if core == 1:
+            nl.store(twice, whole)
+        return twice
+
+    data = draw(2, 128, 64)
+    got = kernel[2](data)
+    assert np.array_equal(got, 2 * (data[0] + data[1]))
+
+
+def test_tiles_at_one_address_share_their_memory() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((128, 16), dtype=nl.float32, buffer=nl.shared_hbm)
+        first = nl.ndarray((128, 16), dtype=nl.float32, address=(0, 1024))
+        nisa.dma_copy(first, data)
+        again = first.view(nl.uint32)
+        nisa.tensor_scalar(again, again, nl.bitwise_and, 0x7FFFFFFF)
+        nl.store(out, first)
+        return out
+
+    data = draw(128, 16)
+    assert np.array_equal(kernel(data), np.abs(data))
+
+
+def test_search_instructions_break_ties_as_documented() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor, vals: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
+        found = nl.ndarray((1, 8), dtype=nl.uint32, buffer=nl.shared_hbm)
+        replaced = nl.ndarray((1, 8), dtype=nl.uint32, buffer=nl.shared_hbm)
+        tile, wanted = nl.load(data), nl.load(vals)
+        places = nl.ndarray((1, 8), dtype=nl.uint32)
+        nisa.nc_find_index8(places, tile, wanted)
+        nl.store(found, places)
+        nisa.nc_match_replace8(tile, tile, wanted, -1.0, dst_idx=places)
+        nl.store(replaced, places)
+        return found, replaced
+
+    data = np.array([[1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8]], np.float32)
+    vals = np.array([[3, 8, 8, 8, 8, 8, 8, 8]], np.float32)
+    found, replaced = kernel(data, vals)
+    assert found.tolist() == [[2, 4, 5, 6, 7, 8, 9, 10]]
+    assert replaced.tolist() == [[2, 10, 9, 8, 7, 6, 5, 4]]  # the example of nki.isa.nc_match_replace8
+
+
+def test_bn_statistics_are_mean_and_variance() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((128, 2), dtype=nl.float32, buffer=nl.shared_hbm)
+        tile = nl.load(data)
+        stats = nl.ndarray((128, 2, 6), dtype=nl.float32)
+        for half in range(2):
+            nisa.bn_stats(stats[:, half], tile[:, half * 300 : (half + 1) * 300])
+        result = nl.ndarray((128, 2), dtype=nl.float32)
+        nisa.bn_aggr(result, stats)
+        nl.store(out, result)
+        return out
+
+    data = draw(128, 600)
+    got = kernel(data)
+    assert np.abs(got - np.stack((data.mean(1), data.var(1)), 1)).max() < 1e-6
+
+
+def test_registers_drive_loops_and_addresses() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor, count: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((1, 8), dtype=nl.float32, buffer=nl.shared_hbm)
+        zeros = nl.zeros((1, 8), dtype=nl.float32)
+        nl.store(out, zeros)
+        register = nisa.register_alloc()
+        nisa.register_load(register, nl.load(count))
+
+        def body(i: Any) -> None:
+            one = nl.ndarray((1, 1), dtype=nl.float32)
+            nisa.dma_copy(one, data.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1))
+            nisa.dma_copy(out.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1), one)
+
+        nl.fori_loop(0, register, body)
+        return out
+
+    data = draw(1, 8)
+    got = kernel(data, np.array([[5]], np.int32))
+    assert np.array_equal(got, np.where(np.arange(8) < 5, data, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3", "float8_e5m2", "float16"])
+def test_a_copy_through_sbuf_is_bit_for_bit(dtype: str) -> None:
+    @nki.jit
+    def kernel(data: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((128, 64), dtype=data.dtype, buffer=nl.shared_hbm)
+        tile = nl.load(data)
+        copy = nl.ndarray((128, 64), dtype=data.dtype)
+        nisa.tensor_copy(copy, tile)
+        nl.store(out, copy)
+        return out
+
+    data = RNG.integers(0, 256, 128 * 64 * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype).reshape(128, 64)
+    assert kernel(data).tobytes() == data.tobytes()
