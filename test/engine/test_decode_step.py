@@ -105,6 +105,7 @@ def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]
     for joined in ("query_and_entry=cuda", "attend_values=cuda"):
         assert launched[joined] == layers
     assert launched["add_project=fused_linear"] == layers + 1  # and the head
+    assert launched["attention_plan=mla_plan"] == 1, "one plan serves all layers"
     assert launched["add_norm_route=cuda"] == launched["routed_experts_with_shared=moe_decode"] == layers - 1
 
 

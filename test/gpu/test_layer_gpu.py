@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels.mla_cases import reference
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.mla_decode import mla_decode
+from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.query import query_and_entry
 from kimi_k2.kernels.attention.value_rows import value_rows
 from kimi_k2.kernels.linear.fused_linear import fused_linear
@@ -105,6 +107,22 @@ def test_attention_with_values(tokens: int, heads: int, capacity: int) -> None:
         assert torch.equal(found, attend_values(query, cache, lengths, w_uv, 0.05))
         assert bool(found.isfinite().all())
         assert (found.double() - wanted.double()).norm() <= 3e-3 * wanted.double().norm()
+
+
+@hopper
+@pytest.mark.parametrize("lengths", [[5000, 1, 0, 700], [9000, 64], [100] * 8], ids=str)
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_attention_with_values_by_a_plan(lengths: list[int], heads: int) -> None:
+    torch.manual_seed(0)
+    tokens, capacity = len(lengths), 9000
+    query, cache, w_uv = random(tokens, heads, 576), random(tokens, capacity, 576), random(heads, 128, 512)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    plan = mla_plan(seq_lens, capacity, heads)
+    found = attend_values(query, cache, seq_lens, w_uv, 0.05, plan)
+    wanted = torch.einsum("bhr,hvr->bhv", reference(query, cache, lengths, 0.05), w_uv.double()).flatten(1)
+    assert torch.equal(found, attend_values(query, cache, seq_lens, w_uv, 0.05, plan))
+    assert bool(found.isfinite().all())
+    assert distance(found, wanted) < 6e-3
 
 
 @hopper

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, mla_decode
+from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, PAGE, mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.common.build import find_nvcc
 
@@ -30,6 +30,9 @@ LENGTHS = [
     [1000 + 77 * i for i in range(70)],
     [random.Random(i).randrange(1, 3000) for i in range(130)],
     [i % 3 for i in range(200)],
+    [1024] * 256,
+    [random.Random(i).randrange(0, 200) for i in range(600)],
+    [8192, 8192],
 ]
 
 
@@ -38,7 +41,7 @@ LENGTHS = [
 @pytest.mark.parametrize("paged", [True, False])
 def test_against_float64(lengths: Sequence[int], heads: int, paged: bool) -> None:
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
-    plan = mla_plan(seq_lens, table.shape[1] * PAGE)
+    plan = mla_plan(seq_lens, table.shape[1] * PAGE, heads)
     given = (cache, seq_lens, SCALE, table) if paged else (rows, seq_lens, SCALE, None)
     found = mla_decode(q, *given, plan=plan)
     assert found.isfinite().all()
@@ -48,28 +51,50 @@ def test_against_float64(lengths: Sequence[int], heads: int, paged: bool) -> Non
     if not empty.all():
         assert relative(found, wanted) < RELATIVE
     for _ in range(3):
-        assert torch.equal(mla_decode(q, *given, plan=mla_plan(seq_lens, table.shape[1] * PAGE)), found)
+        assert torch.equal(mla_decode(q, *given, plan=mla_plan(seq_lens, table.shape[1] * PAGE, heads)), found)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} to {max(lengths)}")
+@pytest.mark.parametrize("heads", HEADS)
+def test_e4m3_cache(lengths: Sequence[int], heads: int) -> None:
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
+    rows, cache = (tensor.to(torch.float8_e4m3fn) for tensor in (rows, cache))
+    plan = mla_plan(seq_lens, 8192, heads, True)
+    found = mla_decode(q, rows, seq_lens, SCALE, None, 0.5, plan)
+    assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table, 0.5, plan), found)
+    if any(lengths):
+        assert relative(found, reference(q, rows.float() * 0.5, lengths)) < RELATIVE
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_e4m3_cache(heads: int) -> None:
-    lengths = [3000, 70, 0, 1, 640]
-    q, rows, *_, seq_lens = paged_case(lengths, heads, 3072)
-    codes = rows.nan_to_num().to(torch.float8_e4m3fn)
-    plan = mla_plan(seq_lens, 3072, True)
-    found = mla_decode(q, codes, seq_lens, SCALE, None, 1.0, plan)
-    assert relative(found, reference(q, codes.bfloat16(), lengths)) < RELATIVE
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_a_part_has_the_same_bits_wherever_it_is_taken(heads: int, dtype: torch.dtype) -> None:
+    """Items moved to other blocks, behind other items and alone: only who computes a part changes, not the part."""
+    lengths = [640, 65, 3000, 64, 1, 1300, 129, 4000]
+    q, rows, *_, seq_lens = paged_case(lengths, heads, 4096)
+    rows = rows.to(dtype)
+    plan = mla_plan(seq_lens, 4096, heads, dtype != torch.bfloat16)
+    found = mla_decode(q, rows, seq_lens, SCALE, plan=plan)
+    batch = len(lengths)
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    firsts = plan[3 * batch + blocks :].view(-1)
+    items = int(firsts[blocks])
+    for block in (1, 5, 50):  # this many blocks take all items
+        moved = plan.clone()
+        places = [min(items, -(-items * one // block)) if one < block else items for one in range(blocks + 1)]
+        moved[3 * batch + blocks :].view(-1)[: blocks + 1] = torch.tensor(places, dtype=torch.int32)
+        assert torch.equal(mla_decode(q, rows, seq_lens, SCALE, plan=moved), found)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_a_graph_follows_the_lengths(heads: int) -> None:
     draw = random.Random(heads)
     q, rows, _, _, seq_lens = paged_case([2048] * 64, heads, 2048)
-    mla_decode(q, rows, seq_lens, SCALE, plan=mla_plan(seq_lens, 2048))
+    mla_decode(q, rows, seq_lens, SCALE, plan=mla_plan(seq_lens, 2048, heads))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        plan = mla_plan(seq_lens, 2048)
+        plan = mla_plan(seq_lens, 2048, heads)
         found = [mla_decode(q, rows, seq_lens, SCALE, plan=plan) for _ in range(3)]
     for _ in range(5):
         lengths = [draw.choice((0, 1, 64, 2048, draw.randrange(2048))) for _ in range(64)]

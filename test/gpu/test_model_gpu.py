@@ -144,7 +144,9 @@ def plain_query(
     return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), rotated), dim=-1).to(qkv_a.dtype)
 
 
-def plain_attention(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
+def plain_attention(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> Tensor:
     """What `attend_values` documents."""
     scores = torch.einsum("bhr,btr->bht", query.float(), cache.float()) * softmax_scale
     ahead = torch.arange(cache.shape[1], device=cache.device) >= seq_lens[:, None, None]

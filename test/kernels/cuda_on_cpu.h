@@ -203,6 +203,11 @@ inline T __ldcg(const T* at) {
 inline void __syncthreads() { on_cpu::blocks[on_cpu::rank].barrier.arrive_and_wait(); }
 inline void __syncwarp() { on_cpu::blocks[on_cpu::rank].warps[threadIdx.x / 32].arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float value, int mask) { return on_cpu::trade(value, threadIdx.x % 32 ^ mask); }
+inline int __shfl_up_sync(unsigned, int value, int step) {
+  const int lane = threadIdx.x % 32;
+  return on_cpu::trade(value, lane < step ? lane : lane - step);
+}
+inline void __threadfence() {}
 inline float __shfl_sync(unsigned, float value, int lane) { return on_cpu::trade(value, lane); }
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   unsigned all = 0;

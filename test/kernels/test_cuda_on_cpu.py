@@ -177,11 +177,30 @@ def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
     parts[sums == -torch.inf] = torch.nan
     w_uv, out = torch.randn(heads, 128, 512).bfloat16(), unwritten(tokens, heads * 128)
     call = library.kimi_join_values
-    assert call(pointer(parts), pointer(sums), pointer(w_uv), pointer(out), tokens, heads, splits, None) == 0
+    assert call(pointer(parts), pointer(sums), pointer(w_uv), pointer(out), None, tokens, heads, splits, None) == 0
     share = torch.nan_to_num((sums.double() * 0.6931471805599453).softmax(-1))
     latent = torch.einsum("bhs,bhsr->bhr", share, parts.double().nan_to_num())
     assert distance(out, torch.einsum("bhr,hvr->bhv", latent, w_uv.double()).flatten(1)) < 4e-3
     assert not out[1, 128:].any()
+
+
+def test_joined_values_of_a_plan(library: ctypes.CDLL) -> None:
+    """Requests of many parts, one and none, whose items lie one after another, all heads of an item together."""
+    torch.manual_seed(3)
+    heads, counts = 2, [37, 1, 0, 128]
+    items = sum(counts)
+    parts, sums = torch.randn(items, heads, 512), torch.randn(items, heads) * 3
+    plan = torch.full((2 * len(counts), 4), -1, dtype=torch.int32)
+    firsts = [sum(counts[:request]) for request in range(len(counts))]
+    plan[len(counts) :, 0], plan[len(counts) :, 1] = torch.tensor(firsts), torch.tensor(counts)
+    w_uv, out = torch.randn(heads, 128, 512).bfloat16(), unwritten(len(counts), heads * 128)
+    pointers = [pointer(tensor) for tensor in (parts, sums, w_uv, out, plan)]
+    assert library.kimi_join_values(*pointers, len(counts), heads, 1, None) == 0
+    for request, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        share = (sums[first : first + count].double() * 0.6931471805599453).softmax(0)
+        latent = torch.einsum("sh,shr->hr", share, parts[first : first + count].double())
+        wanted = torch.einsum("hr,hvr->hv", latent, w_uv.double()).flatten()
+        assert distance(out[request], wanted) < 4e-3 if count else not out[request].any()
 
 
 def random_weights(*lead: int, inter: int, hidden: int) -> list[Tensor]:

@@ -8,20 +8,24 @@ import math
 import random
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from kimi_k2.kernels.attention import mla_plan
+from kimi_k2.kernels.attention.mla_plan import COSTS, SOME_PARTS, Costs, plan_rows
 from kimi_k2.kernels.common.build import KERNELS, source_of
 
 COMPILER = shutil.which("g++")
 STAND_IN = Path(__file__).with_name("cuda_on_cpu.h")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-SM_COUNT, ROWS, MOST_PARTS = 132, 64, 128
-Parts = list[tuple[int, int, int, int]]  # request, part, parts, length
+BLOCKS, ROWS, MOST_PARTS = 132, 64, 128
+Item = tuple[int, int, int, int]  # request, first unit, last unit + 1, length
+KINDS = [(few, quantized) for few in (True, False) for quantized in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -34,44 +38,63 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(out))
 
 
-Merges = list[tuple[int, int, int]]  # request, first item, parts
+@dataclass(frozen=True)
+class Plan:
+    """As csrc/mla_plan.cuh lays it out: merges (request, first item, parts), requests (first item, parts), items."""
+
+    merges: list[tuple[int, int, int]]
+    requests: list[tuple[int, int]]
+    items: list[Item]
+    firsts: list[int]
+
+    def blocks(self) -> list[list[Item]]:
+        """Each block's items."""
+        return [self.items[begin:end] for begin, end in pairwise(self.firsts)]
 
 
-def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int) -> tuple[Merges, Parts]:
-    """The merges, those of many parts first, and the items."""
-    given = torch.tensor(lengths, dtype=torch.int32)
-    slots = mla_plan.slots_for(len(lengths), SM_COUNT)
-    plan = torch.full((len(lengths) + slots, 4), 7, dtype=torch.int32)
-    sizes = len(lengths), capacity, slots, SM_COUNT, ctypes.c_float(2.0)
+def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int, costs: Costs = COSTS[True, False]) -> Plan:
+    given, batch = torch.tensor(lengths, dtype=torch.int32), len(lengths)
+    plan = torch.full((plan_rows(batch, BLOCKS), 4), -7, dtype=torch.int32)
+    sizes = (batch, capacity, BLOCKS, SOME_PARTS[False], *map(ctypes.c_float, astuple(costs)))
     assert library.kimi_mla_plan(ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr()), *sizes, None) == 0
-    merges = [tuple(row) for row in plan[: len(lengths)].tolist()]
+    merges = [tuple(row) for row in plan[:batch].tolist()]
     counts = merges[0][3]
     assert all(merge[3] == counts for merge in merges)
     number = (counts & 1023) + (counts >> 10 & 1023) + (counts >> 20)
     assert all(merge[:3] == (-1, 0, 0) for merge in merges[number:])
-    kinds = [0 if parts > 16 else 1 if parts > 4 else 2 for _, _, parts, _ in merges[:number]]
+    kinds = [0 if parts > 32 else 1 if parts > 8 else 2 for _, _, parts, _ in merges[:number]]
     assert kinds == [0] * (counts & 1023) + [1] * (counts >> 10 & 1023) + [2] * (counts >> 20)
-    return [merge[:3] for merge in merges[:number]], [tuple(row) for row in plan[len(lengths) :].tolist()]
+    firsts = plan[3 * batch + BLOCKS :].flatten()[: BLOCKS + 1].tolist()
+    items = [tuple(row) for row in plan[2 * batch :][: firsts[-1]].tolist()]
+    requests = [tuple(row) for row in plan[batch : 2 * batch, :2].tolist()]
+    return Plan([merge[:3] for merge in merges[:number]], requests, items, firsts)
 
 
 def units(length: int) -> int:
     return -(-length // ROWS)
 
 
-def time_of(items: Parts, overhead: float = 2.0, absent: float = 0.4) -> float:
-    """Units of time until the last block ends, each taken by the SM that is free first."""
-    free = [0.0] * SM_COUNT
-    for request, part, parts, length in items:
-        n = units(length)
-        size = n * (part + 1) // parts - n * part // parts + overhead if request >= 0 else absent
-        heapq.heappush(free, heapq.heappop(free) + size)
-    return max(free)
+def time_of(blocks: Sequence[Sequence[Item]], costs: Costs) -> float:
+    """Microseconds until the last block ends, and the merge."""
+    slowest = max(sum((end - begin) * costs.unit + costs.item for _, begin, end, _ in block) for block in blocks)
+    whole = sum(end - begin for block in blocks for _, begin, end, _ in block)
+    parts = max(Counter(item[0] for block in blocks for item in block).values())
+    memory = whole * costs.memory + sum(map(len, blocks)) * costs.traffic
+    return max(slowest, memory) + (costs.merge + costs.part * parts if parts > 1 else 0)
 
 
-def even_split(lengths: Sequence[int]) -> float:
-    """The same for what `mla_decode` does without a plan: every context in the same number of parts."""
-    splits = max(1, min(SM_COUNT // len(lengths), 64, units(max(lengths))))
-    return time_of([(r, part, splits, length) for r, length in enumerate(lengths) for part in range(splits)])
+def even_split(lengths: Sequence[int], costs: Costs) -> float:
+    """The same for what `mla_decode` does without a plan: every context in the same number of parts, one a block."""
+    splits = max(1, min(BLOCKS // len(lengths), 64, units(max(lengths))))
+    blocks: list[list[Item]] = [[] for _ in range(BLOCKS)]
+    free = [(0.0, block) for block in range(BLOCKS)]
+    for request, length in enumerate(lengths):
+        for part in range(splits):
+            cut = units(length) * part // splits, units(length) * (part + 1) // splits
+            busy, block = heapq.heappop(free)
+            blocks[block].append((request, *cut, length))
+            heapq.heappush(free, (busy + (cut[1] - cut[0]) * costs.unit + costs.item, block))
+    return time_of(blocks, costs)
 
 
 def lognormal(batch: int, seed: int) -> list[int]:
@@ -83,66 +106,101 @@ CASES = {
     "one": [131072],
     "empty": [0, 0, 0],
     "some empty": [0, 64, 0, 1, 65, 1000],
+    "last empty": [5000, 64, 0, 0],
     "one long": [65536, *[1024] * 63],
+    "one long last": [*[1024] * 63, 65536],
     "even": [8192] * 64,
+    "even short": [1024] * 64,
     "waves": [8192] * 140,
     "half a wave": [8192] * 67,
+    "two a block": [1024] * 256,
+    "tiny": [1] * 1024,
     "most": lognormal(1024, 1),
-    **{f"lognormal {batch}": lognormal(batch, batch) for batch in (2, 16, 33, 64, 97, 128, 200, 256)},
+    **{f"lognormal {batch}": lognormal(batch, batch) for batch in (2, 33, 128, 256)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("capacity", [131072, 4096])
 def test_every_row_is_taken_once(library: ctypes.CDLL, name: str, capacity: int) -> None:
-    lengths = CASES[name]
-    merges, items = planned(library, lengths, capacity)
-    work = [item for item in items if item[0] >= 0]
-    assert items[: len(work)] == work, "blocks without work come last"
-    assert all(item == (-1, 0, 0, 0) for item in items[len(work) :])
-    first: dict[int, int] = {}
-    for place, item in enumerate(work):
-        first.setdefault(item[0], place)
-    parts_of = {item[0]: item[2] for item in work}
+    check(planned(library, CASES[name], capacity), CASES[name], capacity)
+
+
+def check(plan: Plan, lengths: Sequence[int], capacity: int) -> None:
+    """Every unit is some block's, once and in order; merges are of the requests that are not one item."""
+    assert plan.firsts[0] == 0 and plan.firsts == sorted(plan.firsts)
+    place = 0
     for request, length in enumerate(lengths):
-        held, parts = min(length, capacity), parts_of.get(request, 0)
-        begin = first.get(request, 0)
-        assert work[begin : begin + parts] == [(request, part, parts, held) for part in range(parts)]
+        held, (first, parts) = min(length, capacity), plan.requests[request]
+        mine = plan.items[place : place + parts]
+        assert first == place or not parts
+        assert [item[0] for item in mine] == [request] * parts and all(item[3] == held for item in mine)
+        edges = [0, *(item[2] for item in mine)]
+        assert [item[1] for item in mine] == edges[:-1] and edges[-1] == units(held)
+        assert all(begin < end for begin, end in pairwise(edges)), "no part is empty"
         assert parts <= MOST_PARTS and (parts > 0) == (length > 0)
-        assert parts <= units(held), "no part is empty"
-    assert len(work) == sum(parts_of.values())
-    uncut = {request for request, parts in parts_of.items() if parts == 1}
-    assert sorted(request for request, _, _ in merges) == sorted(set(range(len(lengths))) - uncut)
-    assert all(parts == parts_of.get(request, 0) for request, _, parts in merges)
-    assert all(not parts or begin == first[request] for request, begin, parts in merges)
-    sizes = [-(-units(length) // parts) for _, _, parts, length in work]
-    assert sizes == sorted(sizes, reverse=True), "the longest first"
+        place += parts
+    assert place == len(plan.items) <= len(lengths) + BLOCKS
+    cut = {request for request, (_, parts) in enumerate(plan.requests) if parts != 1}
+    assert {merge[0] for merge in plan.merges} == cut and len(plan.merges) == len(cut)
+    assert all(plan.requests[request] == (first, parts) for request, first, parts in plan.merges if parts)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "empty" not in name])
-def test_no_case_is_slower_than_an_even_split(library: ctypes.CDLL, name: str) -> None:
-    """By the count of units, overheads included; blocks without work cost a little where there are many."""
-    lengths = CASES[name]
-    _, items = planned(library, lengths, 131072)
-    assert time_of(items) <= 1.03 * even_split(lengths)
+def drawn(seed: int) -> list[int]:
+    draw = random.Random(seed)
+    batch, top = draw.choice((1, 2, 3, 8, 17, 64, 130, 133, 256)), draw.choice((64, 100, 3000, 131072))
+    kind = draw.choice(("uniform", "even", "lognormal", "two"))
+    if kind == "even":
+        return [draw.randrange(1, top + 1)] * batch
+    if kind == "two":
+        return [draw.choice((top, 1 + top // 50)) for _ in range(batch)]
+    if kind == "uniform":
+        return [draw.randrange(0, top + 1) for _ in range(batch)]
+    return [int(min(top, draw.lognormvariate(math.log(top) - 2, 1.2))) for _ in range(batch)]
 
 
-@pytest.mark.parametrize("batch", [2, 16, 33, 64, 97, 128, 200, 256])
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_lengths(library: ctypes.CDLL, seed: int) -> None:
+    lengths = drawn(seed)
+    plan = planned(library, lengths, 131072, COSTS[KINDS[seed % 4]])
+    check(plan, lengths, 131072)
+    if sum(lengths):
+        assert time_of(plan.blocks(), COSTS[KINDS[seed % 4]]) <= 1.03 * even_split(lengths, COSTS[KINDS[seed % 4]])
+
+
+@pytest.mark.parametrize("kind", [(True, False), (False, True)])
+@pytest.mark.parametrize("name", ["one", "one long", "even", "even short", "waves", "half a wave", "two a block"])
+def test_no_case_is_slower_than_an_even_split(library: ctypes.CDLL, name: str, kind: tuple[bool, bool]) -> None:
+    lengths, costs = CASES[name], COSTS[kind]
+    assert time_of(planned(library, lengths, 131072, costs).blocks(), costs) <= 1.03 * even_split(lengths, costs)
+
+
+def test_lengths_that_fit_are_not_cut_otherwise(library: ctypes.CDLL) -> None:
+    """Equal lengths: halves of 64 contexts for 128 blocks; whole ones, two a block, where there are twice as many."""
+    halves = planned(library, [1024] * 64, 131072, COSTS[False, False])
+    assert [item[:3] for item in halves.items] == [(r, 8 * part, 8 * part + 8) for r in range(64) for part in (0, 1)]
+    whole = planned(library, [1024] * 256, 131072)
+    assert not whole.merges and max(map(len, whole.blocks())) == 2
+
+
+@pytest.mark.parametrize("batch", [2, 33, 64, 200])
 def test_ragged_batches_are_near_the_bound(library: ctypes.CDLL, batch: int) -> None:
-    lengths = lognormal(batch, batch)
-    _, items = planned(library, lengths, 131072)
-    bound = sum(map(units, lengths)) / SM_COUNT + 2.0
-    assert time_of(items) <= 1.2 * bound
+    lengths, costs = lognormal(batch, batch), COSTS[False, False]
+    plan = planned(library, lengths, 131072, costs)
+    whole = sum(map(units, lengths))
+    bound = max(whole / BLOCKS * costs.unit, whole * costs.memory) + costs.item + costs.merge
+    assert time_of(plan.blocks(), costs) <= 1.05 * bound + 2 * costs.item + MOST_PARTS * costs.part
 
 
 def test_one_long_context_among_short_ones(library: ctypes.CDLL) -> None:
     """The case that took an even split eleven times as long as a scheduler by lengths."""
-    _, items = planned(library, CASES["one long"], 131072)
-    assert time_of(items) < even_split(CASES["one long"]) / 20
+    for name in ("one long", "one long last"):
+        plan = planned(library, CASES[name], 131072)
+        assert time_of(plan.blocks(), COSTS[True, False]) < even_split(CASES[name], COSTS[True, False]) / 15
 
 
 def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:
-    lengths, plan = torch.zeros(2000, dtype=torch.int32), torch.zeros(4000, 4, dtype=torch.int32)
+    lengths, plan = torch.zeros(2000, dtype=torch.int32), torch.zeros(8000, 4, dtype=torch.int32)
     pointers = ctypes.c_void_p(lengths.data_ptr()), ctypes.c_void_p(plan.data_ptr())
-    for batch, slots in ((0, 132), (1025, 2000), (140, 132)):
-        assert library.kimi_mla_plan(*pointers, batch, 64, slots, 132, ctypes.c_float(2.0), None) == 1000
+    for batch, blocks in ((0, 132), (1025, 132), (140, 0), (140, 256)):
+        assert library.kimi_mla_plan(*pointers, batch, 64, blocks, 9, *map(ctypes.c_float, [1] * 6), None) == 1000

@@ -49,6 +49,7 @@ def test_the_order_is_the_tables() -> None:
         "all_reduce": ["push", "plain"],
         "apply_rotary_interleaved": ["triton", "plain"],
         "attend_values": ["cuda", "plain"],
+        "attention_plan": ["mla_plan", "plain"],
         "dense_linear": ["plain"],
         "dequantize_fp8_block": ["triton", "plain"],
         "embedding": ["plain"],

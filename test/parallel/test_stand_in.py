@@ -33,7 +33,7 @@ def test_a_rank_of_two_stands_alone(preset: str) -> None:
     experts = next(module for module in model.modules() if isinstance(module, Experts))
     spread = experts.weight("gate_up_proj", 0, torch.float32).std()
     assert 0.01 < spread < 0.04
-    lines = launches(make_step(model, 1, 4, communicate=False), 1, on_gpu=False)
+    lines = launches(make_step(model, [4], communicate=False), 1, on_gpu=False)
     assert any("mm" in line for line in lines)
 
 

@@ -15,7 +15,7 @@ from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import add_project
-from kimi_k2.ops.mla_decode import sequence_lengths
+from kimi_k2.ops.mla_decode import attention_plan, sequence_lengths
 from kimi_k2.ops.registry import PLAIN
 from kimi_k2.ops.weights import Weight
 
@@ -99,12 +99,17 @@ class DecodeStep:
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
         x, delta = self.model.model.embed_tokens(self.tokens), None
-        cos, sin = self.model.model.rotary(self.positions, x.dtype)
-        place = Place(self.positions, sequence_lengths(self.positions), cos, sin)
+        place = self.place(self.positions, x.dtype)
         for index, layer in enumerate(self.layers):
             x, delta = layer(x, delta, place, self.cache.data[index])
         assert delta is not None
         return self.head(x, delta)
+
+    def place(self, positions: Tensor, dtype: torch.dtype) -> Place:
+        """What the layers need to know of int64 [B] positions; cos and sin in `dtype`."""
+        seq_lens = sequence_lengths(positions)
+        plan = attention_plan(seq_lens, self.cache.data[0], len(self.layers[0].w_uk)) if self.layers else None
+        return Place(positions, seq_lens, *self.model.model.rotary(positions, dtype), plan)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

@@ -26,12 +26,20 @@ Routing = tuple[Tensor, Tensor]
 
 
 class Place(NamedTuple):
-    """Where the new tokens stand: positions int64 [B], seq_lens int32 [B] = positions + 1, cos and sin [B, D / 2]."""
+    """Where the new tokens stand, the same for all layers.
+
+    Attributes:
+        positions: int64 [B].
+        seq_lens: int32 [B], positions + 1.
+        cos, sin: [B, D / 2].
+        plan: of `attention_plan` for seq_lens; None for none.
+    """
 
     positions: Tensor
     seq_lens: Tensor
     cos: Tensor
     sin: Tensor
+    plan: Tensor | None = None
 
 
 class LayerStep:
@@ -84,7 +92,8 @@ class LayerStep:
             qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos, place.sin, place.positions, self.w_uk, cache,
             q_norm.eps, kv_norm.eps,
         )  # fmt: skip
-        values = attend_values(query, cache, place.seq_lens, self.w_uv, attention.config.softmax_scale)
+        scale = attention.config.softmax_scale
+        values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan)
         return project(values, self.o), x
 
     def feed_forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:

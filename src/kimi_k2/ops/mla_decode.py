@@ -88,7 +88,24 @@ def query_and_entry(
 
 
 @operation
-def mla_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> Tensor:
+def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
+    """How kernels share the attention of a step's layers out by the sequences' lengths; None where none needs that.
+
+    Args:
+        seq_lens: int32 [B], as `mla_decode` takes them.
+        cache: [B, T, rank + rope], of any layer.
+        heads: of the queries.
+
+    Returns:
+        For `mla_decode` and `attend_values` over these lengths.
+    """
+    return None
+
+
+@operation
+def mla_decode(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> Tensor:
     """Attention of one query a sequence over its first `seq_lens` slots.
 
     Args:
@@ -97,6 +114,7 @@ def mla_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: fl
         seq_lens: int32 [B], at least 1.
         softmax_scale: `KimiK2Config.softmax_scale`.
         rank: kv_lora_rank.
+        plan: of `attention_plan`, for kernels.
 
     Returns:
         [B, H, rank], sums of latents.
@@ -113,6 +131,8 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
 
 
 @operation
-def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
+def attend_values(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> Tensor:
     """`value_rows` of `mla_decode`: [B, H * v_head_dim]."""
-    return value_rows(mla_decode(query, cache, seq_lens, softmax_scale, w_uv.shape[-1]), w_uv)
+    return value_rows(mla_decode(query, cache, seq_lens, softmax_scale, w_uv.shape[-1], plan), w_uv)

@@ -74,7 +74,7 @@ def ragged_inputs(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfl
         torch.randn(sum(pages), PAGE, ROW, device="cuda", dtype=torch.bfloat16).to(dtype),
         seq_lens,
         table.cuda(),
-        mla_plan(seq_lens, max(pages) * PAGE, dtype != torch.bfloat16) if available() else None,
+        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16) if available() else None,
     )
 
 
@@ -91,7 +91,7 @@ def random_inputs(
         torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
         seq_lens,
         table,
-        mla_plan(seq_lens, pages * PAGE, dtype != torch.bfloat16) if plans else None,
+        mla_plan(seq_lens, pages * PAGE, heads, dtype != torch.bfloat16) if plans else None,
     )
 
 

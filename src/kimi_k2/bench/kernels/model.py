@@ -6,7 +6,7 @@ With `communicate=False` one GPU stands for a rank of many: every byte of the ra
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import event_times, graph_median
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.layer_step import Place
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.router import Router
@@ -126,34 +125,35 @@ def launches(action: Callable[[], object], repeats: int = 5, *, on_gpu: bool | N
 
 
 @torch.inference_mode()
-def make_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> Callable[[], Tensor]:
-    """The step's replay after `context` - 1 random cached tokens a sequence."""
-    step, tokens, positions = _step(model, batch, context, AllReduce(None, communicate), communicate)
+def make_step(model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool) -> Callable[[], Tensor]:
+    """The step's replay after one random cached token less than `contexts` of each sequence."""
+    step, tokens, positions = _step(model, contexts, AllReduce(None, communicate), communicate)
     return partial(step, tokens, positions)
 
 
 def _step(
-    model: KimiK2ForCausalLM, batch: int, context: int, reduce: AllReduce, communicate: bool
+    model: KimiK2ForCausalLM, contexts: Sequence[int], reduce: AllReduce, communicate: bool
 ) -> tuple[DecodeStep, Tensor, Tensor]:
-    cache = model.new_cache(batch, context)
-    cache.data.normal_()
+    cache = model.new_cache(len(contexts), max(contexts))
+    for layer in cache.data:
+        layer.normal_()
     gather = partial(gather_last, group=None) if communicate else (lambda x: x)
     device = cache.data.device
     step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=device.type == "cuda")
-    return step, torch.arange(batch, device=device), torch.full((batch,), context - 1, device=device)
+    return step, torch.arange(len(contexts), device=device), torch.tensor(contexts, device=device) - 1
 
 
 @torch.inference_mode()
-def time_step(model: KimiK2ForCausalLM, batch: int, context: int, *, communicate: bool) -> StepTimes:
-    """Median of graph replays at `context` cached tokens; parts are timed with a layer's weights after another's."""
+def time_step(model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool) -> StepTimes:
+    """Median of graph replays at these cached tokens; parts are timed with a layer's weights after another's."""
     reduce = AllReduce(None, communicate)
-    step, tokens, positions = _step(model, batch, context, reduce, communicate)
+    step, tokens, positions = _step(model, contexts, reduce, communicate)
     cache, device = step.cache, tokens.device
     logits = step(tokens, positions)
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
     whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
-    x, delta = (torch.randn(batch, model.config.hidden_size, device=device).bfloat16() for _ in range(2))
-    place = Place(positions, (positions + 1).int(), *model.model.rotary(positions, x.dtype))
+    x, delta = (torch.randn(len(contexts), model.config.hidden_size, device=device).bfloat16() for _ in range(2))
+    place = step.place(positions, x.dtype)
     moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
     dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
 

@@ -19,8 +19,7 @@ class Job:
     """What to time.
 
     Attributes:
-        batch: sequences.
-        context: cached tokens that a decode step attends over.
+        contexts: cached tokens of each sequence that a decode step attends over.
         prompt: tokens of the prefill; 0 for none.
         layers: fewer than the model has; the totals are then extrapolated. None for all.
         weights: output of `convert --target cuda`; None for synthetic weights.
@@ -28,8 +27,7 @@ class Job:
         launches: also list what one step launches, by time.
     """
 
-    batch: int
-    context: int
+    contexts: tuple[int, ...]
     prompt: int
     layers: int | None = None
     weights: Path | None = None
@@ -63,14 +61,14 @@ def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Itera
         model = load_rank(job.weights, config, layout, rank, device="cuda")
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
-    times = time_step(model, job.batch, job.context, communicate=communicate)
+    times = time_step(model, job.contexts, communicate=communicate)
     yield from times.lines()
     if missing:
         yield f"extrapolated: TPOT {(times.step + missing * times.moe_layer) / 1e3:.3f} ms over {whole} layers"
     if job.prompt:
-        ttft, layer = time_prefill(model, job.batch, job.prompt)
+        ttft, layer = time_prefill(model, len(job.contexts), job.prompt)
         yield f"measured: TTFT {ttft / 1e3:.2f} ms of {job.prompt} tokens, MoE layer {layer / 1e3:.3f} ms"
         if missing:
             yield f"extrapolated: TTFT {(ttft + missing * layer) / 1e3:.1f} ms over {whole} layers"
     if job.launches:
-        yield from launches(make_step(model, job.batch, job.context, communicate=communicate))
+        yield from launches(make_step(model, job.contexts, communicate=communicate))

@@ -26,6 +26,9 @@ def profile(
     ] = False,
     batch: Annotated[int | None, number(1, "Sequences, instead of the preset's.")] = None,
     context: Annotated[int | None, number(1, "Cached tokens, instead of the preset's.")] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; instead of both.")
+    ] = None,
     prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
     kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
@@ -43,9 +46,11 @@ def profile(
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)
     if deployment.hardware.target != "cuda":
         raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
+    if contexts and (batch or context):
+        raise typer.BadParameter("gives the number of sequences and their tokens already", param_hint="--contexts")
+    even = (context or deployment.seq_len,) * (batch or deployment.batch_size)
     job = Job(
-        batch=batch or deployment.batch_size,
-        context=context or deployment.seq_len,
+        contexts=_lengths(contexts) if contexts else even,
         prompt=prompt,
         layers=layers,
         weights=weights,
@@ -57,6 +62,17 @@ def profile(
         typer.echo("\n".join(lines))
         if verbose:
             typer.echo(registry.explain())
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """`63x1024,65536` as 64 numbers."""
+    found: list[int] = []
+    for item in text.split(","):
+        count, _, length = item.rpartition("x")
+        if not length.isdecimal() or not (count or "1").isdecimal() or int(length) < 1 or int(count or 1) < 1:
+            raise typer.BadParameter(f"{item!r}: expected LENGTH or COUNTxLENGTH", param_hint="--contexts")
+        found += [int(length)] * int(count or 1)
+    return tuple(found)
 
 
 COMMAND = Command("profile", profile, "Measure and prove")

@@ -35,11 +35,13 @@ def _check(query: Tensor, w_uv: Tensor) -> Tensor:
 
 
 @kernel_operation("attend_values")
-def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> Tensor:
-    """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale), w_uv)`.
+def attend_values(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> Tensor:
+    """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale, plan=plan), w_uv)`.
 
     Args:
-        query, cache, seq_lens, softmax_scale: as `mla_decode` takes them; a bfloat16 cache [B, T, 576].
+        query, cache, seq_lens, softmax_scale, plan: as `mla_decode` takes them; a bfloat16 cache [B, T, 576].
         w_uv: bfloat16 [H, 128, 512].
 
     Returns:
@@ -52,13 +54,21 @@ def attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, 
     (batch, heads), capacity = query.shape[:2], cache.shape[1]
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
     how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
-    if how.splits == 1 or not mla_cuda.divides_heads(batch, heads, capacity) or not batch or not capacity:
-        result: Tensor = value_rows.value_rows(mla_decode.mla_decode(query, cache, seq_lens, softmax_scale), w_uv)
+    even = plan is None and how.splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
+    if not (even or (plan is not None and heads == few)) or not batch or not capacity:
+        latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
+        result: Tensor = value_rows.value_rows(latent, w_uv)
         return result
     mla_decode.check_arguments(query, cache, seq_lens, None)
-    parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
-    sizes = batch, heads, how.splits
-    launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, parts, sums, w_uv, out, *sizes)
+    if plan is None:
+        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
+    else:
+        mla_decode.check_plan(query, plan)
+        parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan)
+    given = parts, sums, w_uv, out, plan
+    launch(
+        "attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, batch, heads, how.splits
+    )
     return out
 
 

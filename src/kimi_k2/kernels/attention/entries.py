@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import attend_values as attend
-from kimi_k2.kernels.attention import mla_decode, mla_prefill, value_rows
+from kimi_k2.kernels.attention import mla_decode, mla_plan, mla_prefill, value_rows
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
@@ -39,21 +39,44 @@ def mla_absorbed_attention(
     return out.unsqueeze(1)
 
 
-def _supports_mla_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> bool:
+def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
+    """Several sequences, which CUDA C++ attends to; one is split by the capacity alone, without another launch."""
+    return (
+        1 < seq_lens.shape[0] <= mla_plan.MAX_BATCH
+        and cache.shape[1] > 0
+        and is_hopper(cache.device)
+        and mla_decode.uses_cuda(heads, cache.dtype)
+    )
+
+
+@ops_decode.attention_plan.entry("mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"})
+def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
+    """`mla_plan` for a cache in one piece."""
+    plan: Tensor = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16)
+    return plan
+
+
+def _supports_mla_decode(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> bool:
     return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens)
 
 
 @ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode)
-def decode_attention(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int) -> Tensor:
+def decode_attention(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> Tensor:
     """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale)
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
     return out
 
 
 ops_decode.value_rows.entry("cuda", takes=value_rows.supports)(value_rows.value_rows)
 
 
-def _supports_attend_values(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float) -> bool:
+def _supports_attend_values(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> bool:
     return attend.supports(query, cache, seq_lens, w_uv)
 
 

@@ -50,7 +50,7 @@ class _Arguments(ctypes.Structure):
         *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
         *fields((), _INTEGERS, ["scale", "value_scale"]),
-        *fields(["plan"], ["slots", "sm_count"]),
+        *fields(["plan"], ["blocks", "sm_count"]),
     ]
 
 
@@ -114,8 +114,8 @@ def _launch(
     if block_table is not None:
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
     if plan is not None:
-        arguments.plan, arguments.slots = plan.data_ptr(), plan.shape[0] - q.shape[0]
-        arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
+        arguments.plan = plan.data_ptr()
+        arguments.blocks = arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
     launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, out is not None)
@@ -160,15 +160,40 @@ def run_planned(
     Raises:
         KernelError: there is no CUDA compiler, or the launch failed.
     """
-    batch, heads = q.shape[:2]
-    slots = plan.shape[0] - batch
-    out = q.new_empty(batch, heads, LATENT)
-    # One part a block, as `_parts` says, but that 8 heads' lie part by part.
-    few = heads == FEW_HEADS
-    parts = q.new_empty(slots, heads, LATENT, dtype=torch.float32 if few else torch.float16)
-    sums = q.new_empty(slots, heads if few else 4 * heads, dtype=torch.float32)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, (parts, sums), plan)
+    out = q.new_empty(*q.shape[:2], LATENT)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, _planned_parts(q), plan)
     return out
+
+
+def _planned_parts(q: Tensor) -> tuple[Tensor, Tensor]:
+    """What a plan's items and their sums are left in: as `_parts` says, but that 8 heads' lie part by part."""
+    batch, heads = q.shape[:2]
+    items = batch + hopper(q.device.index, "mla_decode")[1]
+    few = heads == FEW_HEADS
+    parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
+    return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)
+
+
+def attend_planned_parts(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A plan's items, for another launch to join, over a BF16 cache in one piece.
+
+    Args:
+        q: bfloat16 [B, 8, 576].
+
+    Returns:
+        float32 [items, 8, 512], each part normalised; float32 [items, 8], the base-2 logarithms of the parts' sums of
+        exponentials.
+
+    Raises:
+        KernelError: other sizes, or the launch failed.
+    """
+    if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or cache.numel() == 0:
+        raise KernelError(f"parts of {q.shape[1]} heads, a cache of {cache.dtype}: expected {FEW_HEADS}, {q.dtype}")
+    parts = _planned_parts(q)
+    _launch(q, cache, seq_lens, softmax_scale, None, 1.0, 0, None, parts, plan)
+    return parts
 
 
 def attend_parts(

@@ -115,12 +115,12 @@ def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Ten
             raise KernelError(f"{name} must be contiguous and on {q.device}")
 
 
-def _check_plan(q: Tensor, plan: Tensor) -> None:
+def check_plan(q: Tensor, plan: Tensor) -> None:
     """KernelError unless it can be the plan of so many requests, on their device."""
-    batch = q.shape[0]
-    if plan.dim() != 2 or plan.shape[0] < 2 * batch or plan.shape[1] != 4 or plan.dtype != torch.int32:
+    rows = _plan().plan_rows(q.shape[0], hopper(q.device.index, "mla_decode")[1])
+    if tuple(plan.shape) != (rows, 4) or plan.dtype != torch.int32:
         raise KernelError(
-            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 [B + blocks, 4] for B {batch}"
+            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 {[rows, 4]} for B {q.shape[0]}"
         )
     if plan.device != q.device or not plan.is_contiguous():
         raise KernelError(f"plan must be contiguous and on {q.device}")
@@ -132,6 +132,12 @@ def _triton() -> Any:
     if not has_triton():
         raise KernelError("mla_decode needs Triton")
     return importlib.import_module("kimi_k2.kernels.attention.mla_triton")
+
+
+@functools.cache
+def _plan() -> Any:
+    """The plan's module, which imports this one's constants."""
+    return importlib.import_module("kimi_k2.kernels.attention.mla_plan")
 
 
 @functools.cache
@@ -178,7 +184,7 @@ def mla_decode(
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
-        _check_plan(q, plan)
+        check_plan(q, plan)
         out = _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale)
         return out
     if uses_cuda(q.shape[1], cache.dtype):

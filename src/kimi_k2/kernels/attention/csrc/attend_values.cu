@@ -3,6 +3,7 @@
 // the others through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before
 // attention has ended.
 #include "common/csrc/decode.cuh"
+#include "mla_plan.cuh"
 
 namespace decode {
 
@@ -11,10 +12,13 @@ constexpr int kMaxParts = 128, kGroups = 16;  // groups of 16 threads, each with
 constexpr int kRowsEach = kWidth / kJoinBlocks / kWarps;
 
 struct JoinArguments {
-  const float* parts;           // [tokens, heads, splits, 512], normalised
-  const float* sums;            // [tokens, heads, splits], base-2 logarithms of the sums of exponentials
+  // By a plan [items, heads, 512], else [tokens, heads, splits, 512], normalised; and base-2 logarithms of the parts'
+  // sums of exponentials, [items, heads] or [tokens, heads, splits].
+  const float* parts;
+  const float* sums;
   const __nv_bfloat16* weight;  // [heads, 128, 512]
   __nv_bfloat16* out;           // [tokens, heads, 128]
+  const mla::PlannedRequest* requests;  // [tokens] of the plan
   int tokens, heads, splits;
 };
 
@@ -23,6 +27,7 @@ struct JoinMemory {
   uint4 latent[kJoined / 8];
 };
 
+template <bool PLANNED>
 __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a) {
   DECODE_DYNAMIC_SHARED(uint4, raw);
   JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
@@ -38,19 +43,21 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
     for (int i = 0; i < 2; ++i)
       raw_weight[r][i] = load_once(a.weight + (int64_t(head) * kWidth + row + r) * kJoined + (i * 32 + lane) * 8);
   const int64_t place = int64_t(blockIdx.z) * a.heads + head;
+  // A plan is there before attention starts, and so before this launch does.
+  const int count = PLANNED ? __ldcg(&a.requests[blockIdx.z].parts) : a.splits, step = PLANNED ? a.heads : 1;
+  const int64_t begin = PLANNED ? int64_t(__ldcg(&a.requests[blockIdx.z].first)) * a.heads + head : place * a.splits;
   pdl_wait();
 
   // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
   float share[kMaxParts / 32], top = -INFINITY, whole = 0;
 #pragma unroll
   for (int i = 0; i < kMaxParts / 32; ++i)
-    share[i] = i * 32 + lane < a.splits ? __ldcg(a.sums + place * a.splits + i * 32 + lane) : -INFINITY;
+    share[i] = i * 32 + lane < count ? __ldcg(a.sums + begin + (i * 32 + lane) * step) : -INFINITY;
   float4 value[kMaxParts / kGroups];
-  const float4* from =
-      reinterpret_cast<const float4*>(a.parts + place * a.splits * kJoined + rank * kJoinWide) + thread % 16;
+  const float4* from = reinterpret_cast<const float4*>(a.parts + begin * kJoined + rank * kJoinWide) + thread % 16;
 #pragma unroll
   for (int i = 0; i < kMaxParts / kGroups; ++i)
-    if (group + i * kGroups < a.splits) value[i] = __ldcg(from + int64_t(group + i * kGroups) * (kJoined / 4));
+    if (group + i * kGroups < count) value[i] = __ldcg(from + int64_t(group + i * kGroups) * step * (kJoined / 4));
 #pragma unroll
   for (int i = 0; i < kMaxParts / 32; ++i) top = fmaxf(top, share[i]);
 #pragma unroll
@@ -63,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
 #pragma unroll
   for (int i = 0; i < kMaxParts / kGroups; ++i) {
     const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
-    if (weight > 0 && group + i * kGroups < a.splits) {
+    if (weight > 0 && group + i * kGroups < count) {
       sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
       sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
     }
@@ -106,11 +113,21 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
 
 }  // namespace decode
 
-extern "C" int kimi_join_values(const float* parts, const float* sums, const void* weight, void* out, int tokens,
-                                int heads, int splits, void* stream) {
+// With `plan`, of [tokens] contexts and at most 128 parts each, `splits` is not used.
+extern "C" int kimi_join_values(const float* parts, const float* sums, const void* weight, void* out, const void* plan,
+                                int tokens, int heads, int splits, void* stream) {
   using namespace decode;
   if (splits > kMaxParts) return host::kNoInstance;
-  const JoinArguments a{
-      parts, sums, static_cast<const __nv_bfloat16*>(weight), static_cast<__nv_bfloat16*>(out), tokens, heads, splits};
-  return launch(join_values, dim3(kJoinBlocks, heads, tokens), kThreads, sizeof(JoinMemory), a, stream, kJoinBlocks);
+  static_assert(mla::kMostParts <= kMaxParts, "a plan's parts fit");
+  const auto* requests = static_cast<const mla::PlannedRequest*>(plan);
+  const JoinArguments a{parts,
+                        sums,
+                        static_cast<const __nv_bfloat16*>(weight),
+                        static_cast<__nv_bfloat16*>(out),
+                        plan ? mla::requests_of(requests, tokens) : nullptr,
+                        tokens,
+                        heads,
+                        splits};
+  return launch(plan ? join_values<true> : join_values<false>, dim3(kJoinBlocks, heads, tokens), kThreads,
+                sizeof(JoinMemory), a, stream, kJoinBlocks);
 }

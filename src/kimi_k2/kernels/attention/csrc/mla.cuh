@@ -27,10 +27,10 @@ struct Arguments {
   int batch, heads, splits, table_stride, capacity;
   int share;                 // requests with the same table, length and rows: so many times `heads` heads
   float scale, value_scale;  // of the scores, times log2(e); of the values
-  // [batch] merges, then [slots] items, or null: every context in `splits` parts. With a plan a block's part lies at
-  // the block's number, and `splits` and `share` are not used.
+  // Who takes which rows (mla_plan.cuh), or null: every context in `splits` parts. With a plan a part lies at its
+  // item's number, `splits` and `share` are not used, and the launch has `blocks` blocks.
   const PlannedMerge* plan;
-  int slots, sm_count;
+  int blocks, sm_count;
 };
 
 // What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is
@@ -43,29 +43,50 @@ struct Work {
 };
 template <>
 struct Work<true> {
-  int request, parts;
-  __device__ __forceinline__ int64_t slot(const Arguments&) const { return blockIdx.x; }
-  __device__ __forceinline__ bool alone(const Arguments&) const { return parts == 1; }
+  int request, item;
+  bool whole;
+  __device__ __forceinline__ Work(int number, const PlannedItem& from)
+      : request(from.request), item(number), whole(from.begin == 0 && from.end == units_of(from.length)) {}
+  __device__ __forceinline__ int64_t slot(const Arguments&) const { return item; }
+  // Without a result, parts alone are wanted.
+  __device__ __forceinline__ bool alone(const Arguments& a) const { return whole && a.out != nullptr; }
 };
 
 // What the copies need: the queries in 9 boxes of 64 columns, the stages, and whether each has arrived or is free.
-template <int QUERY_BOX>
+// Blocks that follow a plan take one item after another: queries may come while the ones before are in use.
+template <int QUERY_BOX, int QUERIES, int READERS>
 struct Stages {
-  static constexpr int kQueryBox = QUERY_BOX;
-  uint8_t query[kBoxes * QUERY_BOX];
+  static constexpr int kQueryBox = QUERY_BOX, kQueries = QUERIES, kReaders = READERS;  // warps that read the queries
+  uint8_t query[QUERIES][kBoxes * QUERY_BOX];
   uint8_t stage[kStages][kStageBytes];
-  uint64_t query_full, full[kStages][kGroups], empty[kStages][kGroups];
+  uint64_t query_full[QUERIES], query_empty[QUERIES], full[kStages][kGroups], empty[kStages][kGroups];
 };
 
 // 16 heads and more. The matrix instruction reads 64 rows of queries all the same: with 16 and 32 heads the others are
-// whatever lies behind, and what becomes of them is dropped.
-struct alignas(1024) Memory : Stages<kBoxBytes> {
+// whatever lies behind, and what becomes of them is dropped. Totals are of every other item.
+struct alignas(1024) Memory : Stages<kBoxBytes, 1, 4> {
   alignas(16) uint32_t weights[128 * 16];
-  float shrink[64], top[64], total[64];
+  float shrink[64], top[2][64], total[2][64];
 };
 
-struct alignas(1024) FewMemory : Stages<kFewHeads * 128> {
-  alignas(16) float peak[2][4][kFewHeads], total[2][4][kFewHeads], top[2][kFewHeads];  // of a warpgroup's warps
+// One warpgroup's half of its sums, on its way to the other one: 4 boxes of 16 bytes a thread.
+constexpr int kHandedValues = 4 * 128 * 4;
+template <bool PLANNED>
+struct FewMemory;
+// Handed over in the stages, into which nothing is copied any more.
+template <>
+struct alignas(1024) FewMemory<false> : Stages<kFewHeads * 128, 1, 8> {
+  alignas(16) float peak[2][4][kFewHeads], total[1][2][4][kFewHeads], top[1][2][kFewHeads];
+  __device__ __forceinline__ float4* handed(int, int role) { return reinterpret_cast<float4*>(stage[role]); }
+};
+// The next item's rows are on their way already; places of its own, of every other item.
+template <>
+struct alignas(1024) FewMemory<true> : Stages<kFewHeads * 128, 2, 8> {
+  alignas(16) float peak[2][4][kFewHeads], total[2][2][4][kFewHeads], top[2][2][kFewHeads];
+  alignas(16) float values[2][2][kHandedValues];
+  __device__ __forceinline__ float4* handed(int parity, int role) {
+    return reinterpret_cast<float4*>(values[parity][role]);
+  }
 };
 
 }  // namespace mla

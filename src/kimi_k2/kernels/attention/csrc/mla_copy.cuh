@@ -14,11 +14,8 @@ struct Part {
     first = int(whole * split + rest * split / a.splits);
     count = int(whole * (split + 1) + rest * (split + 1) / a.splits) - first;
   }
-  __device__ explicit Part(const PlannedItem& item) : length(item.length) {
-    const int units = units_of(length);
-    first = begin_of(units, item.part, item.parts);
-    count = begin_of(units, item.part + 1, item.parts) - first;
-  }
+  __device__ explicit Part(const PlannedItem& item)
+      : first(item.begin), count(item.end - item.begin), length(item.length) {}
 };
 
 // The page of the part's block `i`; 0 where there is none.
@@ -40,11 +37,19 @@ __device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
 }
 
 template <class M>
-__device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request) {
-  mbar_arrive_expect_tx(&m.query_full, a.heads * kRow * 2);
+__device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request, int to = 0) {
+  mbar_arrive_expect_tx(&m.query_full[to], a.heads * kRow * 2);
   for (int box = 0; box < kBoxes; ++box)
-    tma_load_2d(smem_u32(m.query + box * M::kQueryBox), query, &m.query_full, box * 64, request * a.heads,
+    tma_load_2d(smem_u32(m.query[to] + box * M::kQueryBox), query, &m.query_full[to], box * 64, request * a.heads,
                 kEvictNormal);
+}
+
+// The query of the block's item number `k` once the one before in its place is no longer used; by one thread.
+template <class M>
+__device__ __forceinline__ void copy_next_query(M& m, const Arguments& a, const CUtensorMap* query, int request,
+                                                int k) {
+  mbar_wait(&m.query_empty[k % M::kQueries], (k / M::kQueries & 1) ^ 1);
+  copy_query(m, a, query, request, k % M::kQueries);
 }
 
 template <bool FP8_CACHE, class M>
@@ -52,7 +57,10 @@ __device__ __forceinline__ void init_barriers(M& m, const CUtensorMap* query, co
   if (threadIdx.x == 0) {
     prefetch_tensormap(query);
     prefetch_tensormap(cache);
-    mbar_init(&m.query_full, 1);
+    for (int place = 0; place < M::kQueries; ++place) {
+      mbar_init(&m.query_full[place], 1);
+      mbar_init(&m.query_empty[place], M::kReaders);
+    }
     for (int stage = 0; stage < kStages; ++stage)
       for (int group = 0; group < kGroups; ++group) {
         mbar_init(&m.full[stage][group], FP8_CACHE ? 4 : 1);
@@ -89,55 +97,57 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
   const Part part(a, length, split);
   if (copies && (part.first != guess.first || part.count != guess.count)) *page = page_of(a, part, request, lane);
   // No block may end before what is copied to it has arrived.
-  if (copies && part.count <= 0) mbar_wait(&m.query_full, 0);
+  if (copies && part.count <= 0) mbar_wait(&m.query_full[0], 0);
   return part;
 }
 
-// This block's item of the plan; without work if it cannot be one: a plan may still be on its way.
-__device__ __forceinline__ PlannedItem item_of(const Arguments& a) {
-  const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan + a.batch) + blockIdx.x);
-  const bool whole = unsigned(found.x) < unsigned(a.batch) && unsigned(found.y) < unsigned(found.z) &&
-                     found.z <= kMostParts && found.w > 0 && found.w <= a.capacity;
-  return {whole ? found.x : -1, found.y, found.z, found.w};
+// Through the first-level cache: nobody writes a plan that is followed, and a block's items are neighbours.
+__device__ __forceinline__ PlannedItem item_of(const Arguments& a, int number) {
+  const int4 found = reinterpret_cast<const int4*>(items_of(a.plan, a.batch))[number];
+  return {found.x, found.y, found.z, found.w};
 }
 
-// The same by the plan. Blocks beyond the first wave find nothing to wait for, and many of them nothing to do.
+// A block's items of the plan.
+struct Items {
+  int begin, end;
+};
+
+// How a block begins that follows a plan, which is there as a whole before any launch behind it starts; so is the table
+// of pages, of which the warps that copy get the first item's first 32.
 template <bool FP8_CACHE, class M>
-__device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
-                                      Work<true>& work, bool copies, int* page) {
-  const int lane = threadIdx.x % 32;
-  const bool late = int(blockIdx.x) >= a.sm_count;
-  PlannedItem guess = {-1, 0, 1, 0}, item = guess;
-  if (late) {
-    pdl_wait();
-    pdl_launch();
-    item = item_of(a);
-    if (item.request < 0) return Part();
-  }
+__device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
+                                               const CUtensorMap* cache, int* page) {
+  const int* firsts = reinterpret_cast<const int*>(first_items_of(a.plan, a.batch, a.blocks)) + blockIdx.x;
+  const Items items = {__ldcg(firsts), __ldcg(firsts + 1)};
   init_barriers<FP8_CACHE>(m, query, cache);
-  if (copies && !late) {
-    guess = item_of(a);
-    const Part part(guess);
-    if (threadIdx.x == kConsumers && guess.request >= 0)
-      ask<FP8_CACHE>(a, row_of(a, part, guess.request, page_of(a, part, guess.request, 0), 0));
+  if (items.begin < items.end) {
+    const PlannedItem item = item_of(a, items.begin);
+    if (threadIdx.x >= kConsumers) {
+      const Part part(item);
+      *page = page_of(a, part, item.request, threadIdx.x % 32);
+      if (threadIdx.x == kConsumers) ask<FP8_CACHE>(a, row_of(a, part, item.request, *page, 0));
+    }
   }
   __syncthreads();
-  if (!late) {
-    pdl_wait();
-    pdl_launch();
-    item = item_of(a);
-    if (copies && guess.request >= 0) *page = page_of(a, Part(guess), guess.request, lane);
-    if (item.request < 0) return Part();
+  pdl_wait();
+  pdl_launch();
+  return items;
+}
+
+// The steps of 64 rows that a part's copies are made of, `n` before it in this block: into which stage, when it is free.
+template <class M>
+__device__ __forceinline__ void copy_step(M& m, const CUtensorMap* cache, int row, int n) {
+  const int stage = n % kStages;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    mbar_wait(&m.empty[stage][group], (n / kStages & 1) ^ 1);
+    const int boxes = group < 2 ? 4 : 1;
+    uint8_t* place = m.stage[stage] + group * kHalfBytes;
+    mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
+    for (int box = 0; box < boxes; ++box)
+      tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
+                  kEvictFirst);
   }
-  work = {item.request, item.parts};
-  const Part part(item);
-  if (copies) {
-    if (threadIdx.x == kConsumers) copy_query(m, a, query, item.request);
-    const bool same = item.request == guess.request && item.part == guess.part && item.parts == guess.parts &&
-                      item.length == guess.length;
-    if (!same) *page = page_of(a, part, item.request, lane);
-  }
-  return part;
 }
 
 // One warp: 64 rows a step, in nine boxes of 64 columns.
@@ -148,26 +158,38 @@ __device__ void copy_rows(M& m, const Arguments& a, const CUtensorMap* cache, co
     // Thirty-two page numbers a load, so that no copy waits for its own.
     if (i % 32 == 0 && i > 0) page = page_of(a, part, request, i + lane);
     const int row = int(row_of(a, part, request, __shfl_sync(~0u, page, i % 32), i));
-    const int stage = i % kStages;
-    if (lane == 0) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        mbar_wait(&m.empty[stage][group], (i / kStages & 1) ^ 1);
-        const int boxes = group < 2 ? 4 : 1;
-        uint8_t* place = m.stage[stage] + group * kHalfBytes;
-        mbar_arrive_expect_tx(&m.full[stage][group], boxes * kBoxBytes);
-        for (int box = 0; box < boxes; ++box)
-          tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
-                      kEvictFirst);
-      }
-    }
+    if (lane == 0) copy_step(m, cache, row, i);
     __syncwarp();
   }
 }
 
+// The same for a block's items. Where queries have one place, an item's first rows do not wait for it.
+template <class M>
+__device__ void copy_items(M& m, const Arguments& a, const CUtensorMap* query, const CUtensorMap* cache,
+                           const Items& items, int page) {
+  const int lane = threadIdx.x % 32;
+  int n = 0;
+  for (int number = items.begin; number < items.end; ++number) {
+    const int k = number - items.begin;
+    const PlannedItem item = item_of(a, number);
+    const Part part(item);
+    const bool early = M::kQueries > 1 || k == 0;
+    if (k) page = page_of(a, part, item.request, lane);
+    if (early && lane == 0) copy_next_query(m, a, query, item.request, k);
+    for (int i = 0; i < part.count; ++i, ++n) {
+      if (i % 32 == 0 && i > 0) page = page_of(a, part, item.request, i + lane);
+      const int row = int(row_of(a, part, item.request, __shfl_sync(~0u, page, i % 32), i));
+      if (lane == 0) {
+        copy_step(m, cache, row, n);
+        if (!early && i == 0) copy_next_query(m, a, query, item.request, k);
+      }
+      __syncwarp();
+    }
+  }
+}
+
 // Zeros in one half's 256 columns, by the 128 threads that name the barrier, for the rows from `rows` on: their weights
-// are zero, but zero times NaN is NaN. Nothing is copied into this stage afterwards: they are the last rows of the
-// sequence.
+// are zero, but zero times NaN is NaN. They are the last rows of the sequence.
 __device__ __forceinline__ void clear_rows(uint8_t* stage, int half, int rows, int barrier) {
   for (int i = threadIdx.x % 128; i < (kRows - rows) * 32; i += 128) {
     const int row = rows + i / 32, box = i % 32 / 8;

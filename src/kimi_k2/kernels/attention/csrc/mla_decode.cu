@@ -19,21 +19,32 @@ static int launch_join(const Arguments& a, cudaStream_t stream) {
   return host::launch(join<HALVES, 8, 16>, on(8), a);
 }
 
-template <bool HALVES>
+template <bool HALVES, class How>
 static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
   const int most = a.batch * a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads * merge_groups(0);
-  const int blocks = min(most, kMergeBlocksPerSm * a.sm_count);
-  return host::launch(merge_planned<HALVES>, {dim3(blocks), kJoinThreads, 0, stream}, a);
+  const int blocks = min(most, How::kBlocks * a.sm_count);
+  return host::launch(merge_planned<HALVES, How>, {dim3(blocks), kJoinThreads, 0, stream}, a);
 }
 
-template <bool FP8_CACHE, bool PLANNED>
+template <bool HALVES>
+static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
+  constexpr int kFew = 32;
+  return a.batch < kFew ? launch_merge_planned<HALVES, FewMerges>(a, stream)
+                        : launch_merge_planned<HALVES, ManyMerges>(a, stream);
+}
+
+template <bool FP8_CACHE>
 static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, cudaStream_t stream) {
-  static_assert(sizeof(Memory) <= host::kMaxShared, "a block does not have so much shared memory");
-  const dim3 blocks = PLANNED ? dim3(a.slots) : dim3(a.splits, a.batch);
-  const host::Launch few{blocks, kFewThreads<FP8_CACHE>, sizeof(FewMemory), stream};
-  const host::Launch many{blocks, kThreads, sizeof(Memory), stream};
-  if (a.heads == kFewHeads) return host::launch(attend_few<FP8_CACHE, PLANNED>, few, query, cache, a);
-  return host::launch(attend<FP8_CACHE, PLANNED>, many, query, cache, a);
+  static_assert(sizeof(Memory) <= host::kMaxShared && sizeof(FewMemory<true>) <= host::kMaxShared,
+                "a block does not have so much shared memory");
+  const bool few = a.heads == kFewHeads;
+  const size_t few_bytes = a.plan ? sizeof(FewMemory<true>) : sizeof(FewMemory<false>);
+  const host::Launch how{a.plan ? dim3(a.blocks) : dim3(a.splits, a.batch),
+                         few ? kFewThreads<FP8_CACHE> : kThreads<FP8_CACHE>, few ? few_bytes : sizeof(Memory), stream};
+  const auto kernel = few ? a.plan ? attend_few_planned<FP8_CACHE> : attend_few<FP8_CACHE>
+                      : a.plan ? attend_planned<FP8_CACHE>
+                               : attend<FP8_CACHE>;
+  return host::launch(kernel, how, query, cache, a);
 }
 
 }  // namespace mla
@@ -49,13 +60,9 @@ extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp
   cache = query;  // FP8 values do not come by it
   if (!fp8_cache)
     if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
-  if (a.plan) {
-    if (int rc = fp8_cache ? launch<true, true>(a, query, cache, stream) : launch<false, true>(a, query, cache, stream))
-      return rc;
-    return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
-  }
-  if (int rc = fp8_cache ? launch<true, false>(a, query, cache, stream) : launch<false, false>(a, query, cache, stream))
-    return rc;
-  if (a.splits == 1 || !joins) return 0;
+  if (int rc = fp8_cache ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
+  if (!joins) return 0;
+  if (a.plan) return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
+  if (a.splits == 1) return 0;
   return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

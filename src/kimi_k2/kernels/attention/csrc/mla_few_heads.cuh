@@ -18,9 +18,9 @@ struct FewState {
   float acc[8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
 };
 
-__device__ __forceinline__ void few_scores(const FewMemory& m, float (&score)[4], const uint8_t* tile, uint64_t* full,
-                                           int phase, float scale) {
-  const uint32_t query = smem_u32(m.query), keys = smem_u32(tile);
+__device__ __forceinline__ void few_scores(const uint8_t* queries, float (&score)[4], const uint8_t* tile,
+                                           uint64_t* full, int phase, float scale) {
+  const uint32_t query = smem_u32(queries), keys = smem_u32(tile);
   float sums[4][4];  // four chains: no MMA waits for the one before it
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void few_scores(const FewMemory& m, float (&score)[4]
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       few_step<0>(sums[k], descriptor(keys + box * kBoxBytes + k * 32, 16, kEight),
-                  descriptor(query + box * FewMemory::kQueryBox + k * 32, 16, kEight), box > 0);
+                  descriptor(query + box * kFewHeads * 128 + k * 32, 16, kEight), box > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -68,12 +68,13 @@ __device__ __forceinline__ void few_values(float (&acc)[8][4], const uint8_t* ti
 }
 
 // One step of 64 cache rows, of which `rows` are there.
-__device__ __forceinline__ void few_step_rows(FewMemory& m, FewState& state, uint8_t* tile, uint64_t* full, int phase,
-                                              float scale, int rows) {
+template <class M>
+__device__ __forceinline__ void few_step_rows(M& m, const uint8_t* queries, FewState& state, uint8_t* tile,
+                                              uint64_t* full, int phase, float scale, int rows) {
   const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int row = warp * 16 + lane / 4, pair = lane % 4 * 2, barrier = kWarpgroup + group;
   float score[4], peak[2], shrink[2];
-  few_scores(m, score, tile, full, phase, scale);
+  few_scores(queries, score, tile, full, phase, scale);
   if (row >= rows) score[0] = score[1] = -INFINITY;
   if (row + 8 >= rows) score[2] = score[3] = -INFINITY;
 #pragma unroll
@@ -115,42 +116,42 @@ __device__ __forceinline__ int64_t few_part(const Arguments& a, const Work<PLANN
   else return head * a.splits + work.split;
 }
 
-// Joins the warpgroups' states, the first one's first, and writes this one's half of the latent.
+// Joins the warpgroups' states, the first one's first, and writes this one's half of the latent. `role`: 0 for the
+// warpgroup with the part's first 64 rows; `parity`: of the block's items so far.
 template <bool PLANNED>
-__device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewState& state,
-                                          const Work<PLANNED>& work) {
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+__device__ __forceinline__ void few_store(FewMemory<PLANNED>& m, const Arguments& a, FewState& state,
+                                          const Work<PLANNED>& work, int role, int parity) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int pair = lane % 4 * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) state.total[h] += __shfl_xor_sync(~0u, state.total[h], mask);
   if (lane < 4) {
-    *reinterpret_cast<float2*>(&m.total[group][warp][pair]) = make_float2(state.total[0], state.total[1]);
-    if (warp == 0) *reinterpret_cast<float2*>(&m.top[group][pair]) = make_float2(state.top[0], state.top[1]);
+    *reinterpret_cast<float2*>(&m.total[parity][role][warp][pair]) = make_float2(state.total[0], state.total[1]);
+    if (warp == 0) *reinterpret_cast<float2*>(&m.top[parity][role][pair]) = make_float2(state.top[0], state.top[1]);
   }
-  // The other half is handed over in this warpgroup's stage, into which nothing is copied any more.
-  float4* mine = reinterpret_cast<float4*>(m.stage[group]) + thread;
-  const float4* theirs = reinterpret_cast<const float4*>(m.stage[group ^ 1]) + thread;
+  float4* mine = m.handed(parity, role) + thread;
+  const float4* theirs = m.handed(parity, role ^ 1) + thread;
 #pragma unroll
   for (int box = 0; box < 4; ++box) {
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = group ? state.acc[box][j] : state.acc[box + 4][j];
+    for (int j = 0; j < 4; ++j) v[j] = role ? state.acc[box][j] : state.acc[box + 4][j];
     mine[box * 128] = make_float4(v[0], v[1], v[2], v[3]);
   }
   named_sync(kHanded, kConsumers);
   float factor[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float top0 = m.top[0][pair + h], top1 = m.top[1][pair + h], best = fmaxf(top0, top1);
+    const float top0 = m.top[parity][0][pair + h], top1 = m.top[parity][1][pair + h], best = fmaxf(top0, top1);
     float total0 = 0, total1 = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) total0 += m.total[0][w][pair + h], total1 += m.total[1][w][pair + h];
+    for (int w = 0; w < 4; ++w) total0 += m.total[parity][0][w][pair + h], total1 += m.total[parity][1][w][pair + h];
     const float share0 = exp2_approximate(top0 - best), share1 = exp2_approximate(top1 - best);
     const float total = total0 * share0 + total1 * share1, inverse = a.value_scale / total;
     factor[0][h] = share0 * inverse, factor[1][h] = share1 * inverse;
-    if (!work.alone(a) && group == 0 && thread < 4)
+    if (!work.alone(a) && role == 0 && thread < 4)
       a.sums[few_part(a, work, int64_t(work.request) * kFewHeads + pair + h, pair + h)] = best + log2f(total);
   }
 #pragma unroll
@@ -159,8 +160,8 @@ __device__ __forceinline__ void few_store(FewMemory& m, const Arguments& a, FewS
     const float others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int h = j % 2, column = group * 256 + box * 64 + warp * 16 + j / 2 * 8 + lane / 4;
-      const float first = group ? others[j] : state.acc[box][j], second = group ? state.acc[box + 4][j] : others[j];
+      const int h = j % 2, column = role * 256 + box * 64 + warp * 16 + j / 2 * 8 + lane / 4;
+      const float first = role ? others[j] : state.acc[box][j], second = role ? state.acc[box + 4][j] : others[j];
       const float x = first * factor[0][h] + second * factor[1][h];
       const int64_t head = int64_t(work.request) * kFewHeads + pair + h;
       if (!work.alone(a)) static_cast<float*>(a.parts)[few_part(a, work, head, pair + h) * kLatent + column] = x;
@@ -180,32 +181,61 @@ __device__ void few_store_nothing(const Arguments& a, const Work<false>& work) {
   for (int i = threadIdx.x; i < kFewHeads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
 
-// The merge knows of requests without parts.
-__device__ __forceinline__ void few_store_nothing(const Arguments&, const Work<true>&) {}
-
-template <bool FP8_CACHE, bool PLANNED>
+template <bool FP8_CACHE>
 __global__ void __launch_bounds__(kFewThreads<FP8_CACHE>, 1)
     attend_few(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
                const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  FewMemory& m = *reinterpret_cast<FewMemory*>(raw);
+  FewMemory<false>& m = *reinterpret_cast<FewMemory<false>*>(raw);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int page = 0;
-  Work<PLANNED> work;
+  const Work<false> work;
   const Part part = begin<FP8_CACHE>(m, a, &query, &cache, work, group >= 2, &page);
   if (part.count <= 0) return few_store_nothing(a, work);
   if (group >= 2)
-    return FP8_CACHE ? convert_rows<2>(m, a, part, work.request, page)
+    return FP8_CACHE ? convert_rows<kUnits>(m, a, part, work.request, page)
                      : copy_rows(m, a, &cache, part, work.request, page);
   FewState state;
-  mbar_wait(&m.query_full, 0);
+  mbar_wait(&m.query_full[0], 0);
   for (int i = group; i < part.count; i += kStages) {
-    few_step_rows(m, state, m.stage[group], m.full[group], i / kStages & 1, a.scale,
+    few_step_rows(m, m.query[0], state, m.stage[group], m.full[group], i / kStages & 1, a.scale,
                   part.length - (part.first + i) * kRows);
     if (threadIdx.x % 32 == 0)
       for (int one = 0; one < kGroups; ++one) mbar_arrive(&m.empty[group][one]);
   }
-  few_store(m, a, state, work);
+  few_store(m, a, state, work, group, 0);
+}
+
+// The same by a plan, item after item: while one is stored, the next one's rows arrive.
+template <bool FP8_CACHE>
+__global__ void __launch_bounds__(kFewThreads<FP8_CACHE>, 1)
+    attend_few_planned(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
+                       const Arguments a) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  FewMemory<true>& m = *reinterpret_cast<FewMemory<true>*>(raw);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int page = 0;
+  const Items items = begin_planned<FP8_CACHE>(m, a, &query, &cache, &page);
+  if (items.begin >= items.end) return;
+  if (group >= 2)
+    return FP8_CACHE ? convert_items<kUnits>(m, a, &query, items, page) : copy_items(m, a, &query, &cache, items, page);
+  for (int number = items.begin, done = 0; number < items.end; ++number) {
+    const PlannedItem item = item_of(a, number);
+    const Part part(item);
+    const Work<true> work(number, item);
+    const int k = number - items.begin, place = k % 2, role = (group ^ done) & 1;
+    FewState state;
+    mbar_wait(&m.query_full[place], k / 2 & 1);
+    for (int i = role; i < part.count; i += kStages) {
+      few_step_rows(m, m.query[place], state, m.stage[group], m.full[group], (done + i) / kStages & 1, a.scale,
+                    part.length - (part.first + i) * kRows);
+      if (threadIdx.x % 32 == 0)
+        for (int one = 0; one < kGroups; ++one) mbar_arrive(&m.empty[group][one]);
+    }
+    if (threadIdx.x % 32 == 0) mbar_arrive(&m.query_empty[place]);
+    few_store(m, a, state, work, role, place);
+    done += part.count;
+  }
 }
 
 }  // namespace mla

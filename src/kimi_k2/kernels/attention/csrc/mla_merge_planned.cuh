@@ -5,8 +5,13 @@
 
 namespace mla {
 
-// Parts of a group of threads in flight together.
-constexpr int kMergedTogether = 4;
+// Parts of a group of threads in flight together, and blocks an SM: with many contexts most are of few parts.
+struct FewMerges {
+  static constexpr int kTogether = 8, kBlocks = 3;
+};
+struct ManyMerges {
+  static constexpr int kTogether = 4, kBlocks = 4;
+};
 
 // Where a thread's columns of a request's parts lie, the first part's number given; `*_step` from one part to the next.
 template <bool HALVES>
@@ -39,15 +44,12 @@ struct PlannedSource {
   }
 };
 
-// Blocks of the launch: each merges one piece after another.
-constexpr int kMergeBlocksPerSm = 3;
-
 // What the first group of threads needs of another one.
 template <bool HALVES>
 using MergeShared = float[merge_groups(0) - 1][Source<HALVES>::kValues + 2][kJoinThreads / merge_groups(1)];
 
 // One piece of a request's columns: GROUPS groups of threads take every GROUPS-th part; then the first group adds up.
-template <bool HALVES, int GROUPS>
+template <bool HALVES, int kMergedTogether, int GROUPS>
 __device__ __forceinline__ void merge_piece(const Arguments& a, const PlannedMerge& merge, int piece,
                                             MergeShared<HALVES>& others) {
   constexpr int kLanes = kJoinThreads / GROUPS, kValues = Source<HALVES>::kValues;
@@ -115,28 +117,42 @@ __device__ __forceinline__ void merge_piece(const Arguments& a, const PlannedMer
   Source<HALVES>::write(a.out + source.row * kLatent + source.column, sum);
 }
 
-// A request's columns are `pieces` pieces for one group of threads a block, GROUPS times as many for GROUPS.
-template <bool HALVES>
-__global__ void __launch_bounds__(kJoinThreads, kMergeBlocksPerSm) merge_planned(const Arguments a) {
+// What a block's piece number `i` is: the class of its request, the request's parts, the piece of its columns.
+struct Piece {
+  int which, within;
+  PlannedMerge merge;
+};
+
+// A request's columns are `pieces` pieces for one group of threads a block, GROUPS times as many for GROUPS. The plan
+// is there before attention starts, and so before this launch does.
+template <bool HALVES, class How>
+__global__ void __launch_bounds__(kJoinThreads, How::kBlocks) merge_planned(const Arguments a) {
   static_assert(kFewHeads * kLatent / 4 % kJoinThreads == 0, "a piece belongs to one request");
   __shared__ MergeShared<HALVES> others;
   const int pieces = a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads;
-  pdl_wait();
-  pdl_launch();
   const int counts = __ldcg(&a.plan->counts), many = merges_of(counts, 0), some = merges_of(counts, 1);
   const int of_many = pieces * merge_groups(0), of_some = pieces * merge_groups(1), of_few = pieces * merge_groups(2);
   const int end_many = many * of_many, end_some = end_many + some * of_some;
   const int end = end_some + merges_of(counts, 2) * of_few;
-  for (int i = blockIdx.x; i < end; i += gridDim.x) {
+  const auto piece_of = [&](int i) {
     const int which = i < end_many ? 0 : i < end_some ? 1 : 2;
     const int within = i - (which == 0 ? 0 : which == 1 ? end_many : end_some);
     const int each = which == 0 ? of_many : which == 1 ? of_some : of_few;
     const int before = which == 0 ? 0 : which == 1 ? many : many + some;
     const int4 found = __ldcg(reinterpret_cast<const int4*>(a.plan) + before + within / each);
-    const PlannedMerge merge = {found.x, found.y, found.z, found.w};
-    if (which == 0) merge_piece<HALVES, merge_groups(0)>(a, merge, within % each, others);
-    else if (which == 1) merge_piece<HALVES, merge_groups(1)>(a, merge, within % each, others);
-    else merge_piece<HALVES, merge_groups(2)>(a, merge, within % each, others);
+    return Piece{which, within % each, {found.x, found.y, found.z, found.w}};
+  };
+  int i = blockIdx.x;
+  Piece piece = {};
+  if (i < end) piece = piece_of(i);
+  pdl_wait();
+  pdl_launch();
+  while (i < end) {
+    if (piece.which == 0) merge_piece<HALVES, How::kTogether, merge_groups(0)>(a, piece.merge, piece.within, others);
+    else if (piece.which == 1) merge_piece<HALVES, How::kTogether, merge_groups(1)>(a, piece.merge, piece.within, others);
+    else merge_piece<HALVES, How::kTogether, merge_groups(2)>(a, piece.merge, piece.within, others);
+    i += gridDim.x;
+    if (i < end) piece = piece_of(i);
   }
 }
 

@@ -1,115 +1,300 @@
 // The plan of MLA decode attention (mla_plan.cuh), from the lengths as they lie on the device: one block, once a step.
 //
-// With parts of at most `c` units of 64 rows a request of `u` units has ceil(u / c) of them. For every number of waves
-// w that the grid has room for, a warp finds the smallest c whose parts fill no more than w waves; of these the one
-// that should end first is taken, by the bound for blocks that are handed out as SMs become free. Longer
-// parts come first, so that short ones fill what is left at the end.
+// All contexts one after another are a line of units of 64 rows, which cuts divide among the blocks: a plan is known by
+// its cuts. Every warp makes one candidate and estimates when its last block ends; the best one is taken. Candidates
+// are of two kinds. Aligned: every context in parts of at most `c` units, a block for each, with the smallest `c` for
+// which there are enough blocks. Continuous: cuts at equal distances, each moved to the end of a context that is near
+// enough; far enough moved, every context stays whole and no merge is needed.
 #include "common/csrc/decode.cuh"
 #include "mla_plan.cuh"
 
 namespace mla {
 
-constexpr int kPlanThreads = 256, kPlanWarps = kPlanThreads / 32, kMostWaves = kPlanWarps;
-// What merging costs, in units.
-constexpr float kMergeCost = 1.f;
+constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
+// Aligned candidates leave room for all blocks, 3/4 or 1/2 of them; the last candidate never cuts a context. More than
+// these hardly help and take longer, as the instructions of one SM limit.
+constexpr int kCandidates = 16, kAligned = 3, kWhole = kCandidates - 1;
 
 struct PlanArguments {
   const int* lengths;    // [batch]
-  PlannedMerge* merges;  // [batch], then the items
-  int batch, capacity, slots, sm_count;
-  float overhead;  // of a block, in units
+  PlannedMerge* merges;  // the plan
+  int batch, capacity, blocks;
+  int some_parts;  // of a context whose merge several groups of threads share: see merge_class
+  // Microseconds: of a unit for the block that takes it, and for the whole GPU's memory; of an item beside its units,
+  // and for the memory; of merging, and of each part of the context with the most.
+  float unit, memory, item, traffic, merge, part;
+};
+
+struct PlanMemory {
+  int units[kMostRequests], begin[kMostRequests + 1];      // of each context; units before it
+  int filled[kMostRequests + 1];                           // contexts before it that are not empty
+  int cut[kMostBlocks + 1], cuts_before[kMostBlocks + 2];  // units before each block; cuts within contexts before it
+  float estimate[kPlanWarps];
+  int warp_sums[3][kPlanWarps];
+  int longest;
 };
 
 __device__ __forceinline__ int parts_for(int units, int most) { return (units + most - 1) / most; }
+__device__ __forceinline__ int at_least_one(int value) { return value > 1 ? value : 1; }
+
+// Sum over the threads before this one, and over all. Called by all threads; two calls need a barrier in between.
+__device__ __forceinline__ int scan(int value, int* warp_sums, int* all) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(decode::kAll, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0, total = 0;
+  for (int w = 0; w < kPlanWarps; ++w) {
+    const int other = warp_sums[w];
+    if (w < warp) before += other;
+    total += other;
+  }
+  *all = total;
+  return before + sum - value;
+}
+
+// The last of `sorted[0, count)` that is at most `value`; the first one always is.
+__device__ __forceinline__ int last_at_most(const int* sorted, int count, int value) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (sorted[middle] <= value) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+// The first of `sorted[0, count)` that is at least `value`; count where none is.
+__device__ __forceinline__ int first_at_least(const int* sorted, int count, int value) {
+  int low = -1, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (sorted[middle] >= value) high = middle;
+    else low = middle;
+  }
+  return high;
+}
+
+// The cuts of a continuous candidate.
+struct Continuous {
+  const PlanMemory& m;
+  int batch, blocks;  // blocks: that are used
+  float line, item;   // the line's length, an item counted as so many units
+  float spacing;      // line / blocks
+  int near;           // cuts so many units from an end are moved to it
+  // Where cut `b` lies, `at` the context that holds it.
+  __device__ int operator()(int b, int* at) const {
+    const int all = m.begin[batch];
+    if (b >= blocks) return *at = batch, all;
+    const float place = float(b) * spacing;
+    int low = 0, high = batch;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (float(m.begin[middle]) + item * float(m.filled[middle]) <= place) low = middle;
+      else high = middle;
+    }
+    const int units = m.units[low], base = m.begin[low];
+    const float start = float(base) + item * float(m.filled[low]);
+    int within = int(place - start - item / 2 + 0.5f);
+    within = within < 0 ? 0 : within > units ? units : within;
+    if (within <= near && within <= units - within) within = 0;
+    else if (units - within <= near) within = units;
+    *at = within == units ? low + 1 : low;
+    return base + within;
+  }
+};
+
+__device__ __forceinline__ float most_of_warp(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = fmaxf(value, __shfl_xor_sync(decode::kAll, value, mask));
+  return value;
+}
+
+// Parts of all contexts if none has more than `most` units; by a warp.
+__device__ __forceinline__ float count_parts(const PlanMemory& m, const PlanArguments& a, int most) {
+  float sum = 0;
+  for (int r = threadIdx.x % 32; r < a.batch; r += 32) sum += float(parts_for(m.units[r], most));
+  return decode::sum_lanes(sum);
+}
+
+// What warp `candidate` would do: by `most` if it is positive, else by the cuts.
+struct Candidate {
+  int most;
+  Continuous cuts;
+};
+
+__device__ __forceinline__ Candidate candidate_of(const PlanMemory& m, const PlanArguments& a, int candidate,
+                                                  int longest) {
+  const int all = m.begin[a.batch], filled = m.filled[a.batch];
+  const float item = a.item / a.unit;
+  Candidate made = {0, {m, a.batch, a.blocks, float(all) + item * float(filled), item, 0, 0}};
+  if (candidate < kAligned) {
+    const int room = a.blocks * (4 - candidate) / 4;
+    int low = at_least_one(parts_for(longest, kMostParts)), high = longest;
+    if (filled > room) return made.most = -1, made;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (count_parts(m, a, middle) <= float(room)) high = middle;
+      else low = middle + 1;
+    }
+    made.most = low;
+  } else if (candidate == kWhole) {
+    made.cuts.near = longest;
+    const int each = (filled + a.blocks - 1) / a.blocks;
+    if (each > 0) made.cuts.blocks = (filled + each - 1) / each;
+  } else {
+    const int number = candidate - kAligned, fewer = number / 2;
+    made.cuts.blocks = at_least_one(a.blocks - fewer * (fewer + 1) / 2);  // 0, 1, 3, 6, 10, 15 fewer
+    made.cuts.near = number % 2 ? at_least_one(all / made.cuts.blocks / 6) : 0;
+  }
+  made.cuts.spacing = made.cuts.line / float(made.cuts.blocks);
+  return made;
+}
+
+// Microseconds until the last block of a candidate ends.
+__device__ __forceinline__ float estimate(const PlanMemory& m, const PlanArguments& a, const Candidate& made,
+                                          int longest) {
+  const int all = m.begin[a.batch];
+  float slowest = 0, parts = 1, number = 0;
+  if (made.most < 0) return INFINITY;
+  if (made.most > 0) {
+    slowest = float(made.most) * a.unit + a.item;
+    parts = float(parts_for(longest, made.most));
+    number = count_parts(m, a, made.most);
+  } else {
+    // Each lane takes neighbouring blocks.
+    const int each = (a.blocks + 31) / 32, begin = int(threadIdx.x % 32) * each;
+    int at, cut = made.cuts(begin, &at);
+    bool within = false;
+    for (int b = begin; b < begin + each && b < a.blocks; ++b) {
+      int next_at;
+      const int next = made.cuts(b + 1, &next_at);
+      if (next > cut) {
+        const bool inside = next_at < a.batch && next > m.begin[next_at];
+        const int items = m.filled[next_at] + inside - m.filled[at];
+        within |= inside;
+        slowest = fmaxf(slowest, float(next - cut) * a.unit + float(items) * a.item);
+        number += float(items);
+      }
+      cut = next, at = next_at;
+    }
+    slowest = most_of_warp(slowest), number = decode::sum_lanes(number);
+    const float cut_any = most_of_warp(within ? 1.f : 0.f);
+    if (cut_any > 0.f) parts = float(longest) * float(made.cuts.blocks) / made.cuts.line + 2.f;
+    if (parts > float(kMostParts)) return INFINITY;
+  }
+  // Where memory limits, blocks that end together are still the better choice.
+  return fmaxf(slowest, float(all) * a.memory + number * a.traffic) + slowest / 16 + (parts > 1.f ? a.merge + a.part * parts : 0.f);
+}
 
 __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a) {
-  __shared__ int units[kMostRequests], parts[kMostRequests];
-  __shared__ float estimate[kMostWaves];
-  __shared__ int choice[kMostWaves];
+  __shared__ PlanMemory m;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  decode::pdl_launch();
+  // Its successor starts when this launch has ended and all that it wrote can be seen: what follows a plan reads it
+  // before its own wait.
   decode::pdl_wait();
-  for (int r = thread; r < a.batch; r += kPlanThreads) {
-    const int length = __ldcg(a.lengths + r);
-    units[r] = units_of(length < a.capacity ? length : a.capacity);
+  int length = 0, all, filled;
+  if (thread < a.batch) {
+    length = __ldcg(a.lengths + thread);
+    if (length > a.capacity) length = a.capacity;
   }
+  const int mine = units_of(length);
+  if (thread == 0) m.longest = 0;
+  const int before = scan(mine, m.warp_sums[0], &all);
+  const int filled_before = scan(mine > 0, m.warp_sums[1], &filled);
+  if (thread < a.batch) m.units[thread] = mine, m.begin[thread] = before, m.filled[thread] = filled_before;
+  if (thread == 0) m.begin[a.batch] = all, m.filled[a.batch] = filled;
+  const float most_here = most_of_warp(float(mine));
+  if (lane == 0) m.estimate[warp] = most_here;
+  __syncthreads();
+  float most_units = 0;
+  for (int w = 0; w < kPlanWarps; ++w) most_units = fmaxf(most_units, m.estimate[w]);
+  const int longest = int(most_units);
   __syncthreads();
 
-  // Every warp for itself: the longest context, all of them together, and the choice for `warp` + 1 waves.
-  float longest = 0, total = 0;
-  for (int r = lane; r < a.batch; r += 32) {
-    longest = fmaxf(longest, float(units[r]));
-    total += float(units[r]);
+  if (warp < kCandidates) {
+    const float guess = estimate(m, a, candidate_of(m, a, warp, longest), longest);
+    if (lane == 0) m.estimate[warp] = guess;
   }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    longest = fmaxf(longest, __shfl_xor_sync(decode::kAll, longest, mask));
-    total += __shfl_xor_sync(decode::kAll, total, mask);
+  __syncthreads();
+  int best = kWhole;
+  for (int w = 0; w < kCandidates; ++w)
+    if (m.estimate[w] < m.estimate[best]) best = w;
+
+  // The cuts: one of them is every block's beginning, the last the end of all.
+  const Candidate chosen = candidate_of(m, a, best, longest);
+  if (chosen.most > 0) {
+    const int parts = parts_for(mine, chosen.most);
+    int number;
+    const int first = scan(parts, m.warp_sums[2], &number);
+    for (int part = 0; part < parts; ++part) m.cut[first + part] = before + begin_of(mine, part, parts);
+    for (int b = number + thread; b <= a.blocks; b += kPlanThreads) m.cut[b] = all;
+  } else if (thread <= a.blocks) {
+    int at;
+    m.cut[thread] = chosen.cuts(thread, &at);
   }
-  const int room = (warp + 1) * a.sm_count;
-  auto count = [&](int most) {
-    float sum = 0;
-    for (int r = lane; r < a.batch; r += 32) sum += float(parts_for(units[r], most));
-    return decode::sum_lanes(sum);
+  __syncthreads();
+  int at = 0, within = 0, number;
+  if (thread <= a.blocks) {
+    at = last_at_most(m.begin, a.batch, m.cut[thread]);
+    within = m.cut[thread] - m.begin[at];
+  }
+  // An empty context holds no cut, and the last block's end is none. Of equal cuts the first counts.
+  const bool cuts = thread < a.blocks && within > 0 && within < m.units[at] &&
+                    (thread == 0 || m.cut[thread - 1] < m.cut[thread]);
+  const int cuts_before = scan(cuts, m.warp_sums[0], &number);
+  if (thread <= a.blocks + 1) m.cuts_before[thread] = cuts_before;
+  __syncthreads();
+
+  // Items in the line's order: every context that is not empty begins one, and every cut within one.
+  PlannedItem* const items = reinterpret_cast<PlannedItem*>(items_of(a.merges, a.batch));
+  const auto item_at = [&](int units, int context, int inside) {  // number of items that begin before
+    return m.filled[context] + (inside > 0) + m.cuts_before[first_at_least(m.cut, a.blocks + 1, units)];
   };
-  int low = parts_for(int(longest), kMostParts), high = int(longest);
-  if (low < 1) low = 1;
-  if (high < low) high = low;
-  const bool fits = room <= a.slots && count(high) <= float(room);
-  while (fits && low < high) {
-    const int middle = (low + high) / 2;
-    if (count(middle) <= float(room)) high = middle;
-    else low = middle + 1;
-  }
-  const float items = count(high), each = float(a.sm_count), block = float(high) + a.overhead;
-  const float in_waves = float(warp + 1) * block, handed_out = (total + a.overhead * items) / each + block;
-  if (lane == 0) {
-    choice[warp] = high;
-    estimate[warp] = fits ? fminf(in_waves, handed_out) + (float(high) < longest ? kMergeCost : 0.f) : INFINITY;
-  }
-  __syncthreads();
-  // Where the grid has no room for any, as many as there are requests: it has room for those.
-  int best = -1;
-  for (int w = 0; w < kMostWaves; ++w)
-    if (estimate[w] < INFINITY && (best < 0 || estimate[w] < estimate[best])) best = w;
-  const int most = best < 0 ? (longest > 1.f ? int(longest) : 1) : choice[best];
-  for (int r = thread; r < a.batch; r += kPlanThreads) parts[r] = parts_for(units[r], most);
-  __syncthreads();
-
-  PlannedItem* items_out = reinterpret_cast<PlannedItem*>(a.merges + a.batch);
-  int all = 0, merges[3] = {};
-  for (int r = 0; r < a.batch; ++r) {
-    all += parts[r];
-    if (parts[r] != 1) ++merges[merge_class(parts[r])];
-  }
-  const int counts = merges[0] | merges[1] << kCountBits | merges[2] << 2 * kCountBits;
-  for (int r = thread; r < a.batch; r += kPlanThreads) {
-    const int mine = parts[r], size = mine ? parts_for(units[r], mine) : 0;
-    const int mine_in = merge_class(mine);
-    int first = 0, place = 0;
-    for (int other = 0; other < a.batch; ++other) {
-      const int theirs = parts[other], their_size = theirs ? parts_for(units[other], theirs) : 0;
-      if (their_size > size || (their_size == size && other < r)) first += theirs;
-      const int in = merge_class(theirs);
-      if (theirs != 1 && (in < mine_in || (in == mine_in && other < r))) ++place;
+  if (thread <= a.blocks) {
+    const int first = item_at(m.cut[thread], at, within);
+    int* const firsts = reinterpret_cast<int*>(first_items_of(a.merges, a.batch, a.blocks));
+    firsts[thread] = first;
+    if (cuts) {
+      const int next = m.cut[first_at_least(m.cut, a.blocks + 1, m.cut[thread] + 1)] - m.begin[at];
+      const int held = __ldcg(a.lengths + at);
+      items[first] = {at, within, next < m.units[at] ? next : m.units[at], held < a.capacity ? held : a.capacity};
     }
-    const int length = __ldcg(a.lengths + r);
-    if (mine != 1) a.merges[place] = {r, first, mine, counts};
-    for (int part = 0; part < mine; ++part)
-      items_out[first + part] = {r, part, mine, length < a.capacity ? length : a.capacity};
   }
-  for (int i = all + thread; i < a.slots; i += kPlanThreads) items_out[i] = {-1, 0, 0, 0};
-  for (int i = merges[0] + merges[1] + merges[2] + thread; i < a.batch; i += kPlanThreads)
-    a.merges[i] = {-1, 0, 0, counts};
+  int parts = 0, first = 0;
+  if (mine > 0) {
+    first = item_at(before, thread, 0);
+    parts = item_at(before + mine, thread + 1, 0) - first;
+    const int next = m.cut[first_at_least(m.cut, a.blocks + 1, before + 1)] - before;
+    items[first] = {thread, 0, next < mine ? next : mine, length};
+  }
+  __syncthreads();
+  // Merges: contexts that are not one item, in three classes.
+  int counts;
+  const bool merged = thread < a.batch && parts != 1;
+  const int kind = merge_class(parts, a.some_parts), place = scan(merged ? 1 << kind * kCountBits : 0, m.warp_sums[1], &counts);
+  if (thread < a.batch) {
+    *reinterpret_cast<PlannedRequest*>(requests_of(a.merges, a.batch) + thread) = {first, parts, {0, 0}};
+    int to = merges_of(place, kind);
+    for (int other = 0; other < kind; ++other) to += merges_of(counts, other);
+    if (merged) a.merges[to] = {thread, first, parts, counts};
+    const int merges = merges_of(counts, 0) + merges_of(counts, 1) + merges_of(counts, 2);
+    if (thread >= merges) a.merges[thread] = {-1, 0, 0, counts};
+  }
+  __threadfence();
 }
 
 }  // namespace mla
 
-// `plan` is int32 [batch + slots, 4]; slots at least batch. Returns 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int slots, int sm_count,
-                             float overhead, void* stream) {
-  if (batch < 1 || batch > mla::kMostRequests || slots < batch) return host::kNoInstance;
-  const mla::PlanArguments a{lengths, static_cast<mla::PlannedMerge*>(plan), batch, capacity, slots, sm_count,
-                             overhead};
+// `plan` is int32 [plan_rows(batch, blocks), 4]. Returns 0, a cudaError_t, or a host::Error.
+extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int blocks, int some_parts, float unit,
+                             float memory, float item, float traffic, float merge, float part, void* stream) {
+  if (batch < 1 || batch > mla::kMostRequests || blocks < 1 || blocks > mla::kMostBlocks) return host::kNoInstance;
+  const mla::PlanArguments a{lengths, static_cast<mla::PlannedMerge*>(plan), batch, capacity, blocks, some_parts,
+                             unit, memory, item, traffic, merge, part};
   return decode::launch(mla::make_plan, dim3(1), mla::kPlanThreads, 0, a, stream);
 }

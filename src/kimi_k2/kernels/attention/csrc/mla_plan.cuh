@@ -8,22 +8,44 @@ namespace mla {
 constexpr int kPlanRows = 64;    // cache rows of a unit of work
 constexpr int kMostParts = 128;  // of one request
 constexpr int kMostRequests = 1024;
+constexpr int kMostBlocks = 255;
 
-// A plan is [batch] merges, then [slots] items: 16 bytes each. A block takes the item of its own number, longest first.
-// A request's items follow each other; where it has one, that item writes the result itself, else a merge does.
+// A plan is rows of 16 bytes: [batch] merges, [batch] requests, [batch + blocks] items, then the number of every
+// block's first item and behind the last block's the number of all items, four a row. A block takes its items one after
+// another. A request's items follow each other; where it has one, that item writes the result itself, else a merge does.
 struct PlannedMerge {
   int request, first, parts;  // items `first` on; -1, 0, 0 past the last merge
   int counts;                 // the same in every merge: see merges_of
 };
-struct PlannedItem {
-  int request;  // -1: there is nothing to do
-  int part, parts;
-  int length;  // of the request's context
+struct PlannedRequest {
+  int first, parts;  // items; 0 for an empty context
+  int unused[2];
 };
+struct PlannedItem {
+  int request;
+  int begin, end;  // units of its context
+  int length;      // of the whole context, in rows
+};
+static_assert(sizeof(PlannedMerge) == 16 && sizeof(PlannedRequest) == 16 && sizeof(PlannedItem) == 16, "a row");
 
-// Requests with many parts come first, then some, then few or none: so many groups of threads share a merge.
+__host__ __device__ constexpr int plan_rows(int batch, int blocks) { return 3 * batch + blocks + blocks / 4 + 1; }
+template <class Row>
+__host__ __device__ constexpr Row* requests_of(Row* plan, int batch) {
+  return plan + batch;
+}
+template <class Row>
+__host__ __device__ constexpr Row* items_of(Row* plan, int batch) {
+  return plan + 2 * batch;
+}
+template <class Row>
+__host__ __device__ constexpr Row* first_items_of(Row* plan, int batch, int blocks) {
+  return plan + 3 * batch + blocks;
+}
+
+// Requests with many parts come first, then some, then few or none: so many groups of threads share a merge. With 8
+// heads a merge has few columns, so that several groups share one of fewer parts.
 __host__ __device__ constexpr int merge_groups(int which) { return which == 0 ? 8 : which == 1 ? 4 : 1; }
-__device__ __forceinline__ int merge_class(int parts) { return parts > 16 ? 0 : parts > 4 ? 1 : 2; }
+__device__ __forceinline__ int merge_class(int parts, int some) { return parts > 32 ? 0 : parts >= some ? 1 : 2; }
 constexpr int kCountBits = 10;  // of the first two classes; of the third more
 __device__ __forceinline__ int merges_of(int counts, int which) {
   return which == 2 ? counts >> 2 * kCountBits : counts >> which * kCountBits & ((1 << kCountBits) - 1);

@@ -88,7 +88,4 @@ __device__ void store_nothing(const Arguments& a, const Work<false>& work) {
   for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
 }
 
-// The merge knows of requests without parts.
-__device__ __forceinline__ void store_nothing(const Arguments&, const Work<true>&) {}
-
 }  // namespace mla
