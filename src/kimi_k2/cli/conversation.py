@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def with_system(messages: Messages, system: str | None) -> Messages:
         return messages
     rest = [message for message in messages if message.get("role") != "system"]
     return [{"role": "system", "content": system}, *rest]
+
+
+def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] = ()) -> dict[str, Any]:
+    """A user's message; pictures and films stand before the text."""
+    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
+    parts += [{"type": "video", "video": str(path)} for path in videos]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
 
 
 def write_conversation(path: Path, messages: Messages, tools: Messages) -> None:

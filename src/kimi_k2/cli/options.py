@@ -152,6 +152,15 @@ Style = Annotated[
     typer.Option("--style", help="Chat format; by default what the checkpoint's template or name says."),
 ]
 
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture that stands before the text of --prompt; may be repeated (K2.5 and newer)."),
+]
+Videos = Annotated[
+    list[Path] | None,
+    typer.Option("--video", help="Film that stands before the text, after the pictures; may be repeated."),
+]
+
 # -- the NxDI model --------------------------------------------------------------------------------------------------
 Backend = Annotated[
     Literal["torch", "neuron"],

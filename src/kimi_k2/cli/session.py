@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_k2.cli.loading import load_model
+from kimi_k2.cli.loading import Eyes, load_model
 from kimi_k2.engine.device import check_device
 from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.multimodal import encoded_rows
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, MediaError
+from kimi_k2.media.patches import Media
+from kimi_k2.media.prompt import media_parts
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -35,10 +38,12 @@ class Prompt:
     Attributes:
         ids: token ids.
         options: of its Reply: the tools, whether <think> is open, whether there is anything to parse.
+        media: its images and video chunks, in the order of their tokens.
     """
 
     ids: list[int]
     options: dict[str, Any]
+    media: tuple[Media, ...] = ()
 
 
 @dataclass
@@ -67,6 +72,7 @@ class Session:
 
     Attributes:
         rank: of this process; ranks above 0 make the same steps and show nothing.
+        eyes: what reads and encodes images; None where the backend takes none.
     """
 
     generator: Generator | NeuronApplication
@@ -75,9 +81,20 @@ class Session:
     stop: tuple[str, ...] = ()
     chunk_size: int | None = None
     rank: int = 0
+    eyes: Eyes | None = None
 
     def prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
-        """A conversation; options as for `ChatTemplate.render_segments` (tools, thinking)."""
+        """A conversation; options as for `ChatTemplate.render_segments` (tools, thinking).
+
+        Raises:
+            MediaError: it has images or videos that cannot be read, or the model takes none.
+        """
+        if any(media_parts(messages)):
+            if self.eyes is None:
+                raise MediaError("this backend takes text only")
+            made = self.eyes.processor(messages, **options)
+            reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(made.segments)}
+            return Prompt(made.ids, reply, made.media)
         segments = self.tokenizer.render_segments(messages, **options)
         reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(segments)}
         return Prompt(self.tokenizer.encode_segments(segments), reply)
@@ -92,7 +109,10 @@ class Session:
         replies = [Reply(self.tokenizer, end_ids, stop=self.stop, **prompt.options) for prompt in prompts]
         running = dict(enumerate(replies))
         ids = [prompt.ids for prompt in prompts]
-        for step in self.generator.stream(ids, self.params, chunk_size=self.chunk_size):
+        options: dict[str, Any] = {"chunk_size": self.chunk_size}
+        if self.eyes is not None and any(prompt.media for prompt in prompts):
+            options["media"] = encoded_rows(self.eyes.encoder, prompts)
+        for step in self.generator.stream(ids, self.params, **options):
             timing.seconds.append(step.seconds)
             for row, reply in list(running.items()):
                 token = step.tokens[row]
@@ -173,7 +193,10 @@ def open_session(
     if ranks is None:
         check_device(device)
         model = load_model(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
-        yield Session(Generator(model), tokenizer, params, **options)
+        eyes = Eyes(checkpoint, config, tokenizer, dtype, device)
+        yield Session(Generator(model), tokenizer, params, eyes=eyes, **options)
         return
     with load_ranks(ranks, config, dtype, device) as part:
-        yield Session(part.generator, tokenizer, params, rank=part.number, **options)
+        place = part.generator.model.lm_head.weight.device
+        eyes = Eyes(checkpoint, config, tokenizer, dtype, place, ranks)
+        yield Session(part.generator, tokenizer, params, rank=part.number, eyes=eyes, **options)

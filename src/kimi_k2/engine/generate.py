@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
@@ -28,7 +29,11 @@ def prompt_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def prefill(
-    model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], cache: LatentCache, chunk_size: int | None = None
+    model: KimiK2ForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    cache: LatentCache,
+    chunk_size: int | None = None,
+    media: MediaRows | None = None,
 ) -> Tensor:
     """Run prompts of any lengths through the model, filling the cache.
 
@@ -36,6 +41,7 @@ def prefill(
         prompts: token ids, at least one a prompt.
         cache: with room for the longest prompt.
         chunk_size: tokens a sequence and forward pass; None for the whole prompt at once.
+        media: embeddings of the prompts' images and videos.
 
     Returns:
         Logits of each prompt's last token, [B, vocab_size].
@@ -51,6 +57,10 @@ def prefill(
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+    index = None
+    if media is not None:
+        index = media.padded(longest)
+        ids[index >= 0] = 0  # a video's token may lie outside the vocabulary
     last = torch.tensor(lengths) - 1
     columns = torch.arange(longest).expand_as(ids)
     positions = torch.where(columns <= last[:, None], columns, -1)
@@ -59,7 +69,12 @@ def prefill(
     for start in range(0, longest, step):
         chunk = slice(start, start + step)
         at = (last - start).clamp(0, min(step, longest - start) - 1)
-        logits = model(ids[:, chunk].to(device), positions[:, chunk].to(device), cache, logits_at=at.to(device))
+        part = None
+        if media is not None and index is not None and bool((index[:, chunk] >= 0).any()):
+            part = (index[:, chunk].to(device), media.features)
+        logits = model(
+            ids[:, chunk].to(device), positions[:, chunk].to(device), cache, logits_at=at.to(device), media=part
+        )
         if result is None:
             result = torch.empty_like(logits)
         ended = ((last >= start) & (last < start + step)).to(device)
@@ -128,6 +143,7 @@ def stream(
     chunk_size: int | None = None,
     cache: LatentCache | None = None,
     decode: Decode | None = None,
+    media: MediaRows | None = None,
 ) -> Iterator[Step]:
     """Generate step by step; the first step contains the prefill.
 
@@ -136,6 +152,7 @@ def stream(
         chunk_size: see `prefill`.
         cache: to use, whose entries are overwritten; None makes one that just fits.
         decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
+        media: embeddings of the prompts' images and videos.
 
     Raises:
         GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
@@ -155,7 +172,7 @@ def stream(
     yield from token_steps(
         [len(prompt) for prompt in prompts],
         params,
-        lambda: sampler(prefill(model, prompts, chosen, chunk_size)),
+        lambda: sampler(prefill(model, prompts, chosen, chunk_size, media)),
         lambda tokens, positions: sampler(at(tokens, positions)),
         start,
     )
@@ -207,11 +224,12 @@ def generate(
     params: SamplingParams,
     *,
     chunk_size: int | None = None,
+    media: MediaRows | None = None,
 ) -> GenerationOutput:
     """Generate until every sequence has ended; arguments and errors as for `stream`."""
     token_ids: list[list[int]] = [[] for _ in prompts]
     seconds = []
-    for step in stream(model, prompts, params, chunk_size=chunk_size):
+    for step in stream(model, prompts, params, chunk_size=chunk_size, media=media):
         seconds.append(step.seconds)
         for sequence, token in zip(token_ids, step.tokens, strict=True):
             if token is not None:

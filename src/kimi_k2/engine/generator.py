@@ -13,6 +13,7 @@ import torch
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Decode, Step, decode_step, slots_needed, stream
 from kimi_k2.engine.layer_step import Reduce
+from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -58,8 +59,13 @@ class Generator:
         self._step = None
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        chunk_size: int | None = None,
+        media: MediaRows | None = None,
     ) -> Iterator[Step]:
         """As `generate.stream`."""
         cache, decode = self.prepare(len(prompts), slots_needed(self.model, prompts, params))
-        return stream(self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode)
+        return stream(self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode, media=media)

@@ -19,6 +19,7 @@ from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
+from kimi_k2.ops.embedding import place_embeddings
 
 
 class DecoderLayer(nn.Module):
@@ -66,9 +67,18 @@ class KimiK2Model(nn.Module):
         # Made on the CPU even under a meta-device context: it is computed, not loaded.
         self.rotary = RotaryEmbedding(config, device="cpu")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, cache: LatentCache | None, length: int) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: LatentCache | None,
+        length: int,
+        media: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Token ids [B, S] to normed hidden states [B, S, H]."""
         x = self.embed_tokens(input_ids)
+        if media is not None:
+            x = place_embeddings(x, *media)
         rotation = self.rotary(positions.clamp(min=0), x.dtype)
         for layer in self.layers:
             x = layer(x, positions, rotation, cache, length)
@@ -155,6 +165,7 @@ class KimiK2ForCausalLM(nn.Module):
         cache: LatentCache | None = None,
         *,
         logits_at: Tensor | None = None,
+        media: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Logits of new tokens.
 
@@ -163,6 +174,7 @@ class KimiK2ForCausalLM(nn.Module):
             positions: int64 [B, S], each token's place in its sequence, negative for padding; None means 0..S-1.
             cache: takes the new entries and gives the old ones; None attends within `input_ids` alone.
             logits_at: int64 [B]: compute logits for this one column of each sequence only.
+            media: int64 [B, S] and [M, H], embeddings of images and videos; see `ops.embedding.place_embeddings`.
 
         Returns:
             [B, S, vocab_size], or [B, vocab_size] with `logits_at`.
@@ -179,7 +191,7 @@ class KimiK2ForCausalLM(nn.Module):
             raise GenerationError(f"position {length - 1} is outside the cache of {cache.max_length} slots")
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.config.vocab_size:
             raise GenerationError(f"token ids must be in 0..{self.config.vocab_size - 1}")
-        x = self.model(input_ids, positions, cache, length)
+        x = self.model(input_ids, positions, cache, length, media)
         if logits_at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), logits_at]
         return F.linear(x, self.lm_head.weight)

@@ -26,3 +26,18 @@ def embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> Te
     local = input_ids - first
     here = (local >= 0) & (local < weight.shape[0])
     return F.embedding(torch.where(here, local, 0), weight) * here.unsqueeze(-1)
+
+
+def place_embeddings(x: Tensor, index: Tensor, features: Tensor) -> Tensor:
+    """Rows of images and videos in the place of their tokens' own.
+
+    Args:
+        x: [B, S, H], embeddings of the tokens.
+        index: int64 [B, S], the row of `features` that a token stands for; negative for text.
+        features: [M, H].
+
+    Returns:
+        [B, S, H] in x's dtype.
+    """
+    rows = features.to(x.dtype)[index.clamp(min=0)]
+    return torch.where((index >= 0).unsqueeze(-1), rows, x)

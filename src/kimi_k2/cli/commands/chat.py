@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 HELP = """\
 /system TEXT   set the system prompt (without TEXT: show it)
 /tools FILE    offer the tools of a JSON file (without FILE: none)
+/image FILE    put a picture before the next message; may be repeated
+/video FILE    the same for a film
 /save FILE     write the conversation, for --messages or /load
 /load FILE     continue a saved conversation
 /retry         drop the last reply and answer again
@@ -146,9 +148,13 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] = []
         self.running = True
+        self._images: list[Path] = []
+        self._videos: list[Path] = []
         self._commands = {
             "system": self._set_system,
             "tools": self.offer,
+            "image": lambda argument: self._attach(self._images, argument),
+            "video": lambda argument: self._attach(self._videos, argument),
             "save": self._save,
             "load": self.load,
             "retry": self._retry,
@@ -208,7 +214,11 @@ class Chat:
         if not line:
             return
         if not line.startswith("/"):
-            self._answer({"role": "user", "content": line})
+            from kimi_k2.cli.conversation import user_message
+
+            self._answer(user_message(line, self._images, self._videos))
+            self._images.clear()
+            self._videos.clear()
             return
         word, _, argument = line[1:].partition(" ")
         command = self._commands.get(word)
@@ -256,6 +266,14 @@ class Chat:
         if argument:
             self.system = argument
         self._note(f"system: {self.system or 'the template’s own'}")
+
+    def _attach(self, attached: list[Path], argument: str) -> None:
+        path = Path(argument).expanduser()
+        if not argument or not path.is_file():
+            self._complain(f"no such file: {argument}" if argument else "expected a file")
+            return
+        attached.append(path.resolve())
+        self._note(f"with the next message: {', '.join(one.name for one in (*self._images, *self._videos))}")
 
     def _save(self, argument: str) -> None:
         from kimi_k2.cli.conversation import write_conversation

@@ -21,6 +21,7 @@ from kimi_k2.cli.options import (
     Device,
     Download,
     Dtype,
+    Images,
     KeepQuantized,
     MaxNewTokens,
     OnCpu,
@@ -34,6 +35,7 @@ from kimi_k2.cli.options import (
     Tools,
     TopK,
     TopP,
+    Videos,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ def generate(
         list[Path] | None,
         typer.Option("--messages", help="Conversation, OpenAI-style JSON, - for standard input; repeat for a batch."),
     ] = None,
+    images: Images = None,
+    videos: Videos = None,
     system: System = None,
     tools: Tools = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
@@ -88,6 +92,8 @@ def generate(
         raise typer.BadParameter("--ranks needs --prompt or --messages, as input reaches one process only")
     if raw and (messages or system or tools):
         raise typer.BadParameter("--raw goes with --prompt only: --messages, --system and --tools need the template")
+    if (images or videos) and (raw or (messages and not prompt)):
+        raise typer.BadParameter("--image and --video go with --prompt; a conversation names its own")
     if prompt and messages and len(messages) > 1:
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
     if backend == "torch" and (compiled is not None or on_cpu):
@@ -105,7 +111,7 @@ def generate(
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
     texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
-    conversations = [] if raw else _conversations(texts, messages or [], system, tools)
+    conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
     directory = resolve_checkpoint(checkpoint, download=download)
     config = KimiK2Config.from_pretrained(directory)
     tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
@@ -141,15 +147,20 @@ def generate(
 
 
 def _conversations(
-    texts: list[str], files: list[Path], system: str | None, tools: Path | None
+    texts: list[str],
+    files: list[Path],
+    system: str | None,
+    tools: Path | None,
+    images: list[Path],
+    videos: list[Path],
 ) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Messages and tools of each sequence."""
-    from kimi_k2.cli.conversation import read_messages, read_tools, with_system
+    from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
 
     found = [read_messages(file) for file in files] or [([], [])]
     if texts:
         opening, definitions = found[0]
-        found = [([*opening, {"role": "user", "content": text}], definitions) for text in texts]
+        found = [([*opening, user_message(text, images, videos)], definitions) for text in texts]
     given = None if tools is None else read_tools(tools)
     return [(with_system(messages, system), definitions if given is None else given) for messages, definitions in found]
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, MissingShardError, MissingTensorError, TensorShapeError
 from kimi_k2.model.vision.projector import Projector
 from kimi_k2.model.vision.tower import VisionTower
 from kimi_k2.vision_config import Grid
@@ -28,7 +29,7 @@ class VisionModel(nn.Module):
         super().__init__()
         if config.vision is None:
             raise ConfigError("missing: this member of the family takes no images", field="vision_config")
-        self.config, self.dtype = config.vision, dtype
+        self.config, self.dtype, self.text_hidden_size = config.vision, dtype, config.hidden_size
         self.vision_tower = VisionTower(config.vision, dtype=dtype)
         self.mm_projector = Projector(config.vision, config.hidden_size, dtype=dtype)
 
@@ -60,6 +61,34 @@ class VisionModel(nn.Module):
                 targets[name].copy_(tensor)
                 if on_tensor:
                     on_tensor(name, tensor.nbytes)
+        return model.eval()
+
+    @classmethod
+    def from_file(
+        cls, path: str | Path, config: KimiK2Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> VisionModel:
+        """Read the file that `kimi-k2 convert` wrote beside the ranks'.
+
+        Raises:
+            MissingShardError: it is not there or cannot be read.
+            MissingTensorError, TensorShapeError: it is not this model's.
+        """
+        with torch.device("meta"):
+            model = cls(config, dtype=dtype)
+        model = model.to_empty(device=device)
+        try:
+            with safe_open(path, framework="pt") as file:
+                held = set(file.keys())
+                for name, target in model.named_parameters():
+                    if name not in held:
+                        raise MissingTensorError("not in the file", file=path, tensor=name)
+                    tensor = file.get_tensor(name)
+                    if tensor.shape != target.shape:
+                        expected, given = list(target.shape), list(tensor.shape)
+                        raise TensorShapeError(f"expected {expected}, got {given}", file=path, tensor=name)
+                    target.copy_(tensor)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise MissingShardError(f"cannot be read: {error}", file=path) from None
         return model.eval()
 
     @property

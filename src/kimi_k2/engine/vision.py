@@ -1,0 +1,120 @@
+"""Embeddings of images: packed for the tower, kept by their content, dealt out to ranks if there are any.
+
+Packs are formed by one rule whatever the number of ranks, and a pack is one call of the tower, so that any number of
+ranks gives the same bits as one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k2.media.patches import Media, normalised
+from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.vision_config import VisionConfig
+
+# Patches of a pack, where images are smaller: enough to fill an H200 with the tower's GEMMs.
+PACK_PATCHES = 4096
+CACHE_BYTES = 2**28
+
+# Runs packs and gives the embeddings of each, in their order.
+Run = Callable[[Sequence[Sequence[Media]]], list[Tensor]]
+
+
+@dataclass
+class CacheStatistics:
+    """Images that were found, and that were not."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+class VisionEncoder:
+    """The tower with its cache.
+
+    Args:
+        model: tower and projector.
+        pack_patches: images share a call of the tower up to so many patches.
+        cache_bytes: of embeddings that are kept, those used last; 0 keeps none.
+        run: who runs the packs; None runs them here. See `parallel.vision`.
+    """
+
+    def __init__(
+        self,
+        model: VisionModel,
+        *,
+        pack_patches: int = PACK_PATCHES,
+        cache_bytes: int = CACHE_BYTES,
+        run: Run | None = None,
+    ) -> None:
+        self.model, self.pack_patches, self.cache_bytes = model, pack_patches, cache_bytes
+        self.statistics = CacheStatistics()
+        self._run = run or (lambda packs: [run_pack(model, pack) for pack in packs])
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def config(self) -> VisionConfig:
+        """Of the tower."""
+        return self.model.config
+
+    def encode(self, media: Sequence[Media]) -> list[Tensor]:
+        """Embeddings [tokens, H] of each image or video chunk. Equal ones are computed once.
+
+        Raises:
+            MediaError: a grid is none that the tower takes.
+        """
+        for one in media:
+            self.config.check_grid(one.grid)
+        found: dict[str, Tensor] = {}
+        new: dict[str, Media] = {}
+        for one in media:
+            if one.digest in self._kept:
+                self._kept.move_to_end(one.digest)
+                found[one.digest] = self._kept[one.digest]
+                self.statistics.hits += 1
+            elif one.digest in new:
+                self.statistics.hits += 1
+            else:
+                new[one.digest] = one
+                self.statistics.misses += 1
+        packs = packed(list(new.values()), self.pack_patches)
+        for pack, rows in zip(packs, self._run(packs), strict=True):
+            merge = self.config.merge_kernel_size
+            for one, own in zip(pack, rows.split([one.grid.tokens(merge) for one in pack]), strict=True):
+                found[one.digest] = own
+                self._keep(one.digest, own)
+        return [found[one.digest] for one in media]
+
+    def _keep(self, digest: str, rows: Tensor) -> None:
+        if rows.nbytes > self.cache_bytes:
+            return
+        # A copy: a view would keep its whole pack.
+        self._kept[digest] = rows.clone()
+        self._bytes += rows.nbytes
+        while self._bytes > self.cache_bytes:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def packed(media: Sequence[Media], most: int) -> list[list[Media]]:
+    """Images in their order, in packs of up to `most` patches; a larger image has a pack of its own."""
+    packs: list[list[Media]] = []
+    left = 0
+    for one in media:
+        if one.grid.patches > left:
+            packs.append([])
+            left = most
+        packs[-1].append(one)
+        left -= one.grid.patches
+    return packs
+
+
+def run_pack(model: VisionModel, pack: Sequence[Media]) -> Tensor:
+    """Embeddings of a pack's images, one after another: [tokens, H]."""
+    patches = torch.cat([one.patches for one in pack]).to(model.device)
+    out: Tensor = model(normalised(patches, model.dtype), [one.grid for one in pack])
+    return out

@@ -1,0 +1,79 @@
+"""`generate --image --video`, conversations that name images, and `chat`'s /image and /video."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import drawn, write_video
+from PIL import Image
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.engine.multimodal import MultimodalModel
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.tokenization.eos import load_eos_token_ids
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("media")
+    Image.fromarray(drawn(60, 90, 1)).save(root / "a.png")
+    write_video(root / "b.mp4", np.stack([drawn(28, 56, seed) for seed in range(9)]), 3)
+    return {"image": str(root / "a.png"), "video": str(root / "b.mp4")}
+
+
+def expected(directory: Path, content: Any) -> str:
+    model = MultimodalModel.from_pretrained(directory)
+    params = SamplingParams(8, eos_token_ids=load_eos_token_ids(directory, model.language_model.config))
+    prompt = model.prompt([{"role": "user", "content": content}])
+    tokens = model.generate([prompt], params).token_ids[0]
+    return model.processor.tokenizer.decode([token for token in tokens if token not in params.eos_token_ids])
+
+
+def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path: Path) -> None:
+    directory = checkpoints["k2.5"]
+    content = [{"image": media["image"]}, {"video": media["video"]}, {"type": "text", "text": "What?"}]
+    wanted = expected(directory, content)
+    conversation = tmp_path / "c.json"
+    conversation.write_text(json.dumps([{"role": "user", "content": content}]))
+    for given in (
+        ["--image", media["image"], "--video", media["video"], "-p", "What?"],
+        ["--messages", str(conversation)],
+    ):
+        done = runner.invoke(app, ["generate", str(directory), *given, "--max-new-tokens", "8"])
+        assert done.exit_code == 0, done.output
+        assert wanted.strip() in done.stdout
+    assert wanted != expected(directory, "What?")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("thinking", ["--image", "{image}", "-p", "x"], "no vision tower"),
+        ("k2.5", ["--image", "/nowhere.png", "-p", "x"], "/nowhere.png: no such file"),
+        ("k2.5", ["--image", "{video}", "-p", "x"], "no image of a kind that is read"),
+        ("k2.5", ["--image", "{image}", "--raw", "-p", "x"], "go with"),
+    ],
+)
+def test_errors(
+    checkpoints: dict[str, Path], media: dict[str, str], name: str, arguments: list[str], says: str
+) -> None:
+    words = [word.format(**media) for word in arguments]
+    done = runner.invoke(app, ["generate", str(checkpoints[name]), *words])
+    assert done.exit_code != 0
+    assert says in done.output + str(done.exception)
+
+
+def test_chat(checkpoints: dict[str, Path], media: dict[str, str]) -> None:
+    typed = "/image nowhere.png\n/image {image}\n/video {video}\nWhat?\n/quit\n".format(**media)
+    arguments = ["chat", str(checkpoints["k2.5"]), "--max-new-tokens", "4", "--temperature", "0"]
+    done = runner.invoke(app, arguments, input=typed)
+    assert done.exit_code == 0, done.output
+    assert "no such file: nowhere.png" in done.output
+    assert "with the next message: a.png, b.mp4" in done.output

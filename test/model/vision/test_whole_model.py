@@ -1,0 +1,150 @@
+"""A whole tiny K2.5 against transformers': text, images and a video in one batch, prefill and 32 decode steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import drawn, write_video
+from PIL import Image
+
+from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.media_rows import MediaRows
+from kimi_k2.engine.multimodal import MultimodalModel
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.engine.vision import VisionEncoder
+from kimi_k2.errors import MediaError
+from kimi_k2.media.patches import Media, normalised
+from kimi_k2.media.prompt import MediaPrompt
+from kimi_k2.parity.reference_vision import transformers_features
+
+TOLERANCE = 1e-5
+DECODE_STEPS = 32
+
+
+@pytest.fixture(scope="module")
+def model(k25: Path) -> MultimodalModel:
+    return MultimodalModel.from_pretrained(k25)
+
+
+@pytest.fixture(scope="module")
+def prompts(model: MultimodalModel, tmp_path_factory: pytest.TempPathFactory) -> list[MediaPrompt]:
+    """Text alone, one image, five images of other sizes (one of them twice), a video with an image."""
+    film = tmp_path_factory.mktemp("films") / "a.mp4"
+    write_video(film, np.stack([drawn(56, 84, seed) for seed in range(21)]), 6)
+    sizes = [(28, 28), (100, 50), (30, 200), (64, 64)]
+    images = [{"image": Image.fromarray(drawn(*size, seed))} for seed, size in enumerate(sizes)]
+    contents: list[Any] = [
+        "Tell me a story.",
+        [images[1], {"type": "text", "text": "What is this?"}],
+        [*images, {"type": "text", "text": "Compare with "}, images[1]],
+        [{"type": "text", "text": "At "}, {"video": str(film)}, {"type": "text", "text": " it looks like"}, images[0]],
+    ]
+    return [model.prompt([{"role": "user", "content": content}]) for content in contents]
+
+
+def reference_logits(reference: Any, prompt: MediaPrompt, new: list[int]) -> torch.Tensor:
+    """One uncached pass of transformers' whole model over a prompt and what followed."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    config, video = reference.config, reference.config.video_token_id
+    ids = torch.tensor([prompt.ids + new])
+    # Ours writes one token for both kinds of media here; transformers wants its own for videos.
+    order = [one for one in prompt.media for _ in range(one.grid.tokens())]
+    places = (ids[0] == config.image_token_id).nonzero()[:, 0].tolist()
+    for place, one in zip(places, order, strict=True):
+        if one.seconds is not None:
+            ids[0, place] = video
+    outputs = {}
+    for kind, own in (
+        ("image", [one for one in prompt.media if one.seconds is None]),
+        ("video", [one for one in prompt.media if one.seconds is not None]),
+    ):
+        if own:
+            pixels = normalised(torch.cat([one.patches for one in own]))
+            features = transformers_features(reference, pixels, [one.grid for one in own])
+            outputs[kind] = BaseModelOutputWithPooling(pooler_output=tuple(features))
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(input_ids=ids, mm_encoder_outputs=outputs or None).logits[0]
+    return logits
+
+
+def test_mixed_batch(model: MultimodalModel, prompts: list[MediaPrompt], reference: Any) -> None:
+    assert [len(prompt.media) for prompt in prompts] == [0, 1, 5, 3]
+    out = model.generate(prompts, SamplingParams(max_new_tokens=DECODE_STEPS + 1, ignore_eos=True))
+    full = [reference_logits(reference, prompt, new) for prompt, new in zip(prompts, out.token_ids, strict=True)]
+    lengths = [len(prompt.ids) for prompt in prompts]
+    cache = model.language_model.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
+    logits = prefill(model.language_model, [prompt.ids for prompt in prompts], cache, media=model.rows(prompts))
+    worst = 0.0
+    for step in range(DECODE_STEPS + 1):
+        if step:
+            tokens = torch.tensor([new[step - 1] for new in out.token_ids])
+            logits = decode_step(model.language_model, tokens, torch.tensor(lengths) + step - 1, cache)
+        for row, length in enumerate(lengths):
+            expected = full[row][length + step - 1]
+            worst = max(worst, float((logits[row] - expected).abs().max()))
+            assert int(expected.argmax()) == out.token_ids[row][step]
+    print(f"\nmax |logit difference| {worst:.2e} on logits up to {max(float(one.abs().max()) for one in full):.2f}")
+    assert worst <= TOLERANCE
+
+
+def test_chunked_prefill_cuts_through_images(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+    ids, rows = [prompt.ids for prompt in prompts], model.rows(prompts)
+    longest = max(map(len, ids))
+    whole = prefill(model.language_model, ids, model.language_model.new_cache(len(ids), longest), media=rows)
+    for size in (7, 33):
+        cache = model.language_model.new_cache(len(ids), longest)
+        torch.testing.assert_close(prefill(model.language_model, ids, cache, size, rows), whole, rtol=0, atol=TOLERANCE)
+
+
+def test_the_image_matters(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+    prompt = prompts[1]
+    other = MediaPrompt(prompt.ids, (Media(prompt.media[0].grid, 255 - prompt.media[0].patches),), prompt.segments)
+    logits = [
+        prefill(
+            model.language_model, [one.ids], model.language_model.new_cache(1, len(one.ids)), media=model.rows([one])
+        )
+        for one in (prompt, other)
+    ]
+    assert float((logits[0] - logits[1]).abs().max()) > 0.01
+
+
+def test_a_token_outside_the_vocabulary(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+    """Videos of members with a token of their own, 163840 of 163840."""
+    prompt, image = prompts[3], model.encoder.config.image_token_id
+    outside = [768 if token == image else token for token in prompt.ids]
+    features = [model.encoder.encode(prompt.media)]
+    results = [
+        prefill(
+            model.language_model, [ids], model.language_model.new_cache(1, len(ids)),
+            media=MediaRows.of([ids], features, (image, 768)),
+        )
+        for ids in (prompt.ids, outside)
+    ]  # fmt: skip
+    assert torch.equal(*results)
+
+
+def test_tokens_and_images_must_agree(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+    prompt = prompts[2]
+    for media in ((), prompt.media[:-1], (*prompt.media, prompt.media[0])):
+        with pytest.raises(MediaError, match="media tokens"):
+            model.rows([MediaPrompt(prompt.ids, media, prompt.segments)])
+
+
+def test_embeddings_are_kept_by_content(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+    media = prompts[2].media
+    encoder = VisionEncoder(model.encoder.model)
+    first = encoder.encode(media)
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (1, 4)  # one image stands there twice
+    again = encoder.encode(list(reversed(media)))
+    assert encoder.statistics.misses == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
+    small = VisionEncoder(model.encoder.model, cache_bytes=first[0].nbytes)
+    small.encode(media)
+    small.encode(media[1:2])
+    assert small.statistics.misses == 5  # too large to be kept
+    assert all(torch.equal(a, b) for a, b in zip(small.encode(media), first, strict=True))

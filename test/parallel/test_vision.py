@@ -1,0 +1,69 @@
+"""The tower on two and three ranks: the same bits as on one, also with fewer images than ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_k2.engine.vision import packed
+from kimi_k2.media.patches import Media
+from kimi_k2.parallel.vision import dealt
+from kimi_k2.vision_config import Grid
+
+WORKER = Path(__file__).with_name("vision_worker.py")
+
+
+def encode(source: Path, work: Path, ranks: int, where: str) -> list[Any]:
+    """What each rank saved."""
+    outs = [work / f"{ranks}-{rank}.pt" for rank in range(ranks)]
+    commands = [
+        [sys.executable, WORKER, rank, ranks, source, work / f"rendezvous-{ranks}", out, where]
+        for rank, out in enumerate(outs)
+    ]
+    processes = [subprocess.Popen([str(word) for word in command]) for command in commands]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(out) for out in outs]
+
+
+def compare(source: Path, work: Path, where: str, ranks: int) -> None:
+    ((expected, _),) = encode(source, work, 1, where)
+    found = encode(source, work, ranks, where)
+    for results, _ in found:
+        for one, other in zip(results, expected, strict=True):
+            assert len(one) == len(other)
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    # Each image was run by one rank, and 16 of them by more than one.
+    assert [sum(packs[place] for _, packs in found) for place in range(3)] == [1, 3, 16]
+    assert sum(packs[2] > 0 for _, packs in found) == ranks
+
+
+def test_two_ranks_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    compare(checkpoints["k2.5"], tmp_path, "cpu:float32", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    compare(checkpoints["k2.5"], tmp_path, "cuda:bfloat16", 2)
+
+
+def test_packs_do_not_depend_on_ranks() -> None:
+    media = [Media(Grid(1, 2, side), torch.empty(0)) for side in (10, 4, 30, 2, 2, 2)]
+    assert [[one.grid.width for one in pack] for pack in packed(media, 28)] == [[10, 4], [30], [2, 2, 2]]
+    assert packed([], 28) == []
+
+
+def test_packs_are_dealt_by_cost() -> None:
+    assert dealt([5, 1, 9, 1, 2], 2) == [1, 1, 0, 1, 1]
+    assert dealt([7], 4) == [0]
+    assert dealt([], 4) == []
+    assert dealt([3, 3, 3, 3], 4) == [0, 1, 2, 3]
