@@ -22,7 +22,7 @@ PART ?= 1
 test-nxd:  ## PART=1, 2 or 3 of the tests that need NxD importable
 	OMP_NUM_THREADS=1 $(NXD_PYTHON) -m pytest -q -n 2 $(patsubst %,test/nxd/test_%.py,$(NXD_$(PART)))
 
-# For an environment where vLLM is importable (docs/parsers.md).
+# For an environment where vLLM is importable (docs/engines.md).
 VLLM_PYTHON ?= python
 
 test-vllm:  ## the tests that need vLLM importable

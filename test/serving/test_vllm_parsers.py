@@ -21,7 +21,7 @@ from kimi_k2.tokenization.deltas import Content
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/parsers.md): not importable here: vllm", allow_module_level=True)
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 THREADS = [name for name in vars(reported) if name.startswith("test_") and "prompt" not in name]
 CASES = {**{f"vllm {c.name}": c for c in peer_cases.VLLM}, **{f"sglang {c.name}": c for c in peer_cases.SGLANG}}
@@ -33,10 +33,10 @@ def through_vllm() -> Any:
     """The harness, with our parsers registered as vLLM's loader of plugins does it."""
     import vllm_parsing
 
-    from kimi_k2.serving.vllm.plugin import register
+    from kimi_k2.serving.vllm.plugin import register_parsers
 
-    register()
-    register()  # vLLM may load plugins twice in a process
+    register_parsers()
+    register_parsers()  # vLLM may load plugins twice in a process
     return vllm_parsing
 
 

@@ -5,12 +5,30 @@ from __future__ import annotations
 import importlib
 import logging
 
+from kimi_k2.serving.vllm.support import changed
+
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
 PARSER = "kimi_k2_stream"
+# vLLM's names of architectures: K2's configurations say the first; vLLM's K2.5 asks for the second for its text.
+ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
 
 
 def register() -> None:
+    """Have vLLM serve the Kimi-K2 family with our model; other models of these architectures stay vLLM's."""
+    lacking = changed()
+    if lacking:
+        logger.warning("kimi-k2: all operations are vLLM's, since it has changed; gone: %s", ", ".join(lacking))
+        return
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, name in ARCHITECTURES.items():
+        target = f"kimi_k2.serving.vllm.model:{name}"
+        if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
+            ModelRegistry.register_model(architecture, target)
+
+
+def register_parsers() -> None:
     """Offer this project's parsers to vLLM. What a version of vLLM lacks is named, and left out."""
     _register_parser("tool_parsers", "ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
     _register_parser("reasoning", "ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")

@@ -1,0 +1,148 @@
+"""Attention over vLLM's paged cache: the layer that vLLM gives a cache to, and what its steps are told of a batch.
+
+vLLM's own MLA layer is not used: its kernels want other orders of weights, and exist for few sizes on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+NAME = "KIMI_K2_MLA"
+
+
+@dataclass
+class Batch:
+    """The sequences of a step; those with one new token come first.
+
+    Attributes:
+        query_start: where each sequence's new tokens begin, on the host, and where the last ends.
+        seq_lens: int32 [B], tokens in the cache once the new ones are stored.
+        lengths: the same on the host.
+        block_table: int32 [B, P], pages of each sequence.
+        slots: int64 [T], where each new token is stored; negative for padding.
+        decodes: sequences with one new token.
+    """
+
+    query_start: list[int]
+    seq_lens: Tensor
+    lengths: list[int]
+    block_table: Tensor
+    slots: Tensor
+    decodes: int
+
+
+class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """Makes a `Batch` of what vLLM's runner says of a step."""
+
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        """The batch of a step, for all layers."""
+        common = common_attn_metadata
+        decodes, _, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        return Batch(
+            query_start=common.query_start_loc_cpu.tolist(),
+            seq_lens=common.seq_lens,
+            lengths=common.seq_lens.tolist(),
+            block_table=common.block_table_tensor,
+            slots=common.slot_mapping,
+            decodes=decodes,
+        )
+
+
+class LatentBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks of a backend: any size of latent, float caches, pages of any size."""
+
+    accept_output_buffer: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        """Its name in vLLM's log."""
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """The layer does the work itself."""
+        return LatentAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[BatchBuilder]:
+        """The maker of batches."""
+        return BatchBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """One entry a token for all heads."""
+        return True
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[pages, slots a page, cache_dim]; asked by vLLM 0.24 alone."""
+        return (num_blocks, block_size, head_size)
+
+
+class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
+    """A layer's cache in vLLM's hands; holds no weights.
+
+    Args:
+        vllm_config: in whose forward context the layer is entered.
+        name: unique in the model; vLLM finds the layer's number in it.
+        cache_dim: values a token.
+        dtype: of the cache.
+    """
+
+    supports_pcp: ClassVar[bool] = False
+    supports_dcp: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: Any, name: str, cache_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self.cache_dim, self.dtype = name, cache_dim, dtype
+        self.kv_cache: Any = torch.tensor([])
+        entered = vllm_config.compilation_config.static_forward_context
+        if name in entered:
+            raise ValueError(f"two layers are called {name}")
+        entered[name] = self
+
+    @property
+    def impl(self) -> LatentAttention:
+        """What vLLM calls the implementation."""
+        return self
+
+    def get_attn_backend(self) -> type[LatentBackend]:
+        """Ours."""
+        return LatentBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """The cache that this layer needs."""
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size, num_kv_heads=1, head_size=self.cache_dim, dtype=self.dtype
+        )
+
+    @property
+    def cache(self) -> Tensor:
+        """[pages, slots a page, cache_dim]; a view, whatever the version of vLLM makes of it."""
+        held = self.kv_cache[0] if isinstance(self.kv_cache, (list, tuple)) else self.kv_cache
+        tensor: Tensor = held
+        return tensor.squeeze(1) if tensor.dim() == 4 else tensor
+
+    def batch(self) -> Batch | None:
+        """What this step computes; None while vLLM measures memory."""
+        found = get_forward_context().attn_metadata
+        found = found[0] if isinstance(found, list) else found
+        return found.get(self.name) if isinstance(found, dict) else None

@@ -1,0 +1,141 @@
+"""Kimi-K2 as a model of vLLM: our weights and operations; vLLM's cache, scheduler, sampling and API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+
+from kimi_k2.engine.layer_step import Place
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.ops import registry
+from kimi_k2.ops.collective import gather_last
+from kimi_k2.ops.linear import dense_linear
+from kimi_k2.ops.mla_decode import sequence_lengths
+from kimi_k2.ops.norm import add_norm
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import parallelize
+from kimi_k2.serving.vllm.attention import LatentAttention
+from kimi_k2.serving.vllm.layer import PagedLayer
+from kimi_k2.serving.vllm.support import config_of, layout_of, refusal
+from kimi_k2.serving.vllm.weights import RankLoader
+from kimi_k2.sharding.plan import make_plan
+
+logger = logging.getLogger("vllm.kimi_k2")
+
+# What vLLM does whichever model runs, for the line at start.
+VLLM_DOES = "scheduler, cache, sampling, API"
+
+
+class _Ours:
+    """What stands in for the methods of vLLM's class; see `KimiK2ForVllm`."""
+
+    stock: type
+
+    def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
+        """Our model, or vLLM's own where ours cannot serve the deployment."""
+        hf_config = vllm_config.model_config.hf_text_config
+        reason = refusal(vllm_config, hf_config)
+        if reason is None:
+            return super().__new__(cls)
+        logger.info("kimi-k2: all operations are vLLM's: %s", reason)
+        return cls.stock(vllm_config=vllm_config, prefix=prefix)
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]
+        model_config = vllm_config.model_config
+        self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
+        config, layout = config_of(self.config), layout_of(vllm_config)
+        tp = get_tp_group()
+        self.group, self.ranks = tp.device_group, layout.ranks
+        dtype, device = model_config.dtype, torch.get_default_device()
+        with torch.device("meta"):
+            plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
+        self.plain = parallelize(plain, layout, tp.rank_in_group, device=device, group=self.group).eval()
+        self.loader = RankLoader(self.plain, make_plan(config, layout), tp.rank_in_group)
+        self.held = nn.ModuleList(
+            LatentAttention(
+                vllm_config, f"{prefix}.layers.{number}.self_attn.attn".lstrip("."), config.cache_dim, dtype
+            )
+            for number in range(config.num_hidden_layers)
+        )
+        self._steps: list[PagedLayer] | None = None
+        logger.info("%s", started(self.plain))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the checkpoint's tensors; the names of this module's parameters that are filled."""
+        loaded = self.loader.load(weights)
+        self.loader.check()
+        return {f"plain.{name}" for name in loaded}
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] to [T, H]."""
+        embedded: Tensor = self.plain.model.embed_tokens(input_ids)
+        return embedded
+
+    get_input_embeddings = embed_input_ids  # its name in older versions
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Normed hidden states [T, H] of the batch's new tokens."""
+        model = self.plain.model
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        x = inputs_embeds
+        delta: Tensor | None = None
+        cos, sin = model.rotary(positions, x.dtype)
+        place = Place(positions, sequence_lengths(positions), cos, sin)
+        for step in self.steps:
+            x, delta = step(x, delta, place, step.held.cache)
+        assert delta is not None
+        return add_norm(x, delta, model.norm.weight, model.norm.eps)[1]
+
+    def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
+        """[N, H] to [N, vocab_size]."""
+        logits = dense_linear(hidden_states, self.plain.lm_head.weight)
+        return gather_last(logits, self.group) if self.ranks > 1 else logits
+
+    @property
+    def steps(self) -> list[PagedLayer]:
+        """The layers, made when they first run: by then weights are there, real or vLLM's random ones."""
+        if self._steps is None:
+            self.plain.prepare()
+            reduce = AllReduce(self.group, self.ranks > 1)
+            self._steps = []
+            for layer, held in zip(self.plain.model.layers, self.held, strict=True):
+                assert isinstance(layer, DecoderLayer)
+                assert isinstance(held, LatentAttention)
+                self._steps.append(PagedLayer(layer, reduce, held))
+        return self._steps
+
+
+class KimiK2ForVllm(_Ours, DeepseekV3ForCausalLM):  # type: ignore[misc]
+    """In place of vLLM's class for K2 and K2-Thinking, whose marks it has (`supports_pp` and the like)."""
+
+    stock = DeepseekV3ForCausalLM
+
+
+class KimiK25TextForVllm(_Ours, DeepseekV2ForCausalLM):  # type: ignore[misc]
+    """In place of the class that vLLM's K2.5 has for its language model."""
+
+    stock = DeepseekV2ForCausalLM
+
+
+def started(model: KimiK2ForCausalLM) -> str:
+    """The line at start: whose operations run, and why."""
+    if not model.lm_head.weight.is_cuda:
+        return f"kimi-k2: operations are ours, plain ones, since this is a CPU; {VLLM_DOES} are vLLM's"
+    return f"kimi-k2: operations are ours ({', '.join(registry.TABLE)}); {VLLM_DOES} are vLLM's"

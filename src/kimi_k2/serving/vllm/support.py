@@ -1,0 +1,83 @@
+"""Whether a deployment is one that our operations can serve, and if not, why: vLLM then runs as without us."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.sharding.layout import STORED, Layout
+from kimi_k2.sharding.plan import make_plan
+
+# Names in vLLM that the model's class stands on. A module whose import would be slow is looked at as text.
+NEEDED = (
+    ("vllm.forward_context", "get_forward_context"),
+    ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
+    ("vllm.model_executor.models.registry", "ModelRegistry"),
+    ("vllm.v1.attention.backend", "AttentionBackend"),
+    ("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
+    ("vllm.v1.attention.backends.utils", "split_decodes_and_prefills"),
+    ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
+)
+AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausalLM("),)
+
+
+def changed() -> list[str]:
+    """What this vLLM lacks of what we stand on, `module.name` each."""
+    lacking = []
+    for module, name in NEEDED:
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            lacking.append(f"{module}.{name}")
+    for module, text in AS_TEXT:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None or text not in Path(spec.origin).read_text(encoding="utf-8"):
+            lacking.append(f"{module}: {text.removesuffix('(')}")
+    return lacking
+
+
+def layout_of(vllm_config: Any) -> Layout:
+    """How the ranks of a deployment share the model: experts over all of them with expert parallelism, else cut."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    groups = ranks if parallel.enable_expert_parallel else 1
+    return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED)
+
+
+def config_of(hf_config: Any) -> KimiK2Config:
+    """Our configuration of the language model that vLLM describes.
+
+    Raises:
+        ConfigError: it is no member of the family.
+    """
+    return KimiK2Config.from_dict(hf_config.to_dict())
+
+
+def refusal(vllm_config: Any, hf_config: Any) -> str | None:
+    """Why vLLM's own model is to serve this deployment; None if ours can."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for reason, holds in (
+        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+        ("data parallelism, whose experts need vLLM's exchange", parallel.data_parallel_size > 1),
+        ("context parallelism", getattr(parallel, "decode_context_parallel_size", 1) > 1),
+        ("expert load balancing", bool(getattr(parallel, "enable_eplb", False))),
+        ("LoRA", vllm_config.lora_config is not None),
+        ("speculative decoding", vllm_config.speculative_config is not None),
+        (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
+        ("a device other than the CPU: decode over pages has no kernel yet", not _on_cpu(vllm_config)),
+    ):
+        if holds:
+            return reason
+    try:
+        make_plan(config_of(hf_config), layout_of(vllm_config))
+    except KimiK2Error as error:
+        return str(error)
+    return None
+
+
+def _on_cpu(vllm_config: Any) -> bool:
+    return str(vllm_config.device_config.device_type) == "cpu"

@@ -1,0 +1,110 @@
+"""A checkpoint's tensors, as vLLM's loader gives them one by one, into one rank's part of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import EXPERT, IGNORED
+from kimi_k2.errors import CheckpointError, MissingTensorError, TensorShapeError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
+
+PREFIX = "language_model."  # of K2.5's names
+
+
+class RankLoader:
+    """Copies the slices that a rank holds.
+
+    Args:
+        model: this rank's part, from `parallel.apply.parallelize`, in the checkpoint's stored form.
+        plan: of all ranks.
+        rank: this one.
+    """
+
+    def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int) -> None:
+        self.model, self.plan, self.rank = model, plan, rank
+        self.planned = {tensor.name: tensor for tensor in plan.tensors}
+        self.filled: dict[str, int] = dict.fromkeys(self.planned, 0)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take tensors by their names in the checkpoint.
+
+        Returns:
+            Names, in the model, of what is filled so far.
+
+        Raises:
+            CheckpointError: (subclasses) a tensor that the model lacks, or of another shape.
+        """
+        for name, tensor in weights:
+            plain = name.removeprefix(PREFIX)
+            if IGNORED.search(plain):
+                continue
+            if EXPERT.match(plain):
+                self._expert(plain, tensor)
+            elif plain in self.planned:
+                self._copy(plain, self._local(plain), _cut(self.planned[plain], tensor, self.rank, plain))
+            elif not self._implied(plain):
+                raise CheckpointError("no such tensor in this model", tensor=name)
+        return {name for name, count in self.filled.items() if count}
+
+    def check(self) -> None:
+        """Refuse a model of which a part is missing.
+
+        Raises:
+            MissingTensorError: naming the first.
+        """
+        for name, planned in self.planned.items():
+            # Experts come one by one, gate and up apart.
+            parts = planned.local_shape[0] * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
+            if self.filled[name] < parts:
+                raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
+
+    def _implied(self, name: str) -> bool:
+        quantization = self.plan.config.quantization
+        return quantization is not None and name.rpartition(".")[2] in quantization.implied
+
+    def _local(self, name: str) -> Tensor:
+        module, _, suffix = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(module), suffix)
+        return found
+
+    def _copy(self, name: str, target: Tensor, part: Tensor) -> None:
+        if target.shape != part.shape:
+            raise TensorShapeError(f"is {list(part.shape)}, expected {list(target.shape)}", tensor=name)
+        target.copy_(part)
+        self.filled[name] += 1
+
+    def _expert(self, name: str, tensor: Tensor) -> None:
+        match = EXPERT.match(name)
+        assert match is not None
+        target = "down_proj" if match["proj"] == "down_proj" else "gate_up_proj"
+        stacked = f"{match['moe']}.experts.{target}{match['kind'].removeprefix('weight')}"
+        if stacked not in self.planned:
+            if self._implied(name):
+                return
+            raise CheckpointError("no such tensor in this model", tensor=name)
+        planned, expert = self.planned[stacked], int(match["expert"])
+        held = planned.experts_of(self.rank)
+        if expert not in held:
+            return
+        rows = self._local(stacked)[expert - held.start]
+        half = rows.shape[0] // 2
+        rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]
+        if planned.dim is not None:
+            dim, parts = planned.dim - 1, planned.parts
+            width = tensor.shape[dim] // parts
+            tensor = tensor.narrow(dim, self.rank % parts * width, width)
+        if rows.shape != tensor.shape:
+            raise TensorShapeError(f"is {list(tensor.shape)} on a rank, expected {list(rows.shape)}", tensor=name)
+        rows.copy_(tensor)
+        self.filled[stacked] += 1
+
+
+def _cut(planned: PlannedTensor, tensor: Tensor, rank: int, name: str) -> Tensor:
+    if tuple(tensor.shape) != planned.shape:
+        raise TensorShapeError(f"is {list(tensor.shape)}, expected {list(planned.shape)}", tensor=name)
+    regions = [tensor[region] for region in planned.regions(rank)]
+    return regions[0] if len(regions) == 1 else torch.cat(regions, dim=planned.dim or 0)

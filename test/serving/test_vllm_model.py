@@ -1,0 +1,140 @@
+"""vLLM on a CPU with our model in it: the plain model's tokens, whenever requests come; and vLLM's own where it can."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+WORKER = Path(__file__).with_name("vllm_requests.py")
+# vLLM's own attention on a CPU has these sizes alone; ours has any.
+WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LAYERS, MOE_LAYERS = 3, 2
+OURS = "operations are ours, plain ones, since this is a CPU"
+
+
+def requests(seed: int, count: int = 8) -> list[dict[str, Any]]:
+    """Prompts of 3 to 90 tokens, 64 new ones each, arriving 0 to 9 engine steps apart; four at most run at once."""
+    draw = random.Random(seed)
+    arrival, made = 0, []
+    for _ in range(count):
+        prompt = [draw.randrange(512) for _ in range(draw.randint(3, 90))]
+        made.append({"prompt": prompt, "new_tokens": 64, "arrival": arrival})
+        arrival += draw.randint(0, 9)
+    return made
+
+
+def expected(directory: Path, dtype: str, job: list[dict[str, Any]]) -> list[list[int]]:
+    """Greedy tokens of the plain model, each request alone."""
+    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    return [
+        generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
+    ]
+
+
+def serve(
+    directory: Path,
+    dtype: str,
+    job: list[dict[str, Any]],
+    tmp_path: Path,
+    *,
+    plugins: str | None = None,
+    **options: Any,
+) -> tuple[dict[str, Any], str]:
+    """What vllm_requests.py answers, and its log."""
+    asked, result = tmp_path / "asked.json", tmp_path / "result.json"
+    asked.write_text(json.dumps({"dtype": dtype, "requests": job}))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
+        capture_output=True, text=True, env=environment, timeout=600,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    answer: dict[str, Any] = json.loads(result.read_text())
+    return answer, log
+
+
+def check_ours(answer: dict[str, Any], log: str) -> None:
+    """Our operations ran: each layer's as often as there were forward passes, all plain."""
+    assert OURS in log
+    calls = {name: sum(entries.values()) for name, entries in answer["calls"].items()}
+    forwards, rest = divmod(calls["add_project"], LAYERS)
+    assert rest == 0
+    assert forwards >= 64
+    assert calls["add_norm_route"] == calls["routed_experts_with_shared"] == MOE_LAYERS * forwards
+    assert calls["attend_values"] > 0
+    assert calls["mla_naive_attention"] + calls["mla_absorbed_attention"] > calls["attend_values"]  # prompts too
+    assert calls["dense_linear"] > 0
+    assert all(entry == "plain" for entries in answer["calls"].values() for entry, count in entries.items() if count)
+
+
+# vLLM takes FP8 weights with 16-bit activations alone.
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "float32"), ("bf16", "float32")])
+def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    job = requests(seed=len(name))
+    answer, log = serve(checkpoints[name], dtype, job, tmp_path)
+    assert answer["tokens"] == expected(checkpoints[name], dtype, job)
+    check_ours(answer, log)
+
+
+def test_text_of_k2_5(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Its tensors have another prefix; vLLM's K2.5 asks for its text under this architecture."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints["k2.5"], model)
+    raw = json.loads((model / "config.json").read_text())
+    text = {**raw["text_config"], "architectures": ["DeepseekV2ForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(text))
+    job = requests(seed=5)
+    answer, log = serve(model, "float32", job, tmp_path)
+    assert answer["tokens"] == expected(checkpoints["k2.5"], "float32", job)
+    check_ours(answer, log)
+
+
+def test_same_tokens_as_vllms_own_model(tmp_path: Path) -> None:
+    """In BF16 weights, which is what vLLM's own model can serve on a CPU."""
+    directory = tmp_path / "wide"
+    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16"), seed=3)
+    job = requests(seed=3)
+    ours, log = serve(directory, "float32", job, tmp_path)
+    check_ours(ours, log)
+    theirs, log = serve(directory, "float32", job, tmp_path, plugins="kimi_k2_parsers")
+    assert "kimi-k2" not in log
+    assert not any(sum(entries.values()) for entries in theirs["calls"].values())
+    assert ours["tokens"] == theirs["tokens"] == expected(directory, "float32", job)
+
+
+def test_what_ours_cannot_serve_is_vllms(tmp_path: Path) -> None:
+    """A model that ours refuses runs as without the plugin, and a line says why."""
+    directory = tmp_path / "wide"
+    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16"), seed=3)
+    job = requests(seed=3, count=2)
+    wanted = expected(directory, "float32", job)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
+    answer, log = serve(directory, "float32", job, tmp_path)
+    lines = [line for line in log.splitlines() if "kimi-k2: " in line]
+    assert len(lines) == 1
+    assert "all operations are vLLM's: " in lines[0]
+    assert "num_nextn_predict_layers" in lines[0]
+    assert answer["tokens"] == wanted

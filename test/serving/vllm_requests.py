@@ -1,0 +1,44 @@
+"""Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
+
+Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype` and `requests`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def main(model: str, job_file: str, result_file: str) -> None:
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    job = json.loads(Path(job_file).read_text())
+    limits = {"max_model_len": 256, "max_num_seqs": 4}
+    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, **limits)
+    engine = LLMEngine.from_engine_args(arguments)
+    waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(job["requests"]))
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0][1]["arrival"] <= step:
+            number, one = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False)
+            engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    from kimi_k2.ops.registry import TABLE
+
+    calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
+    result = {"tokens": [tokens[str(number)] for number in range(len(tokens))], "calls": calls, "steps": step}
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
