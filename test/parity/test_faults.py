@@ -86,6 +86,15 @@ def epsilon_1e_5(model: KimiK2ForCausalLM, patch: Patch) -> None:
     patch.setattr(norm, "eps", 1e-5)
 
 
+def epsilon_of_a_layer(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    norm = of_layer(model, "input_layernorm", RMSNorm)
+    patch.setattr(norm, "eps", 10 * norm.eps)
+
+
+def epsilon_of_the_last_norm(model: KimiK2ForCausalLM, patch: Patch) -> None:
+    patch.setattr(model.model.norm, "eps", 10 * model.model.norm.eps)
+
+
 def clamp_at_240(model: KimiK2ForCausalLM, patch: Patch) -> None:
     """The published port's conversion: codes above 240 become 240 under an unchanged scale."""
     from kimi_k2.quantization import fp8_block
@@ -182,6 +191,27 @@ def test_layer_and_module_of_a_fault(
     assert found == FAULTS[fault], result.first
     if fault is dropped_token:
         assert result.first.row == 17
+
+
+EPSILONS: dict[Callable[[KimiK2ForCausalLM, Patch], None], Expected] = {
+    epsilon_1e_5: Expected("prefill", LAYER, "self_attn.q_a_layernorm.small"),
+    epsilon_of_a_layer: Expected("prefill", LAYER, "input_layernorm.small"),
+    epsilon_of_the_last_norm: Expected("prefill", None, "norm.small"),
+}
+
+
+@pytest.mark.parametrize("fault", EPSILONS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("against", ["plain", "transformers"])
+def test_an_epsilon_times_ten_shows_in_float32(
+    directory: Path, inputs: Inputs, golden: Trace, monkeypatch: Patch, fault: Callable[..., None], against: str
+) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(directory)
+    if against == "transformers":
+        golden = run_transformers(load_transformers_model(directory), inputs)
+        assert compare(run_plain(model, inputs), golden, model.config).passed
+    fault(model, monkeypatch)
+    wrong = [point for point in compare(run_plain(model, inputs), golden, model.config).points if not point.passed]
+    assert [Expected(point.phase, point.layer, point.module) for point in wrong] == [EPSILONS[fault]]
 
 
 def test_a_clean_pair_passes(directory: Path, inputs: Inputs, golden: Trace) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parity.trace import Inputs, Trace
+from kimi_k2.parity.trace import NORMS, Inputs, Trace, small_activations
 
 Emit = Callable[[str, Tensor], None]
 Combine = Callable[[str, Tensor], Tensor]
@@ -69,6 +69,19 @@ def _hooked(decoder: nn.Module, emit: Emit) -> Iterator[None]:
             handle.remove()
 
 
+def _probe_norms(decoder: nn.Module, emit: Emit) -> None:
+    """Emit what each norm makes of activations so small that its epsilon matters."""
+
+    def probe(norm: nn.Module, point: str) -> None:
+        weight = norm.get_parameter("weight")
+        emit(f"{point}.small", norm(small_activations(len(weight)).to(weight)))
+
+    for number, layer in enumerate(decoder.get_submodule("layers").children()):
+        for name in NORMS:
+            probe(layer.get_submodule(name), f"layers.{number}.{name}")
+    probe(decoder.get_submodule("norm"), "norm")
+
+
 def _first(output: Any) -> Tensor:
     out: Tensor = output[0] if isinstance(output, tuple) else output
     return out
@@ -121,6 +134,7 @@ def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambd
         recorder.emit("lm_head", model(torch.tensor([tokens], device=device), positions[None], cache)[0, -1:])
         _emit_cache(cache, positions, model.config.kv_lora_rank, recorder.emit)
 
+    _probe_norms(model.model, recorder.emit)
     try:
         model.model.rotary = turned  # type: ignore[assignment]
         with _hooked(model.model, recorder.emit):
@@ -149,6 +163,7 @@ def run_transformers(model: Any, inputs: Inputs) -> Trace:
         cos, sin = (part[..., : part.shape[-1] // 2] for part in output)
         recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
 
+    _probe_norms(model.model, recorder.emit)
     handle = model.model.rotary_emb.register_forward_hook(emit_rotation)
     try:
         with _hooked(model.model, recorder.emit):

@@ -21,12 +21,15 @@ PHASES = ("prefill", "decode")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 # Points of a layer in the order of computation; a backend need not have all of them. `kv_cache` and `k_pe` are the two
-# parts of the entry that the cache holds at the token's own position after the step.
+# parts of the entry that the cache holds at the token's own position after the step; `.small` is what a norm makes of
+# `small_activations`, once a run.
 ATTENTION_POINTS = (
-    "input_layernorm", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj",
-    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.kv_cache", "self_attn.rope.k_pe",
-    "self_attn.attention", "self_attn.o_proj", "post_attention_layernorm",
+    "input_layernorm", "input_layernorm.small", "self_attn.q_a_proj", "self_attn.q_a_layernorm",
+    "self_attn.q_a_layernorm.small", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm",
+    "self_attn.kv_a_layernorm.small", "self_attn.kv_cache", "self_attn.rope.k_pe", "self_attn.attention",
+    "self_attn.o_proj", "post_attention_layernorm", "post_attention_layernorm.small",
 )  # fmt: skip
+NORMS = ("input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "post_attention_layernorm")
 MOE_POINTS = ("mlp.gate.selection", "mlp.gate.weights", "mlp.experts", "mlp.shared_experts")
 LAST_POINTS = ("mlp", "output")
 
@@ -112,7 +115,15 @@ def order(config: KimiK2Config) -> list[str]:
     for layer in range(config.num_hidden_layers):
         own = ATTENTION_POINTS + (MOE_POINTS if config.is_moe_layer(layer) else ()) + LAST_POINTS
         points += [f"layers.{layer}.{point}" for point in own]
-    return [*points, "norm", "lm_head"]
+    return [*points, "norm", "norm.small", "lm_head"]
+
+
+def small_activations(width: int) -> Tensor:
+    """[1, width], with a mean square of 3.3e-7, less than a norm's epsilon.
+
+    A mean square of real activations is about 1, and a wrong epsilon no more than float32's rounding.
+    """
+    return torch.linspace(-1e-3, 1e-3, width, dtype=torch.float64)[None]
 
 
 def captured_bytes(config: KimiK2Config, inputs: Inputs) -> int:
@@ -129,4 +140,6 @@ def captured_bytes(config: KimiK2Config, inputs: Inputs) -> int:
             if config.is_moe_layer(layer):
                 values += 2 * hidden + 3 * config.num_experts_per_tok  # int64 indices count twice
     rows = sum(inputs.rows(phase) for phase in PHASES)
-    return 4 * (rows * values + (1 + len(inputs.forced)) * config.vocab_size)
+    kept = config.num_hidden_layers if inputs.layers is None else len(inputs.layers)
+    probes = config.hidden_size + kept * (2 * config.hidden_size + config.q_lora_rank + config.kv_lora_rank)
+    return 4 * (rows * values + (1 + len(inputs.forced)) * config.vocab_size + probes)
