@@ -69,7 +69,8 @@ class Layer:
             shapes = [(c.moe_intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.moe_intermediate_size)]
             for name, (rows, columns) in zip(("gate", "up", "down"), shapes, strict=True):
                 plain = draw(rows, columns, name=f"{name}{number}", scale=columns**-0.5).float()
-                held.append(halve_blocks(*quantize_fp8_block(plain, (128, 128)), (128, 128), BLOCK))
+                halved = halve_blocks(*quantize_fp8_block(plain, (128, 128)), (128, 128), BLOCK)
+                held.append((halved.weight, halved.scale))
             self.experts[number] = held
         return self.experts[number]
 

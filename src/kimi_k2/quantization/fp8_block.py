@@ -62,12 +62,15 @@ def e4m3_to_float32(weight: Tensor) -> Tensor:
     return values
 
 
-def e4m3_rows(weight: Tensor, use: int) -> Tensor:
-    """`e4m3_to_float32` of some rows on a CPU, in scratch `use` (and the next), which another call overwrites."""
+def scaled_e4m3_rows(weight: Tensor, scale: Tensor, use: int) -> Tensor:
+    """float32 values of some rows on a CPU times `scale` [rows, 1], in scratch `use` (and the next).
+
+    Another call overwrites them.
+    """
     if has_nan(weight):
-        return e4m3_to_float32(weight)
-    wide = work_rows(use, len(weight), weight, torch.int16)
-    return _scaled_values(weight, wide, work_rows(use + 1, len(weight), weight, torch.float32)).mul_(_SCALED)
+        return e4m3_to_float32(weight).mul_(scale)
+    halves = _halves(weight, work_rows(use, len(weight), weight, torch.int16))
+    return torch.mul(halves, scale * _SCALED, out=work_rows(use + 1, len(weight), weight, torch.float32))
 
 
 def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:
@@ -76,10 +79,15 @@ def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:
     torch converts code by code, which takes ten times as long on a CPU. Exponent and mantissa of an e4m3 code, moved to
     the top of a float16's, read as the value times 2^-8, subnormals too, since both formats end the same way.
     """
+    return values.copy_(_halves(weight, wide))
+
+
+def _halves(weight: Tensor, wide: Tensor) -> Tensor:
+    """`_scaled_values` in float16, in the memory of `wide`."""
     wide.copy_(weight.view(torch.int8))
     # Bit 14 is a copy of the sign, from the extension to 16 bits.
     wide.bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return values.copy_(wide.view(torch.float16))
+    return wide.view(torch.float16)
 
 
 def dequantize_fp8_block(
@@ -124,9 +132,8 @@ def dequantized_chunks(
     rows, columns = weight.shape
     block_rows, block_columns = block_size
     # A device has no such cache to keep to, and nothing may be read back in the capture of a CUDA graph.
-    if weight.device.type != "cpu" or has_nan(weight):
-        values = e4m3_to_float32(weight) * expand_block_scale(weight_scale_inv, weight.shape, block_size)
-        yield slice(0, rows), values
+    if weight.device.type != "cpu":
+        yield slice(0, rows), _dequantized(weight, weight_scale_inv, block_size)
         return
     # A power of two, so that the product is rounded as that of value and scale is.
     scales = (weight_scale_inv * _SCALED).repeat_interleave(block_columns, dim=1)[:, :columns]
@@ -134,10 +141,20 @@ def dequantized_chunks(
     step = step // block_rows * block_rows if step > block_rows else step
     wide, scratch = (work_rows(i, min(step, rows), weight, d) for i, d in enumerate((torch.int16, torch.float32)))
     for start, end in _spans(rows, block_rows, step):
-        values = _scaled_values(weight[start:end], wide[: end - start], scratch[: end - start])
-        blocks = scales[start // block_rows : -(-end // block_rows)]
-        values.unflatten(0, (len(blocks), -1)).mul_(blocks.unsqueeze(1))
-        yield slice(start, end), values
+        part = slice(start, end)
+        blocks = slice(start // block_rows, -(-end // block_rows))
+        if has_nan(weight[part]):
+            yield part, _dequantized(weight[part], weight_scale_inv[blocks], block_size)
+            continue
+        halves, values = _halves(weight[part], wide[: end - start]), scratch[: end - start]
+        count = blocks.stop - blocks.start
+        torch.mul(halves.unflatten(0, (count, -1)), scales[blocks].unsqueeze(1), out=values.unflatten(0, (count, -1)))
+        yield part, values
+
+
+def _dequantized(weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """All at once, NaN included."""
+    return e4m3_to_float32(weight) * expand_block_scale(weight_scale_inv, weight.shape, block_size)
 
 
 def _spans(rows: int, block: int, step: int) -> Iterator[tuple[int, int]]:

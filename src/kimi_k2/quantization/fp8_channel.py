@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kimi_k2.quantization.fp8_block import dequantized_chunks, e4m3_to_float32
 from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX
-from kimi_k2.quantization.rows import row_chunks, work_rows
+from kimi_k2.quantization.rows import new_matrix, row_chunks, work_rows
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -48,7 +48,7 @@ def quantize_chunks(
     shape: torch.Size, chunks: Iterable[tuple[slice, Tensor]], observe: Observer | None = None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_fp8_channel` of a [N, K] weight whose float32 rows come a few at a time, with where they lie."""
-    codes = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    codes = new_matrix(shape, torch.float8_e4m3fn)
     scale = torch.empty(shape[0], 1, dtype=torch.float32)
     for part, plain in chunks:
         work = work_rows(2, len(plain), plain, torch.float32)

@@ -6,6 +6,8 @@ but for values below 2^-5 with an odd lowest bit, which the subnormals cannot ho
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -45,7 +47,7 @@ def halve_codes(weight: Tensor, *, allow_nan: bool = False) -> Tensor:
 
     Args:
         weight: float8_e4m3fn, any shape.
-        allow_nan: keep NaN as it is, or trust that there is none: looking for it takes as long as the rest.
+        allow_nan: keep NaN as it is.
 
     Returns:
         float8_e4m3fn, same shape, contiguous; at most 224 in magnitude.
@@ -53,28 +55,50 @@ def halve_codes(weight: Tensor, *, allow_nan: bool = False) -> Tensor:
     Raises:
         ValueError: the weight holds NaN.
     """
-    nan = has_nan(weight)
-    if nan and not allow_nan:
-        raise ValueError("weight: holds NaN")
-    codes = weight.contiguous().view(torch.uint8).numpy().reshape(-1)
-    out = np.empty_like(codes)
-    exponents = np.empty(_CHUNK, dtype=np.uint8)
-    for first in range(0, len(codes), _CHUNK):
-        part, halved = codes[first : first + _CHUNK], out[first : first + _CHUNK]
+    return _halve(weight, allow_nan=allow_nan)[0]
+
+
+def _halve(weight: Tensor, *, allow_nan: bool) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """`halve_codes`, and where in the flattened tensor it rounds."""
+    codes = weight.contiguous().view(torch.uint8)
+    values = codes.numpy().reshape(-1)
+    out = np.empty_like(values)
+    exponents = np.empty(min(_CHUNK, len(values)), dtype=np.uint8)
+    inexact = [np.empty(0, dtype=np.int64)]
+    for first in range(0, len(values), _CHUNK):
+        part, halved = values[first : first + _CHUNK], out[first : first + _CHUNK]
         # An exponent less by one; the few values without one to lose, and NaN, are looked up.
         np.subtract(part, 1 << _MANTISSA_BITS, out=halved)
         upper = np.bitwise_and(part, _EXPONENT & ~_LINEAR_BITS, out=exponents[: len(part)])
-        if nan:
+        if has_nan(codes.view(-1)[first : first + _CHUNK]):
+            if not allow_nan:
+                raise ValueError("weight: holds NaN")
             upper[(part & _NAN) == _NAN] = 0
         if np.count_nonzero(upper) < len(part):
             few = np.flatnonzero(upper == 0)
-            halved[few] = _HALVED[part[few]]
-    return torch.from_numpy(out).view(weight.shape).view(torch.float8_e4m3fn)
+            found = part[few]
+            halved[few] = _HALVED[found]
+            inexact.append(few[((found & 1) == 1) & ((found & _NAN) != _NAN)] + first)
+    return torch.from_numpy(out).view(weight.shape).view(torch.float8_e4m3fn), np.concatenate(inexact)
+
+
+class HalvedBlocks(NamedTuple):
+    """What `halve_blocks` makes.
+
+    Attributes:
+        weight: float8_e4m3fn [N, K].
+        scale: float32 [N / block, K / block].
+        inexact: where in the flattened weight the halves are rounded.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    inexact: npt.NDArray[np.int64]
 
 
 def halve_blocks(
     weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int], block: int, *, allow_nan: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> HalvedBlocks:
     """A block-FP8 weight for Trainium2: halved codes, doubled scales, each scale repeated for blocks of `block`.
 
     Args:
@@ -83,25 +107,12 @@ def halve_blocks(
         block_size: the checkpoint's block; `block` divides both sides.
         block: side of a square block of the result, so that a rank's slice begins and ends on a block's border.
         allow_nan: as in `halve_codes`.
-
-    Returns:
-        (float8_e4m3fn [N, K], float32 [N / block, K / block]).
     """
     grid = torch.Size(size // block for size in weight.shape)
     repeats = (block_size[0] // block, block_size[1] // block)
-    halved = halve_codes(weight, allow_nan=allow_nan)
-    return halved, expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
-
-
-def inexact_places(weight: Tensor) -> npt.NDArray[np.int64]:
-    """Where, in the flattened tensor, `inexact_codes` are: few, and found at the speed of the cache."""
-    codes = weight.contiguous().view(torch.uint8).numpy().reshape(-1)
-    odd_and_small = _NAN & ~(_LINEAR - 1) | 1
-    found = []
-    for first in range(0, len(codes), _CHUNK):
-        chosen = np.bitwise_and(codes[first : first + _CHUNK], odd_and_small)
-        found.append(np.flatnonzero(chosen == 1) + first)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    halved, inexact = _halve(weight, allow_nan=allow_nan)
+    doubled = expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
+    return HalvedBlocks(halved, doubled, inexact)
 
 
 def inexact_codes(weight: Tensor) -> Tensor:

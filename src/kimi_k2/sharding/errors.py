@@ -6,11 +6,11 @@ import math
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kimi_k2.quantization.fp8_block import dequantized_chunks
-from kimi_k2.quantization.neuron_e4m3 import inexact_places
 
 _LAST_BIT = 2.0**-9  # what rounding half of an odd multiple of 2^-9 and doubling it again is off by
 
@@ -64,10 +64,15 @@ def compare(original: Tensor, converted: Tensor) -> ConversionError:
     )
 
 
-def halving_error(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> ConversionError:
-    """Error of `halve_codes` for a block-FP8 weight [N, K] with scales [N / rows, K / columns]."""
+def halving_error(
+    weight: Tensor, scale: Tensor, block: tuple[int, int], places: npt.NDArray[np.int64]
+) -> ConversionError:
+    """Error of `halve_blocks` for a block-FP8 weight [N, K] with scales [N / rows, K / columns].
+
+    Args:
+        places: where in the flattened weight it rounds.
+    """
     columns = weight.shape[1]
-    places = inexact_places(weight)
     worst = scale.abs().numpy()[places // columns // block[0], places % columns // block[1]].astype(np.float64)
     squared_norm = 0.0
     for _, plain in dequantized_chunks(weight, scale, block):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.files import parse_json
+from kimi_k2.sharding.checksum import FIRST_CHECKSUM
 
 JOURNAL = "journal.jsonl"
 
@@ -21,14 +22,22 @@ class FinishedLayer(NamedTuple):
     checksums: list[dict[str, str]]
 
 
+class Begun(NamedTuple):
+    """What a journal tells: what the conversion is made from, the kind of its checksums, its finished layers."""
+
+    made_from: dict[str, Any]
+    checksum: str
+    layers: list[FinishedLayer]
+
+
 class Journal:
     """Lines appended and flushed one by one; one that a kill cut off or that is damaged counts for nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> tuple[dict[str, Any], list[FinishedLayer]] | None:
-        """What the conversion is made from and its finished layers; None if it has not begun.
+    def read(self) -> Begun | None:
+        """None if the conversion has not begun.
 
         Raises:
             ConfigError: the first line is damaged, so that nothing is known.
@@ -42,7 +51,8 @@ class Journal:
         if not lines:
             return None
         try:
-            made_from = parse_json(lines[0])["made_from"]
+            first = parse_json(lines[0])
+            made_from = first["made_from"]
             _ = made_from["source"]["shards"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError("line 1 is damaged; delete the output directory", file=self.path) from None
@@ -53,11 +63,11 @@ class Journal:
                 finished.append(FinishedLayer(int(entry["layer"]), entry["error"], list(entry["checksums"])))
             except (ValueError, KeyError, TypeError):
                 continue
-        return dict(made_from), finished
+        return Begun(dict(made_from), first.get("checksum", FIRST_CHECKSUM), finished)
 
-    def begin(self, made_from: dict[str, Any]) -> None:
+    def begin(self, made_from: dict[str, Any], checksum: str) -> None:
         """Start anew."""
-        self._append({"made_from": made_from}, os.O_TRUNC)
+        self._append({"made_from": made_from, "checksum": checksum}, os.O_TRUNC)
 
     def finish_layer(self, layer: FinishedLayer) -> None:
         """Say that a layer is whole on the disk."""

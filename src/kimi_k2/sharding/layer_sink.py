@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import CheckpointError, MissingTensorError
+from kimi_k2.sharding.checksum import Digest, MakeDigest
 from kimi_k2.sharding.convert import Part
 from kimi_k2.sharding.planned import PlannedTensor
 from kimi_k2.sharding.rank_file import RankFile
@@ -31,13 +30,19 @@ class LayerSink:
         ranks: the files.
         wanted: numbers of the ranks that are written; the others have the layer already.
         threads: among which the ranks are divided.
+        digest: of the checksums.
     """
 
     def __init__(
-        self, planned: dict[str, PlannedTensor], ranks: list[RankFile], wanted: Sequence[int], threads: int
+        self,
+        planned: dict[str, PlannedTensor],
+        ranks: list[RankFile],
+        wanted: Sequence[int],
+        threads: int,
+        digest: MakeDigest,
     ) -> None:
-        self.planned, self.ranks, self.wanted, self.threads = planned, ranks, wanted, threads
-        self._digests: dict[int, dict[str, Any]] = {rank: defaultdict(hashlib.sha256) for rank in wanted}
+        self.planned, self.ranks, self.wanted, self.threads, self.digest = planned, ranks, wanted, threads, digest
+        self._digests: dict[int, dict[str, Digest]] = {rank: defaultdict(digest) for rank in wanted}
         self._written: dict[int, dict[str, int]] = {rank: defaultdict(int) for rank in wanted}
         self._experts: dict[str, list[Part]] = defaultdict(list)
         self._waiting = 0
@@ -80,7 +85,9 @@ class LayerSink:
         for part in parts:
             self._check(part, self.planned[part.name].shape)
         shared = {part.name: tensor_bytes(part.tensor) for part in parts if self.planned[part.name].dim is None}
-        digests = {name: hashlib.sha256(data) for name, data in shared.items()}  # once for all ranks
+        digests = {name: self.digest() for name in shared}  # once for all ranks
+        for name, data in shared.items():
+            digests[name].update(data)
 
         def write(ranks: Sequence[int]) -> None:
             # Cutting, hashing and writing release the interpreter's lock.

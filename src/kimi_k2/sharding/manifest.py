@@ -1,4 +1,4 @@
-"""manifest.json beside the ranks' files: what they were made from, their tensors, and a SHA-256 a tensor."""
+"""manifest.json beside the ranks' files: what they were made from, their tensors, and a checksum a tensor."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def write_manifest(
     plan: ShardingPlan,
     errors: Mapping[int, Mapping[str, float]],
     checksums: Sequence[Mapping[str, str]],
+    checksum: str,
     vision: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write what a finished conversion consists of, with a checksum of its own; returns the content.
@@ -108,6 +109,7 @@ def write_manifest(
     Args:
         errors: by layer.
         checksums: by rank and tensor.
+        checksum: their kind.
         vision: what `write_vision` gave.
 
     Raises:
@@ -124,7 +126,7 @@ def write_manifest(
         "files": {rank_file_name(rank): size for rank in range(plan.layout.ranks)},
         "tensors": {spec.name: {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape)} for spec in specs},
         "errors": {"layers": {str(layer): errors[layer] for layer in sorted(errors)}, "total": total.as_dict()},
-        "checksum": "sha256",
+        "checksum": checksum,
         "checksums": {rank_file_name(rank): dict(sorted(sums.items())) for rank, sums in enumerate(checksums)},
     }
     if vision is not None:

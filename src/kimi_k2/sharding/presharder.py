@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.stored import Stored
+from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.flusher import Flusher
 from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.layout import Layout
@@ -91,6 +94,8 @@ class Presharder:
         self.errors: dict[int, dict[str, float]] = {}
         self.checksums: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
         self._journal = Journal(self.output / JOURNAL)
+        # An earlier run may have begun with another kind of checksum; then all of them are of that kind.
+        self._checksum, self._digest = CHECKSUM, digest_maker(CHECKSUM, self.output)
         self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._ranks: list[RankFile] = []
         self._trusted: set[int] = set()  # ranks whose files were finished by an earlier run and are not read again
@@ -117,21 +122,22 @@ class Presharder:
                 if finished:
                     self._trusted = {rank for rank, file in enumerate(self._ranks) if file.finished}
                 if done is None:
-                    self._journal.begin(self.made_from)
+                    self._journal.begin(self.made_from, self._checksum)
                 self._convert_all(done or {}, repair=finished)
             finally:
                 torch.set_num_threads(threads)
                 for file in self._ranks:
                     file.close()
-            tower = write_vision(self.reader, self.config, self.output, self.on_bytes)
+            tower = write_vision(self.reader, self.config, self.output, self._digest, self.on_bytes)
             self._check_source(self._source)
-            manifest = write_manifest(self.output, self.made_from, self.plan, self.errors, self.checksums, tower)
+            manifest = write_manifest(
+                self.output, self.made_from, self.plan, self.errors, self.checksums, self._checksum, tower
+            )
             self._journal.remove()
             return manifest
 
     def _convert_all(self, done: dict[int, FinishedLayer], *, repair: bool) -> None:
-        with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as flusher:
-            flushing: Future[None] | None = None
+        with ThreadPoolExecutor(THREADS) as pool, Flusher(self._ranks) as flusher:
             for layer in self._modules:
                 wanted: Sequence[int] = range(self.layout.ranks)
                 if layer in done:
@@ -139,18 +145,15 @@ class Presharder:
                 if not wanted:
                     self.on_bytes(self._layer_bytes(layer))
                     continue
-                checksums, error = self._layer(layer, wanted, pool)
-                # A layer goes to the disk while the next one is converted; never more than one.
-                if flushing is not None:
-                    flushing.result()
+                checksums, error = self._layer(layer, wanted, pool, flusher)
+                flusher.wait()
                 made = FinishedLayer(layer, error.as_dict() if error.values else None, self._merged(layer, checksums))
                 if repair and made.checksums != done[layer].checksums:
                     raise CheckpointError(
                         f"layer {layer} does not come out as the manifest says", file=self.output / MANIFEST
                     )
-                flushing = flusher.submit(self._flush, made, error, journal=not repair)
-            if flushing is not None:
-                flushing.result()
+                flusher.end_layer(partial(self._durable, made, error, journal=not repair))
+            flusher.wait()
         for file in self._ranks:
             file.finish()
 
@@ -171,6 +174,7 @@ class Presharder:
         if (self.output / MANIFEST).exists():
             manifest = load_manifest(self.output)
             made_from, finished = manifest["made_from"], self._layers_of(manifest)
+            self._checksum = manifest.get("checksum", FIRST_CHECKSUM)
             self._check_made_from(made_from, self.output / MANIFEST, "holds a conversion")
         else:
             read = self._journal.read()
@@ -178,9 +182,10 @@ class Presharder:
                 if any(weights.glob("*.safetensors")):
                     raise ConfigError("holds files of something else; give an empty directory", file=self.output)
                 return None
-            made_from, finished = read
+            made_from, self._checksum, finished = read
             self._check_made_from(made_from, self._journal.path, "an unfinished conversion")
         self.made_from = made_from
+        self._digest = digest_maker(self._checksum, self.output)
         whole = {}
         for layer in finished:
             names = {tensor.name for tensor in self.plan.layer(layer.layer)}
@@ -234,7 +239,7 @@ class Presharder:
             file = self._ranks[rank]
             if file.fresh:
                 return True
-            return any(file.checksum(name) != digest for name, digest in layer.checksums[rank].items())
+            return any(file.checksum(name, self._digest) != digest for name, digest in layer.checksums[rank].items())
 
         ranks = [rank for rank in range(self.layout.ranks) if rank not in self._trusted]
         return [rank for rank, damaged in zip(ranks, pool.map(is_damaged, ranks), strict=True) if damaged]
@@ -247,10 +252,8 @@ class Presharder:
         """
         check_unchanged(self.reader.directory, {shard: self._source[shard] for shard in shards})
 
-    def _flush(self, layer: FinishedLayer, error: ConversionError, *, journal: bool) -> None:
-        """Make a layer durable, then say so in the journal."""
-        for file in self._ranks:
-            file.sync()
+    def _durable(self, layer: FinishedLayer, error: ConversionError, *, journal: bool) -> None:
+        """A layer is whole on the disk: say so in the journal."""
         names = (name for names in self._modules[layer.layer].values() for name in names)
         self._check_source({self.reader.tensors[name].shard for name in names})
         if layer.error is not None:
@@ -262,12 +265,12 @@ class Presharder:
     # -- one layer -----------------------------------------------------------------------------------
 
     def _layer(
-        self, layer: int, wanted: Sequence[int], pool: ThreadPoolExecutor
+        self, layer: int, wanted: Sequence[int], pool: ThreadPoolExecutor, flusher: Flusher
     ) -> tuple[dict[int, dict[str, str]], ConversionError]:
         """Convert a layer for the wanted ranks: checksums by rank and name, and the error of all of it."""
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
-        sink = LayerSink(planned, self._ranks, wanted, THREADS)
+        sink = LayerSink(planned, self._ranks, wanted, THREADS, self._digest)
         converter = Converter(self.config, self.layout, planned, report=self.report)
         error = ConversionError()
         for part in self._rank_numbers(layer):
@@ -279,6 +282,7 @@ class Presharder:
             parts, part_error = converted.result()
             sink.add(parts, pool)
             error.add(part_error)
+            flusher.wrote(nbytes)
             self.on_bytes(nbytes)
 
         try:

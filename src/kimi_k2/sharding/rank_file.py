@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding.checksum import MakeDigest
 
 _AT_ONCE = os.sysconf("SC_IOV_MAX")
 _CHUNK = 2**22
@@ -95,9 +95,9 @@ class RankFile:
                 f"cannot reserve {self.nbytes} bytes: {error.strerror}; {RESUME}", file=self.path
             ) from error
 
-    def checksum(self, name: str) -> str:
-        """SHA-256 of a tensor's bytes as they are on the disk."""
-        digest, position = hashlib.sha256(), self.layout.offsets[name]
+    def checksum(self, name: str, make: MakeDigest) -> str:
+        """Checksum of a tensor's bytes as they are on the disk."""
+        digest, position = make(), self.layout.offsets[name]
         end = position + self.layout.specs[name].nbytes
         while position < end:
             chunk = os.pread(self._fd, min(_CHUNK, end - position), position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,8 @@ from kimi_k2.errors import (
 )
 from kimi_k2.files import parse_json
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.manifest import WEIGHTS, load_manifest
+from kimi_k2.sharding.checksum import FIRST_CHECKSUM, Digest, MakeDigest, digest_maker
+from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, load_manifest
 from kimi_k2.sharding.rank_file import FileLayout
 from kimi_k2.sharding.vision_file import VISION_FILE, vision_layout
 
@@ -36,13 +36,13 @@ def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
     """
     directory = Path(directory)
     manifest = load_manifest(directory)
-    layout = _layout(manifest)
+    layout, digest = _layout(manifest), _digest(directory, manifest)
     for name in manifest["files"]:
-        for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes):
+        for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes):
             raise fault
         yield name
     if tower := manifest.get("vision"):
-        for fault in _vision_faults(directory, tower, on_bytes):
+        for fault in _vision_faults(directory, tower, digest, on_bytes):
             raise fault
     for fault in _strangers(directory, manifest):
         raise fault
@@ -56,23 +56,27 @@ def faults(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
     """
     directory = Path(directory)
     manifest = load_manifest(directory)
-    layout = _layout(manifest)
+    layout, digest = _layout(manifest), _digest(directory, manifest)
     for name in manifest["files"]:
-        yield from _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], on_bytes)
+        yield from _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes)
     if tower := manifest.get("vision"):
-        yield from _vision_faults(directory, tower, on_bytes)
+        yield from _vision_faults(directory, tower, digest, on_bytes)
     yield from _strangers(directory, manifest)
 
 
 def _vision_faults(
-    directory: Path, tower: dict[str, Any], on_bytes: Callable[[int], None] | None
+    directory: Path, tower: dict[str, Any], digest: MakeDigest, on_bytes: Callable[[int], None] | None
 ) -> Iterator[CheckpointError]:
-    yield from _file_faults(directory / VISION_FILE, vision_layout(tower), tower["checksums"], on_bytes)
+    yield from _file_faults(directory / VISION_FILE, vision_layout(tower), tower["checksums"], digest, on_bytes)
 
 
 def _layout(manifest: dict[str, Any]) -> FileLayout:
     tensors = manifest["tensors"].items()
     return FileLayout.of(TensorSpec(name, DTYPES[one["dtype"]], tuple(one["shape"])) for name, one in tensors)
+
+
+def _digest(directory: Path, manifest: dict[str, Any]) -> MakeDigest:
+    return digest_maker(manifest.get("checksum", FIRST_CHECKSUM), directory / MANIFEST)
 
 
 def _strangers(directory: Path, manifest: dict[str, Any]) -> Iterator[CheckpointError]:
@@ -82,7 +86,11 @@ def _strangers(directory: Path, manifest: dict[str, Any]) -> Iterator[Checkpoint
 
 
 def _file_faults(
-    path: Path, layout: FileLayout, checksums: dict[str, str], on_bytes: Callable[[int], None] | None
+    path: Path,
+    layout: FileLayout,
+    checksums: dict[str, str],
+    make_digest: MakeDigest,
+    on_bytes: Callable[[int], None] | None,
 ) -> Iterator[CheckpointError]:
     if not path.is_file():
         yield MissingShardError("no such file", file=path)
@@ -96,14 +104,16 @@ def _file_faults(
                 yield from _header_faults(path, layout)
                 return
             for name in layout.specs:
-                if _checksum(file, name, layout, on_bytes) != checksums[name]:
+                if _checksum(file, name, layout, make_digest(), on_bytes) != checksums[name]:
                     yield CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=name)
     except OSError as error:
         yield CheckpointError(f"cannot be read: {error.strerror}", file=path)
 
 
-def _checksum(file: BinaryIO, name: str, layout: FileLayout, on_bytes: Callable[[int], None] | None) -> str:
-    digest, left = hashlib.sha256(), layout.specs[name].nbytes
+def _checksum(
+    file: BinaryIO, name: str, layout: FileLayout, digest: Digest, on_bytes: Callable[[int], None] | None
+) -> str:
+    left = layout.specs[name].nbytes
     file.seek(layout.offsets[name])
     while left and (chunk := file.read(min(_CHUNK, left))):
         digest.update(chunk)

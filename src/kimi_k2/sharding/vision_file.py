@@ -5,7 +5,6 @@ The tower has 0.4 B parameters and works on whole images, so ranks do not cut it
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,27 @@ from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.checkpoint.writer import SafetensorsWriter, tensor_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding.checksum import MakeDigest
 from kimi_k2.sharding.rank_file import FileLayout
 
 VISION_FILE = "vision.safetensors"
 
 
 def write_vision(
-    reader: CheckpointReader, config: KimiK2Config, output: Path, on_bytes: Callable[[int], None] = lambda _: None
+    reader: CheckpointReader,
+    config: KimiK2Config,
+    output: Path,
+    digest: MakeDigest,
+    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any] | None:
     """Copy tower and projector as they are stored; None if the model has none.
 
+    Args:
+        digest: of the checksums.
+        on_bytes: called with the bytes of each tensor.
+
     Returns:
-        The manifest's entry: file, bytes, tensors, and a SHA-256 a tensor.
+        The manifest's entry: file, bytes, tensors, and a checksum a tensor.
 
     Raises:
         NonfiniteError: a tensor holds NaN or Inf.
@@ -42,7 +50,9 @@ def write_vision(
         for spec in specs:
             tensor = reader.get(spec.name)
             writer.write(spec.name, tensor)
-            sums[spec.name] = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+            checksum = digest()
+            checksum.update(tensor_bytes(tensor))
+            sums[spec.name] = checksum.hexdigest()
             on_bytes(spec.nbytes)
     return {
         "file": VISION_FILE,

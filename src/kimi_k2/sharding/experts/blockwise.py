@@ -70,12 +70,12 @@ class BlockwiseExperts(ExpertFormat):
         square = (self.block, self.block)
         if (held := matrix.source.e4m3_blocks(matrix.stored)) is not None:
             weight, scale = held
+            halved, doubled, inexact = halve_blocks(weight, scale, matrix.source.block, self.block, allow_nan=True)
             if error is not None:
-                error.add(halving_error(weight, scale, matrix.source.block))
-            halved, doubled = halve_blocks(weight, scale, matrix.source.block, self.block, allow_nan=True)
+                error.add(halving_error(weight, scale, matrix.source.block, inexact))
             return {"weight": halved, "scale": doubled}
         plain = matrix.dequantized(torch.float32)
-        halved, doubled = halve_blocks(*quantize_fp8_block(plain, square), square, self.block, allow_nan=True)
+        halved, doubled, _ = halve_blocks(*quantize_fp8_block(plain, square), square, self.block, allow_nan=True)
         if error is not None:
             error.add(compare(plain, dequantize_fp8_block(halved, doubled, square)))
         return {"weight": halved, "scale": doubled}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_block import e4m3_rows
+from kimi_k2.quantization.fp8_block import scaled_e4m3_rows
 from kimi_k2.quantization.fp8_channel import quantize_chunks
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.errors import ConversionError, compare
@@ -53,7 +53,7 @@ class ChannelExperts(ExpertFormat):
 
         def observe(plain: Tensor, values: Tensor, scale: Tensor) -> None:
             if error is not None:
-                error.add(compare(plain, e4m3_rows(values, _SCRATCH).mul_(scale)))
+                error.add(compare(plain, scaled_e4m3_rows(values, scale, _SCRATCH)))
 
         rows = matrix.source.dequantized_rows(matrix.stored)
         shape = torch.Size((matrix.rows, matrix.columns))
