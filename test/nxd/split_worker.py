@@ -5,6 +5,7 @@ python split_worker.py CHECKPOINT OUTPUT [CASE...]
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -75,6 +76,7 @@ CASES: dict[str, Callable[[str, Any], float]] = {
 
 @torch.inference_mode()
 def main() -> None:
+    logging.disable(logging.WARNING)
     checkpoint, output, *chosen = sys.argv[1:]
     model = plain_model(Path(checkpoint))
     found = {}

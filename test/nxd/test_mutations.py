@@ -23,3 +23,16 @@ def test_each_fault_is_seen(tmp_path: Path) -> None:
     assert table.pop("none") == []
     assert len(table) >= 25
     assert [name for name, seen in table.items() if not seen] == []
+
+
+@SLOW
+def test_each_fault_of_a_split_is_seen(tmp_path: Path) -> None:
+    """Flash decoding and sequence parallelism; a layer without experts, whose MLP is split too, and one with."""
+    write_synthetic_checkpoint(tmp_path / "source", with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=4)
+    worker, output = Path(__file__).with_name("split_mutations_worker.py"), tmp_path / "output.pt"
+    run_executed([str(worker), str(tmp_path / "source"), str(output)], ranks=4, timeout=1800)
+    table = torch.load(output)
+    for name, difference in table.items():
+        print(f"\n{name}: {difference:.1e}")
+        assert (difference <= 2e-5) == name.startswith("none"), name
+    assert len(table) >= 15

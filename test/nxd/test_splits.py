@@ -1,7 +1,7 @@
 """Flash decoding (the latent cache split by positions) and sequence parallelism (prompts split); the plain model.
 
 In CPU mode on gloo ranks, and executed from the lowered graphs. Each rank's own Python cannot show what torch_xla makes
-of a collective: its release 2.9 loses those whose result is viewed after it was written in place.
+of a collective: its release 2.9 has lost an all-reduce that was viewed after it had been written in place.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed.parallel_layers.comm import all_gather, reduce_scatter
-from neuronx_distributed.utils import cpu_mode
+from neuronx_distributed.parallel_layers.mappings import (
+    gather_from_tensor_model_parallel_region_with_dim,
+    reduce_scatter_to_tensor_model_parallel_region_with_dim,
+)
 from torch import Tensor
-
-SUM = "sum"  # torch_xla's name of the reduction
 
 
 def group_heads(heads: Tensor) -> Tensor:
     """[B, h, S, x] of each rank to [B, g h, S, x] of its group, in the order of the ranks."""
-    group = parallel_state.get_kv_shared_group()
-    gathered: Tensor = all_gather(heads.contiguous(), dim=1, groups=group, pin_layout=False)
-    return gathered
+    return _gathered(heads, 1)
 
 
 def combine(sums: Tensor, logsumexp: Tensor) -> Tensor:
@@ -33,19 +31,18 @@ def combine(sums: Tensor, logsumexp: Tensor) -> Tensor:
     Returns:
         float32 [B, h, S, x] of this rank's heads.
     """
-    group = parallel_state.get_kv_shared_group()
     # A rank without a position yet has scores of finfo.min, and no weight.
-    everyone = all_gather(logsumexp.contiguous(), dim=3, groups=group, pin_layout=False)
-    weighted = sums * (logsumexp - everyone.logsumexp(dim=3, keepdim=True)).exp()
-    ranks = parallel_state.get_kv_shared_group_size()
-    if cpu_mode():  # gloo's writes whole rows
-        rows = weighted.transpose(0, 1).contiguous()
-        out = rows.new_empty(rows.shape[0] // ranks, *rows.shape[1:])
-        reduce_scatter(SUM, rows, 1, 0, ranks, groups=group, output=out)
-        return out.transpose(0, 1)
-    # Without `output`: torch_xla 2.9 loses a collective whose result is written in place and then viewed.
-    scattered: Tensor = reduce_scatter(SUM, weighted, 1, 1, ranks, groups=group, pin_layout=False)
-    return scattered
+    total = _gathered(logsumexp, 3).logsumexp(dim=3, keepdim=True)
+    weighted = sums * (logsumexp - total).exp()
+    group = parallel_state.get_kv_shared_group()
+    heads: Tensor = reduce_scatter_to_tensor_model_parallel_region_with_dim(weighted, 1, group)
+    return heads
+
+
+def _gathered(part: Tensor, dimension: int) -> Tensor:
+    group = parallel_state.get_kv_shared_group()
+    whole: Tensor = gather_from_tensor_model_parallel_region_with_dim(part, dimension, group)
+    return whole
 
 
 def own_positions(entries: Tensor, rank: Tensor, ranks: int) -> Tensor:
