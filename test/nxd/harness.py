@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.plan.deployment import CONFIGS
 
 WORKER = Path(__file__).with_name("cpu_worker.py")
 EXECUTED_WORKER = Path(__file__).with_name("executed_worker.py")
@@ -121,6 +123,14 @@ def run_executed(command: list[str], ranks: int, timeout: float = 400) -> None:
     env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def bf16_preset(name: str, directory: Path) -> str:
+    """A file with the preset whose routed experts are not quantized, so that the plain model is to be met exactly."""
+    preset = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    path = directory / f"{name}-bf16.yaml"
+    path.write_text(yaml.safe_dump({**preset, "experts": "bf16"}))
+    return str(path)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import launch, plain_model
+from harness import bf16_preset, launch, plain_model
 
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], tmp_pa
 
 def test_a_preset_with_flash_decoding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The 128k preset's cache lies on two ranks, whose number does not divide the length that was asked for."""
-    made = {"preset": "trn2-tp64-ep1-128k", "deployment": {"length": 47}}
+    made = {"preset": bf16_preset("trn2-tp64-ep1-128k", tmp_path), "deployment": {"length": 47}}
     calls: list[dict[str, Any]] = [{"prompts": PROMPTS, "params": {"max_new_tokens": STEPS}}]
     (tokens,) = run(checkpoints["bf16"], tmp_path, calls, 2, **made)
     assert tokens == expected(checkpoints["bf16"], PROMPTS)
