@@ -67,6 +67,8 @@ def test_the_order_is_the_tables() -> None:
         "routed_experts_with_shared": ["moe_decode", "side_stream", "plain"],
         "sequence_lengths": ["plain"],
         "silu_and_mul": ["plain"],
+        "rotated_qkv": ["triton", "plain"],
+        "segment_attention": ["flash_attn_3", "flash_attn", "torch_varlen", "sdpa_batched", "plain"],
         "store_entries": ["triton", "plain"],
         "value_rows": ["cuda", "plain"],
     }

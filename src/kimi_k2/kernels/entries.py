@@ -10,5 +10,6 @@ from kimi_k2.kernels.experts import entries as experts
 from kimi_k2.kernels.linear import entries as linear
 from kimi_k2.kernels.router import entries as router
 from kimi_k2.kernels.rowwise import entries as rowwise
+from kimi_k2.kernels.vision import entries as vision
 
-__all__ = ["attention", "comm", "experts", "linear", "router", "rowwise"]
+__all__ = ["attention", "comm", "experts", "linear", "router", "rowwise", "vision"]

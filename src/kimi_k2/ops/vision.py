@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.ops.registry import operation
+from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 
 class Segments:
@@ -35,6 +36,21 @@ class Segments:
     def uniform(self) -> bool:
         """Whether all parts have one length."""
         return len(set(self.lengths)) == 1
+
+
+@operation
+def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a fused projection, the first two rotated. `qkv` may be overwritten.
+
+    Args:
+        qkv: [T, 3, H, D].
+        cos, sin: float32 [T, 1, D / 2]; angles stay float32, since BF16 would move a far patch by whole degrees.
+
+    Returns:
+        Three of [T, H, D] in qkv's dtype.
+    """
+    q, k = (apply_rotary_interleaved(qkv[:, part].float(), cos, sin).to(qkv.dtype) for part in (0, 1))
+    return q, k, qkv[:, 2]
 
 
 @operation

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from kimi_k2.errors import MediaError
 from kimi_k2.model.vision.positions import PositionEmbedding, rotation
-from kimi_k2.ops.rotary import apply_rotary_interleaved
-from kimi_k2.ops.vision import Segments, segment_attention
+from kimi_k2.ops.vision import Segments, rotated_qkv, segment_attention
 from kimi_k2.vision_config import LAYER_NORM_EPS, Grid, VisionConfig
 
 
@@ -83,9 +82,7 @@ class EncoderBlock(nn.Module):
             turn: cos and sin, each float32 [T, 1, head_dim / 2].
         """
         qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1))
-        # Angles stay float32: in BF16 a pair of a far patch would be off by 0.4 % of a radian and more.
-        q, k = (apply_rotary_interleaved(qkv[:, part].float(), *turn).to(x.dtype) for part in (0, 1))
-        attended = segment_attention(q, k, qkv[:, 2], segments, self.softmax_scale)
+        attended = segment_attention(*rotated_qkv(qkv, *turn), segments, self.softmax_scale)
         x = x + self.wo(attended.flatten(1))
         fed: Tensor = self.mlp(self.norm1(x))
         return x + fed
