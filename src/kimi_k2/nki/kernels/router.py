@@ -1,0 +1,116 @@
+"""The noaux_tc router in NKI: `kimi_k2.ops.router.route` for one decode step.
+
+AWS's `router_topk` adds its bias to the logits; here the bias takes part in the choice alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+
+# Stands for an expert that was chosen, in a copy of the biased scores; no score plus bias reaches it.
+_CHOSEN = -3.0e38
+_NORM_GUARD = 1e-20
+_TOP_K = 8
+# Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
+_TILES_A_DMA = 7
+
+
+@nki.jit
+def noaux_tc_router(
+    hidden: Any,
+    weight_t: Any,
+    e_score_correction_bias: Any,
+    routed_scaling_factor: float,
+    norm_topk_prob: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Logits, choice and weights of T tokens; at LNC=2 each core reads one half of the weight.
+
+    Args:
+        hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), float32 or BF16.
+        weight_t: [H, E] of the same dtype, the gate's weight transposed; E at most 512. Row p * H/128 + c goes to
+            partition p.
+        e_score_correction_bias: float32 [1, E].
+        routed_scaling_factor: of the configuration.
+        norm_topk_prob: divide the weights by their sum + 1e-20.
+
+    Returns:
+        (expert_index int32 [T, 8] by falling biased score, equal ones by the lower index; expert_weights float32
+        [T, 8]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere).
+    """
+    tokens, size = hidden.shape
+    experts = weight_t.shape[1]
+    logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
+
+    scores = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=scores, op=nl.sigmoid, data=logits)
+    choice = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=choice, src=e_score_correction_bias.ap(pattern=[[0, tokens], [1, experts]]))
+    nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
+
+    best = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray((tokens, _TOP_K), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.max8(dst=best, src=choice)
+    nisa.nc_find_index8(dst=index, data=choice, vals=best)
+
+    weights = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.nc_n_gather(dst=weights, data=scores, indices=index)
+    factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+    if norm_topk_prob:
+        nisa.tensor_reduce(dst=factor, op=nl.add, data=weights, axis=1)
+        nisa.tensor_scalar(dst=factor, data=factor, op0=nl.add, operand0=_NORM_GUARD)
+        nisa.reciprocal(dst=factor, data=factor)
+        nisa.tensor_scalar(dst=factor, data=factor, op0=nl.multiply, operand0=routed_scaling_factor)
+    else:
+        nisa.memset(dst=factor, value=routed_scaling_factor)
+    nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=factor)
+
+    # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
+    nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
+    nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
+    nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
+
+    expert_index = nl.ndarray((tokens, _TOP_K), dtype=nl.int32, buffer=nl.shared_hbm)
+    expert_weights = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.shared_hbm)
+    expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
+    signed = nl.ndarray((tokens, _TOP_K), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=signed, src=index)
+    # Both cores hold all results; each stores some.
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=expert_index, src=signed)
+        nisa.dma_copy(dst=expert_weights, src=weights)
+    if nl.program_id() == nl.num_programs() - 1:
+        nisa.dma_copy(dst=expert_affinities, src=scores)
+    return expert_index, expert_weights, expert_affinities
+
+
+def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int) -> Any:
+    """[T, E] float32 in SBUF, of both cores' halves of the contraction."""
+    rows = nl.tile_size.pmax
+    first, count = share_of(columns)
+    hidden_tile = nl.ndarray((rows, tokens, count), dtype=hidden.dtype, buffer=nl.sbuf)
+    by_partition = hidden.reshape((tokens, rows, columns)).permute((1, 0, 2))
+    nisa.dma_copy(dst=hidden_tile, src=by_partition[:, :, first : first + count])
+    weight = weight_t.reshape((rows, columns, experts))
+    total = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.psum)
+    for begin in range(0, count, _TILES_A_DMA):
+        tiles = min(_TILES_A_DMA, count - begin)
+        weight_tile = nl.ndarray((rows, tiles, experts), dtype=weight_t.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=weight_tile, src=weight[:, first + begin : first + begin + tiles, :])
+        for tile in range(tiles):
+            column = begin + tile
+            nisa.nc_matmul(
+                dst=total,
+                stationary=hidden_tile[:, :, column],
+                moving=weight_tile[:, tile, :],
+                accumulate=column > 0,
+            )
+    logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=logits, src=total)
+    add_over_cores(logits)
+    return logits

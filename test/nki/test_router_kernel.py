@@ -1,0 +1,54 @@
+"""The router kernel at K2's sizes against float64, LNC=1 and 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.nki.kernels.router import noaux_tc_router
+from kimi_k2.ops.router import noaux_tc_gate, route
+
+HIDDEN, EXPERTS, SCALE = 7168, 384, 2.827
+
+
+def draw(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    weight = (torch.randn(EXPERTS, HIDDEN, generator=generator) * 0.02).to(dtype)
+    bias = torch.randn(EXPERTS, generator=generator) * 0.1
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+def test_router_at_real_size(tokens: int, dtype: torch.dtype, cores: int) -> None:
+    x, weight, bias = draw(tokens, dtype)
+    index, weights, affinities = noaux_tc_router[cores](x, weight.T.contiguous(), bias[None], SCALE)
+    logits = x.double() @ weight.double().T
+    wanted_index, wanted = noaux_tc_gate(logits, bias.double(), 8, routed_scaling_factor=SCALE)
+    assert torch.equal(torch.from_numpy(index).long(), wanted_index)
+    got = torch.from_numpy(weights).double()
+    assert ((got - wanted).norm() / wanted.norm()).item() < 1e-6
+    dense = torch.zeros(tokens, EXPERTS, dtype=torch.float64).scatter(1, wanted_index, wanted)
+    assert ((torch.from_numpy(affinities).double() - dense).norm() / dense.norm()).item() < 1e-6
+
+
+def test_equal_scores_go_to_the_lower_index() -> None:
+    x, weight, bias = draw(4, torch.float32)
+    weight[200:] = weight[:184]  # every expert from 200 on repeats an earlier one
+    bias[200:] = bias[:184]
+    index, weights, _ = noaux_tc_router(x, weight.T.contiguous(), bias[None], SCALE)
+    wanted_index, wanted = route(x, weight, bias, 8, routed_scaling_factor=SCALE)
+    assert torch.equal(torch.from_numpy(index).long(), wanted_index)
+    assert torch.allclose(torch.from_numpy(weights), wanted, rtol=1e-5)
+
+
+def test_the_bias_takes_no_part_in_the_weights() -> None:
+    x, weight, bias = draw(4, torch.float32)
+    bias[7] = 10.0  # chosen by every token, whatever its score
+    index, weights, _ = noaux_tc_router[2](x, weight.T.contiguous(), bias[None], SCALE, norm_topk_prob=False)
+    assert (index[:, 0] == 7).all()
+    scores = (x.double() @ weight.double().T).sigmoid()[:, 7] * SCALE
+    assert torch.allclose(torch.from_numpy(weights[:, 0]).double(), scores, rtol=1e-5)
