@@ -1,0 +1,57 @@
+"""The MLA decode kernel at K2's sizes against float64, LNC=1 and 2, lengths from 0 to the whole cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.nki.kernels.mla_decode import mla_decode
+
+RANK, ROPE, SCALE = 512, 64, 0.1447
+
+
+def draw(batch: int, slots: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(batch + slots + heads)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query, latents, keys = normal(batch, heads, RANK + ROPE), normal(batch, slots, RANK), normal(batch, slots, ROPE)
+    lengths = torch.randint(0, slots + 1, (batch, 1), generator=generator, dtype=torch.int32)
+    lengths[0], lengths[-1] = 0 if batch > 1 else slots, slots
+    return query, latents, keys, normal(batch, RANK), normal(batch, ROPE), lengths
+
+
+def reference(
+    lengths: Tensor, query: Tensor, latents: Tensor, keys: Tensor, new_latents: Tensor, new_keys: Tensor
+) -> Tensor:
+    """In the inputs' dtype: softmax(scale * q . entries) . latents, over the slots in use and the new entry."""
+    values = torch.cat((latents, new_latents[:, None]), 1)
+    entries = torch.cat((values, torch.cat((keys, new_keys[:, None]), 1)), 2)
+    scores = torch.einsum("bhd,bsd->bhs", query, entries) * SCALE
+    slots = latents.shape[1]
+    hidden = torch.arange(slots + 1)[None] >= lengths
+    hidden[:, slots] = False
+    return scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1) @ values
+
+
+@pytest.mark.parametrize(
+    ("batch", "slots", "heads", "cores"), [(1, 4096, 1, 2), (1, 4096, 2, 1), (4, 1024, 1, 2), (3, 512, 64, 2)]
+)
+def test_attention_in_float32(batch: int, slots: int, heads: int, cores: int) -> None:
+    inputs = draw(batch, slots, heads, torch.float32)
+    got = torch.from_numpy(mla_decode[cores](*inputs, SCALE)).double()
+    wanted = reference(inputs[5], *(t.double() for t in inputs[:5]))
+    assert ((got - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_attention_in_bfloat16_is_no_farther_than_pytorch(batch: int) -> None:
+    inputs = draw(batch, 4096 if batch == 1 else 256, 1, torch.bfloat16)
+    got = torch.from_numpy(mla_decode[2](*inputs, SCALE)).double()
+    wanted = reference(inputs[5], *(t.double() for t in inputs[:5]))
+    plain = reference(inputs[5], *inputs[:5]).double()
+    error, plain_error = ((value - wanted).norm().item() for value in (got, plain))
+    assert error <= plain_error
+    assert error < 5e-3 * wanted.norm().item()
