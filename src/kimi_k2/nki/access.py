@@ -227,7 +227,7 @@ def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offs
     shape, strides = tensor.shape, tensor.strides
     if place is not None and place.a_partition:
         # The rows that may be chosen, in place of those of the pattern.
-        shape, strides = (max(_rows_within(tensor), 1), *shape[1:]), (place.stride, *strides[1:])
+        shape, strides = (max(rows_within(tensor), 1), *shape[1:]), (place.stride, *strides[1:])
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     if tensor.row:
         partition, column = divmod(offset, tensor.row)
@@ -254,14 +254,14 @@ def gather(call: Call, operand: str, tensor: NkiTensor, window: Array, index: Ar
     """Rows of a window by index."""
     place = tensor.indirect_place
     assert place is not None
-    rows = _rows_within(tensor)
+    rows = rows_within(tensor)
     if ((index < 0) | (index >= rows)).any():
         wrong = index[(index < 0) | (index >= rows)][0]
         raise call.fail(operand, f"indices of 0 to {rows - 1}", int(wrong))
     return window[index]
 
 
-def _rows_within(tensor: NkiTensor) -> int:
+def rows_within(tensor: NkiTensor) -> int:
     """How many rows an index may reach without leaving the tensor."""
     place = tensor.indirect_place
     assert place is not None
@@ -271,7 +271,7 @@ def _rows_within(tensor: NkiTensor) -> int:
 
 def scatter(call: Call, operand: str, tensor: NkiTensor, offset: int, values: Array, index: Array) -> None:
     """Write rows by index."""
-    rows = _rows_within(tensor)
+    rows = rows_within(tensor)
     if ((index < 0) | (index >= rows)).any():
         raise call.fail(operand, f"indices of 0 to {rows - 1}", int(index[(index < 0) | (index >= rows)][0]))
     window = open_window(call, operand, tensor, tensor.storage.data, offset, form_of(tensor))

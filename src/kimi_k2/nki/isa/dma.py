@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call, _rows_within, resolve
+from kimi_k2.nki.access import Call, resolve, rows_within
 from kimi_k2.nki.dtypes import widen
 from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError, UnsupportedError
 from kimi_k2.nki.isa.constants import dge_mode as dge_modes
@@ -45,46 +45,53 @@ def dma_copy(
     if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
         raise call.fail("dge_mode", "swdge for a gather or scatter", dge_mode, NkiError)
     call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=any(t.is_indirect() for t in (src, dst)))
-    if oob_mode is oob_modes.skip and any(t.is_indirect() for t in (src, dst)):
-        _copy_within_bounds(call, dst, src)
-        return
+    if oob_modes(oob_mode) is oob_modes.skip:
+        for operand, tensor in (("src", src), ("dst", dst)):
+            if _scalar_out_of_bounds(call, operand, tensor):
+                call.instruction.details["skipped"] = True
+                return
+        if gathered:
+            _copy_rows_within_bounds(call, dst, src)
+            return
+    _copy(call, dst, src)
+
+
+def _copy(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     values = call.read("src", src)
     if src.dtype != dst.dtype:
         values = widen(values, src.dtype)
     call.write("dst", dst, np.ascontiguousarray(values).reshape(dst.shape))
 
 
-def _copy_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
+def _scalar_out_of_bounds(call: Call, operand: str, tensor: NkiTensor) -> bool:
+    if tensor.indirect_place is None or tensor.indirect_place.a_partition:
+        return False
+    offset, _ = resolve(call, operand, tensor)
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    return offset < 0 or offset + reach >= tensor.extent
+
+
+def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     """Rows whose index is out of bounds are left out."""
+    index: dict[str, Any] = {}
     keep = np.ones(dst.shape[0], bool)
     for operand, tensor in (("src", src), ("dst", dst)):
-        place = tensor.indirect_place
-        if place is None:
-            continue
-        if place.a_partition:
-            _, index = resolve(call, operand, tensor)
-            assert index is not None
-            keep &= (index >= 0) & (index < _rows_within(tensor))
-        else:
-            offset, _ = resolve(call, operand, tensor)
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-            if offset < 0 or offset + reach >= tensor.extent:
-                return
+        if tensor.indirect_place is not None and tensor.indirect_place.a_partition:
+            _, rows = resolve(call, operand, tensor)
+            assert rows is not None
+            index[operand] = rows
+            keep &= (rows >= 0) & (rows < rows_within(tensor))
     for row in np.flatnonzero(keep):
-        pair = []
+        one: dict[str, NkiTensor] = {}
         for operand, tensor in (("src", src), ("dst", dst)):
             place = tensor.indirect_place
-            if place is not None and place.a_partition:
-                _, index = resolve(call, operand, tensor)
-                assert index is not None
-                offset = tensor.offset + int(index[row]) * place.stride
-                pair.append(tensor.with_layout((1, *tensor.shape[1:]), tensor.strides, offset, indirect_place=None))
+            if operand in index and place is not None:
+                offset = tensor.offset + int(index[operand][row]) * place.stride
+                shape = (1, *tensor.shape[1:])
+                one[operand] = tensor.with_layout(shape, tensor.strides, offset, indirect_place=None)
             else:
-                pair.append(tensor[row : row + 1])
-        values = call.read("src", pair[0])
-        call.write(
-            "dst", pair[1], (widen(values, src.dtype) if src.dtype != dst.dtype else values).reshape(pair[1].shape)
-        )
+                one[operand] = tensor[int(row) : int(row) + 1]
+        _copy(call, one["dst"], one["src"])
 
 
 def dma_transpose(

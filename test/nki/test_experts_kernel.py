@@ -1,0 +1,94 @@
+"""The experts kernel at the sizes of one rank of both presets against float64, block scales, experts of other ranks."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.nki.kernels.experts import selective_experts
+
+HIDDEN, BLOCKS, TOP_K = 7168, 56, 8
+
+
+class Rank:
+    """Weights of a rank's experts: `experts` of width I from `first`, of 384 or fewer in all."""
+
+    def __init__(self, width: int, experts: int, first: int, dtype: str) -> None:
+        generator = torch.Generator().manual_seed(width)
+
+        def values(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+            return (torch.randn(*shape, generator=generator) * 40).numpy()
+
+        form = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3": ml_dtypes.float8_e4m3}[dtype]
+        self.first, self.width = first, width
+        self.gate_up = np.clip(values(experts, 2 * width, HIDDEN), -240, 240).astype(form)
+        self.down = np.clip(values(experts, HIDDEN, width), -240, 240).astype(form)
+        self.gate_up_scales = (torch.rand(experts, 2, BLOCKS, generator=generator) * 1e-3 + 1e-4).numpy()
+        self.down_scales = (torch.rand(experts, BLOCKS, generator=generator) * 1e-3 + 1e-4).numpy()
+
+    def tiles(self) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float32]], ...]:
+        experts = len(self.gate_up)
+        gate_up = self.gate_up.reshape(experts, 2 * self.width, BLOCKS, 128).transpose(0, 3, 2, 1)
+        down = self.down.transpose(0, 2, 1)
+        return np.ascontiguousarray(gate_up), self.gate_up_scales, np.ascontiguousarray(down), self.down_scales
+
+    @cache  # noqa: B019 - a handful of ranks a test run
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Dequantized [2I, H] and [H, I], float64."""
+        rows = np.repeat(self.gate_up_scales[expert], self.width, 0).repeat(128, 1)
+        gate_up = torch.from_numpy(self.gate_up[expert].astype(np.float64) * rows)
+        down = self.down[expert].astype(np.float64) * self.down_scales[expert].repeat(128)[:, None]
+        return gate_up, torch.from_numpy(down)
+
+    def reference(self, x: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum over experts held, with weights and activations in `dtype`."""
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token, experts in enumerate(index.tolist()):
+            for slot, expert in enumerate(experts):
+                if 0 <= expert - self.first < len(self.gate_up):
+                    gate_up, down = (w.to(dtype) for w in self.weights(expert - self.first))
+                    gate, up = (x[token].to(dtype) @ gate_up.T).chunk(2)
+                    part = (torch.nn.functional.silu(gate) * up) @ down.T
+                    out[token] += part.double() * weights[token, slot].double()
+        return out
+
+
+def run(rank: Rank, tokens: int, dtype: torch.dtype, chosen_from: int, cores: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(kernel, float64, PyTorch in `dtype`)."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(chosen_from, generator=generator)[:TOP_K] for _ in range(tokens)]).int()
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    got = selective_experts[cores](x, *rank.tiles(), index, weights, rank.first)
+    wanted = rank.reference(x, index, weights, torch.float64)
+    return torch.from_numpy(got).view(tokens, HIDDEN).double(), wanted, rank.reference(x, index, weights, dtype)
+
+
+@pytest.mark.parametrize(("width", "cores", "tokens"), [(32, 2, 1), (64, 1, 2), (64, 2, 4)])
+def test_experts_in_float32(width: int, cores: int, tokens: int) -> None:
+    got, wanted, _ = run(Rank(width, 10, 0, "float32"), tokens, torch.float32, 10, cores)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+# A minute of two cores.
+MANY_TOKENS = [(64, 16), (32, 64)] if os.environ.get("KIMI_K2_NKI_ALL") else []
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(64, 1), (32, 4), *MANY_TOKENS])
+def test_experts_in_fp8_are_no_farther_than_pytorch(width: int, tokens: int) -> None:
+    got, wanted, plain = run(Rank(width, 12, 0, "float8_e4m3"), tokens, torch.bfloat16, 12, 2)
+    error, plain_error = ((value - wanted).norm().item() for value in (got, plain))
+    assert error <= plain_error
+    assert error < 6e-3 * wanted.norm().item()
+
+
+def test_experts_of_other_ranks_cost_no_read() -> None:
+    rank = Rank(64, 6, 6, "float8_e4m3")  # experts 6 to 11 of 24
+    got, wanted, _ = run(rank, 3, torch.bfloat16, 24, 2)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
