@@ -19,6 +19,7 @@ from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, Target
+from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.sharding.plan import make_plan
 
 SCHEMA = "kimi-k2/plan/1"
@@ -62,6 +63,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
+        "vision": vision_report(config, memory.room),
         "host": host_plan(config, target),
         "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),
@@ -126,6 +128,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     ending = "" if beside is None else f", {beside:,} with scratch as reported for the published port"
     console.print(f"longest context: {longest:,} tokens{ending}", highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
+    if report["vision"] is not None:
+        print_vision(report["vision"], console)
     _print_steps(report, console)
     _print_host(report, console)
 

@@ -1,0 +1,102 @@
+"""The vision tower in a plan: weights, and by image size the tokens, operations and activations. Modelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kimi_k2.checkpoint.vision_names import vision_tensors
+from kimi_k2.config import KimiK2Config
+from kimi_k2.vision_config import Grid, VisionConfig
+
+_BF16 = 2
+# Sides in pixels that the report lists, and the largest image that the processor makes.
+SIDES = (448, 896, 1792)
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """One image, or one chunk of a video.
+
+    Attributes:
+        grid: of its patches.
+        tokens: that it takes in the prompt, begin and end left out.
+        flops: of tower and projector; a multiply-add is two.
+        activations: bytes at the peak in BF16, inside the feed-forward.
+    """
+
+    grid: Grid
+    tokens: int
+    flops: int
+    activations: int
+
+
+def tower_bytes(config: KimiK2Config) -> int:
+    """Weights of tower and projector, which every rank that encodes images holds whole; 0 without a tower."""
+    return sum(spec.nbytes for spec in vision_tensors(config))
+
+
+def image_cost(config: KimiK2Config, grid: Grid) -> ImageCost:
+    """Counts from the shapes alone.
+
+    Raises:
+        MediaError: the tower takes no such grid.
+    """
+    vision = config.vision
+    assert vision is not None
+    vision.check_grid(grid)
+    tokens, width = grid.tokens(vision.merge_kernel_size), vision.hidden_size
+    flops = 2 * grid.patches * width * 3 * vision.patch_size**2 + vision.num_hidden_layers * layer_flops(vision, grid)
+    flops += 2 * tokens * vision.merged_size * (vision.merged_size + config.hidden_size)
+    fed = 2 * width + 2 * vision.intermediate_size  # residual, normed, and before and after the GELU
+    return ImageCost(grid, tokens, flops, grid.patches * fed * _BF16)
+
+
+def layer_flops(vision: VisionConfig, grid: Grid) -> int:
+    """One encoder block: four projections of the attention, its two products, and the feed-forward."""
+    width, patches = vision.hidden_size, grid.patches
+    weights = 4 * width**2 + 2 * width * vision.intermediate_size
+    return 2 * patches * weights + 4 * patches**2 * width
+
+
+def vision_report(config: KimiK2Config, room: int) -> dict[str, Any] | None:
+    """What a plan says of images; None for a member without a tower.
+
+    Args:
+        room: bytes that a rank has left beside the language model.
+    """
+    if config.vision is None:
+        return None
+    patch = config.vision.patch_size
+    grids = [Grid(1, side // patch, side // patch) for side in SIDES] + [Grid(4, 64, 64)]
+    costs = [image_cost(config, grid) for grid in grids]
+    return {
+        "weights": tower_bytes(config),
+        "room_beside_tower": room - tower_bytes(config),
+        "images": [
+            {
+                "grid": list(cost.grid),
+                "pixels": [cost.grid.height * patch, cost.grid.width * patch],
+                "tokens": cost.tokens,
+                "flops": cost.flops,
+                "activations": cost.activations,
+            }
+            for cost in costs
+        ],
+    }
+
+
+def print_vision(report: dict[str, Any], console: Console) -> None:
+    """The report as a table."""
+    title = f"images: the tower's weights take {report['weights'] / 1e9:.3f} GB of each rank that encodes them"
+    table = Table("frames, pixels", "tokens", "TFLOP", "activations, GB", title=title)
+    for image in report["images"]:
+        height, width = image["pixels"]
+        size = f"{image['grid'][0]} x {height} x {width}"
+        table.add_row(size, f"{image['tokens']:,}", f"{image['flops'] / 1e12:.2f}", f"{image['activations'] / 1e9:.3f}")
+    console.print(table)
+    if report["room_beside_tower"] < 0:
+        console.print("no room for the tower beside the language model", style="bold red")

@@ -1,0 +1,44 @@
+"""The tower's counts against torch's own counter, and its bytes against a checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.plan.vision import image_cost, tower_bytes, vision_report
+from kimi_k2.vision_config import Grid
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 8, 12), Grid(4, 6, 4)])
+def test_operations_are_torchs(checkpoints: dict[str, Path], grid: Grid) -> None:
+    model = VisionModel.from_pretrained(checkpoints["k2.5"])
+    pixels = torch.zeros(grid.patches, 3, 14, 14)
+    # The counter knows the two products of attention, not the CPU's fused one.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(pixels, [grid])
+    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    cost = image_cost(config, grid)
+    assert cost.flops == counter.get_total_flops()
+    assert cost.tokens == len(model(pixels, [grid]))
+
+
+def test_bytes_are_the_checkpoints(checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    whole = CheckpointReader.for_config(checkpoints["k2.5"], config, vision=True).total_bytes
+    text = CheckpointReader.for_config(checkpoints["k2.5"], config).total_bytes
+    assert tower_bytes(config) == whole - text
+
+
+def test_published_sizes() -> None:
+    report = vision_report(KimiK2Config.from_preset("kimi-k2.5"), 10**10)
+    assert report is not None
+    assert report["weights"] == 2 * 471_143_920
+    assert [image["tokens"] for image in report["images"]] == [256, 1024, 4096, 1024]
+    assert vision_report(KimiK2Config.from_preset("kimi-k2-thinking"), 0) is None
