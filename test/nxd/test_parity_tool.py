@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness import bf16_preset
+
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
@@ -85,3 +87,8 @@ def test_two_ranks_with_fp8_blocks_and_expert_parallelism(checkpoints: dict[str,
     """The deployed layout: what a graph returns of rank 0 is the whole of each point."""
     verdict = outcome(checkpoints["fp8"], "clean", "float32", "trn2-tp32-ep2", ranks=2)
     assert verdict.startswith("RESULT True None")
+
+
+def test_flash_decoding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    preset = bf16_preset("trn2-tp64-ep1-128k", tmp_path)
+    assert outcome(checkpoints["bf16"], "clean", "float32", preset, ranks=2).startswith("RESULT True None")
