@@ -12,7 +12,7 @@ from typing import Any
 import environment
 import pytest
 import torch
-from harness import expected_logits, launch, plain_model, run_executed, sequences
+from harness import SLOW, expected_logits, launch, plain_model, run_executed, sequences
 from splits import BUCKETS, LAYOUTS, arguments, case_of
 
 from kimi_k2.errors import ConfigError
@@ -20,7 +20,14 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 TOLERANCE = 2e-5
-CPU_MODE = ("flash TP2", "flash TP4 in groups of 2", "flash TP2xEP2", "sequence TP2", "sequence TP4", "both TP2xEP2")
+CPU_MODE = (
+    "flash TP2",
+    "flash TP4 in groups of 2",
+    "sequence TP2",
+    "both TP2xEP2",
+    pytest.param("flash TP2xEP2", marks=SLOW),
+    pytest.param("sequence TP4", marks=SLOW),
+)
 EXECUTED = (*LAYOUTS, "flash part of the lines", "flash several tokens")
 
 
