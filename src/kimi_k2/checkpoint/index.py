@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,10 @@ class CheckpointIndex:
             )
         metadata = raw.get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        return cls(directory, shards, weight_map, int(total) if isinstance(total, (int, float)) else None)
+        # Only shown, never relied on: what is no size counts as none.
+        if not isinstance(total, (int, float)) or not math.isfinite(total):
+            return cls(directory, shards, weight_map)
+        return cls(directory, shards, weight_map, int(total))
 
 
 def _is_shard(name: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
+from kimi_k2.tokenization.files import is_there
 
 # <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
 IM_END = 163586
@@ -21,13 +22,11 @@ def load_eos_token_ids(directory: str | Path, config: KimiK2Config) -> frozenset
     """
     path = Path(directory) / "generation_config.json"
     eos: object = config.eos_token_id
-    if path.is_file():
+    if is_there(path):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"not valid JSON: {error}", file=path) from None
-        except RecursionError:
-            raise ConfigError("JSON nested too deeply", file=path) from None
+            raw = read_json(path, ConfigError)
+        except FileNotFoundError:
+            raise ConfigError("a link to a file that is not there", file=path) from None
         if not isinstance(raw, dict):
             raise ConfigError("expected a JSON object", file=path)
         eos = raw.get("eos_token_id", eos)

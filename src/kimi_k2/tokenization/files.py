@@ -13,6 +13,11 @@ from kimi_k2.errors import TokenizerError
 MAX_BYTES = 2**26
 
 
+def is_there(path: Path) -> bool:
+    """Whether a checkpoint has that file; a link that leads nowhere is one that cannot be read, not one it lacks."""
+    return path.is_file() or path.is_symlink()
+
+
 def read_bytes(path: Path) -> bytes:
     """The content of a file of at most MAX_BYTES.
 

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.files import read_object, read_text
+from kimi_k2.tokenization.files import is_there, read_object, read_text
 from kimi_k2.tokenization.messages import Message, normalized
 from kimi_k2.tokenization.sandbox import MAX_SOURCE, BoundedEnvironment, bounded
 from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER
@@ -74,10 +74,10 @@ class ChatTemplate:
             TokenizerError: it is no text or no valid Jinja; the message names the file.
         """
         path = Path(directory) / TEMPLATE_NAME
-        if path.is_file():
+        if is_there(path):
             return cls(read_text(path), special_names, str(path))
         path = Path(directory) / CONFIG_NAME
-        source = read_object(path, "chat_template").get("chat_template") if path.is_file() else None
+        source = read_object(path, "chat_template").get("chat_template") if is_there(path) else None
         if source is None:
             return None
         if not isinstance(source, str):
@@ -141,7 +141,10 @@ class ChatTemplate:
             rendered = bounded(self._template.render, variables, characters=hide.characters)
         except TokenizerError as error:
             raise TokenizerError(f"{self._origin}: cannot be rendered: {error}") from None
-        return self._segments(rendered, hide)
+        segments = self._segments(rendered, hide)
+        if messages and not segments:
+            raise TokenizerError(f"{self._origin}: writes nothing of {len(messages)} messages")
+        return segments
 
     def _segments(self, rendered: str, hide: _Hider) -> list[Segment]:
         text, masked = hide.restored(rendered), hide.masked(rendered)

@@ -15,7 +15,7 @@ import tiktoken
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import built_in_template
-from kimi_k2.tokenization.files import read_bytes, read_object
+from kimi_k2.tokenization.files import is_there, read_bytes, read_object
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, VIDEO_PLACEHOLDER, special_tokens
 from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
 from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment
@@ -212,7 +212,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def _apply_config(path: Path, names: dict[str, int], base: int) -> dict[str, int]:
     """Names from `added_tokens_decoder`, which differ between the members of the family, win over the built-in."""
-    if not path.is_file():
+    if not is_there(path):
         return names
     added = read_object(path, "added_tokens_decoder").get("added_tokens_decoder") or {}
     try:

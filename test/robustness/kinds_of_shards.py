@@ -1,0 +1,243 @@
+"""Kinds of malformed shards: files, safetensors headers, and values that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from damage import (
+    DELETED,
+    EXPERT,
+    INDEX,
+    SHARD,
+    Damage,
+    Kind,
+    as_directory,
+    cut,
+    entry,
+    header,
+    index,
+    looping_link,
+    own,
+    raw_header,
+    remove,
+    renamed,
+    value,
+    write,
+)
+
+W = f"{EXPERT}.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def claimed_header(size: int) -> Damage:
+    """A shard of 21 GiB without blocks on the disk whose header would have that size."""
+
+    def change(directory: Path) -> None:
+        path = own(directory / SHARD)
+        path.write_bytes(size.to_bytes(8, "little"))
+        os.truncate(path, 21 * 2**30)
+
+    return change
+
+
+def named_twice(directory: Path) -> None:
+    """The same name twice in one header."""
+    path = own(directory / SHARD)
+    text = path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")].rstrip()
+    again = json.dumps({W: json.loads(text)[W]})[1:-1].encode()
+    raw_header(text[:-1] + b"," + again + b"}")(directory)
+
+
+def appended(directory: Path) -> None:
+    with own(directory / SHARD).open("ab") as file:
+        file.write(b"\0" * 16)
+
+
+def in_two_shards(directory: Path) -> None:
+    """A tensor of another shard once more in this one."""
+    name, data = "model.norm.weight", bytes(512)
+    path = own(directory / SHARD)
+    size = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
+    place = {"dtype": "BF16", "shape": [256], "data_offsets": [size, size + len(data)]}
+    header(lambda entries: entries.update({name: place}))(directory)
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def swapped(directory: Path) -> None:
+    """Two shards under each other's name."""
+    other = directory / "model-3-of-3.safetensors"
+    (directory / SHARD).rename(directory / "held")
+    other.rename(directory / SHARD)
+    (directory / "held").rename(other)
+
+
+def moved(by: int) -> Damage:
+    """A tensor's data elsewhere."""
+
+    def edit(entries: dict[str, Any]) -> None:
+        entries[W]["data_offsets"] = [offset + by for offset in entries[W]["data_offsets"]]
+
+    return header(edit)
+
+
+def reversed_offsets(entries: dict[str, Any]) -> None:
+    entries[W]["data_offsets"].reverse()
+
+
+def hole(entries: dict[str, Any]) -> None:
+    """Bytes of the data that belong to no tensor."""
+    del entries[W]
+
+
+def without(name: str) -> Damage:
+    """No such tensor, in header and index; its bytes belong to another name that is ignored."""
+
+    def change(directory: Path) -> None:
+        ignored = "model.layers.1.self_attn.rotary_emb.inv_freq"
+        renamed(name, ignored, indexed=True)(directory)
+
+    return change
+
+
+FILES: list[tuple[str, Damage, str]] = [
+    ("missing", remove(SHARD), SHARD),
+    ("a directory", as_directory(SHARD), SHARD),
+    ("a loop of links", looping_link(SHARD), SHARD),
+    ("empty", write(SHARD, b""), SHARD),
+    ("four bytes", write(SHARD, b"abcd"), SHARD),
+    ("a pickle", write(SHARD, b"\x80\x02}q\x00." + bytes(100)), SHARD),
+    ("text", write(SHARD, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"), SHARD),
+    ("a byte short", cut(SHARD, lambda size: size - 1), SHARD),
+    ("half", cut(SHARD, lambda size: size // 2), SHARD),
+    ("cut within the header", cut(SHARD, lambda size: 1000), SHARD),
+    ("longer", appended, SHARD),
+    ("a header of 20 GiB", claimed_header(20 * 2**30), SHARD),
+    ("a header of 100 MB and a byte", claimed_header(100_000_001), SHARD),
+    ("a header of 2^63", claimed_header(2**63), SHARD),
+    ("swapped with another", swapped, "lm_head.weight"),
+    ("a tensor in two", in_two_shards, "model.norm.weight"),
+]
+HEADERS: list[tuple[str, Damage]] = [
+    ("empty", raw_header(b"")),
+    ("no JSON", raw_header(b"{" * 64)),
+    ("a list", raw_header(b"[]")),
+    ("null", raw_header(b"null")),
+    ("no UTF-8", raw_header(b'{"\xff\xfe": 1}')),
+    ("deep", raw_header(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)),
+    ("no tensors", raw_header(b"{}")),
+    ("an entry a number", header(lambda entries: entries.update({W: 3}))),
+    ("an entry empty", header(lambda entries: entries.update({W: {}}))),
+    ("dtype missing", entry(W, dtype=DELETED)),
+    ("dtype a number", entry(W, dtype=3)),
+    ("dtype unknown", entry(W, dtype="F4")),
+    ("dtype complex", entry(W, dtype="C64")),
+    ("shape missing", entry(W, shape=DELETED)),
+    ("shape negative", entry(W, shape=[-128, -256])),
+    ("shape of floats", entry(W, shape=[128.0, 256.0])),
+    ("shape a string", entry(W, shape="128")),
+    ("shape huge", entry(W, shape=[2**62, 2**62])),
+    ("shape beyond 64 bits", entry(W, shape=[2**64, 1])),
+    ("shape of more values", entry(W, shape=[128, 512])),
+    ("shape empty", entry(W, shape=[])),
+    ("shape of zeros", entry(W, shape=[0, 256])),
+    ("shape of a thousand dimensions", entry(W, shape=[1] * 1000 + [128, 256])),
+    ("offsets missing", entry(W, data_offsets=DELETED)),
+    ("offsets reversed", header(reversed_offsets)),
+    ("offsets of strings", entry(W, data_offsets=["0", "1"])),
+    ("offsets negative", moved(-(2**30))),
+    ("offsets beyond the file", moved(2**40)),
+    ("offsets overlapping", moved(-8)),
+    ("one offset", entry(W, data_offsets=[0])),
+    ("three offsets", entry(W, data_offsets=[0, 1, 2])),
+    ("offsets of 2^64", entry(W, data_offsets=[2**64, 2**64 + 32768])),
+    ("a hole in the data", header(hole)),
+    ("metadata a list", header(lambda entries: entries.update(__metadata__=[]))),
+    ("metadata of numbers", header(lambda entries: entries.update(__metadata__={"format": 3}))),
+]
+TENSORS: list[tuple[str, Damage, str]] = [
+    ("renamed", renamed(W, f"{EXPERT}.wait", indexed=True), EXPERT),
+    ("renamed, not in the index", renamed(W, f"{EXPERT}.wait", indexed=False), EXPERT),
+    ("a name of 5,000 characters", renamed(W, "n" * 5000, indexed=True), "5000 characters"),
+    ("a name with a line's end", renamed(W, f"{EXPERT}.we\night", indexed=True), EXPERT),
+    ("no name", renamed(W, "", indexed=True), SHARD),
+    ("of a layer beyond", renamed(W, "model.layers.99.mlp.up_proj.weight", indexed=True), EXPERT),
+    ("of an expert beyond", renamed(W, W.replace("experts.3", "experts.333"), indexed=True), EXPERT[:30]),
+    ("a weight without its scale", without(f"{EXPERT}.weight_scale_inv"), f"{EXPERT}.weight"),
+    ("a scale without its weight", without(W), f"{EXPERT}.weight_scale_inv"),
+    ("a norm missing", without(NORM), NORM),
+    ("a router's bias missing", without(BIAS), BIAS),
+    ("transposed", entry(W, shape=[256, 128]), W),
+    ("flat", entry(W, shape=[128 * 256]), W),
+    ("another FP8", entry(W, dtype="F8_E5M2"), W),
+    ("integers", entry(W, dtype="U8"), W),
+    ("a norm of integers", entry(NORM, dtype="I16"), NORM),
+    ("a scale of integers", entry(f"{EXPERT}.weight_scale_inv", dtype="I32"), f"{EXPERT}.weight_scale_inv"),
+    ("a scale transposed", entry(f"{EXPERT}.weight_scale_inv", shape=[2, 1]), f"{EXPERT}.weight_scale_inv"),
+]
+
+
+def of_values(number: float, form: str) -> bytes:
+    """One value in FP8, BF16 or a struct's format."""
+    if form == "bf16":
+        return struct.pack("<f", number)[2:]
+    return struct.pack(form, number)
+
+
+E4M3_NAN = b"\x7f"
+_NAN, _INF = float("nan"), float("inf")
+VALUES: list[tuple[str, str, bytes, str]] = [
+    ("fp8", W, E4M3_NAN, "NaN in an expert"),
+    ("fp8", W, b"\xff", "negative NaN in an expert"),
+    ("fp8", "model.layers.1.mlp.shared_experts.down_proj.weight", E4M3_NAN, "NaN in a shared expert"),
+    ("fp8", "model.layers.0.mlp.up_proj.weight", E4M3_NAN, "NaN in the dense layer"),
+    ("fp8", "model.layers.2.self_attn.o_proj.weight", E4M3_NAN, "NaN in attention"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(_NAN, "<f"), "NaN in a scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(_INF, "<f"), "Inf in a scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(-1.0, "<f"), "a negative scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(0.0, "<f"), "a scale of zero"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(3e38, "<f"), "a huge scale"),
+    ("fp8", "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_inv", of_values(-_INF, "<f"), "-Inf in a scale"),
+    ("fp8", BIAS, of_values(_NAN, "<f"), "NaN in a router's bias"),
+    ("fp8", "model.layers.1.mlp.gate.weight", of_values(_NAN, "bf16"), "NaN in a router"),
+    ("fp8", NORM, of_values(_INF, "bf16"), "Inf in a norm"),
+    ("fp8", "model.norm.weight", of_values(_NAN, "bf16"), "NaN in the last norm"),
+    ("fp8", "model.embed_tokens.weight", of_values(_NAN, "bf16"), "NaN in the embedding"),
+    ("fp8", "lm_head.weight", of_values(-_INF, "bf16"), "Inf in the head"),
+    ("bf16", W, of_values(_NAN, "bf16"), "NaN in a BF16 expert"),
+    ("thinking", "model.layers.1.self_attn.q_a_proj.weight", of_values(_INF, "bf16"), "Inf in BF16 attention"),
+    ("thinking", f"{EXPERT}.weight_scale", of_values(_NAN, "bf16"), "NaN in an INT4 scale"),
+    ("thinking", f"{EXPERT}.weight_scale", of_values(-0.5, "bf16"), "a negative INT4 scale"),
+    ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", 64, 256), "another weight_shape"),
+    ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", -1, -1), "a negative weight_shape"),
+    ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", 2**31 - 1, 2**31 - 1), "a huge weight_shape"),
+]
+
+
+def kinds() -> list[Kind]:
+    """All of them."""
+    found = [Kind(f"shard: {name}", "fp8", damage, says) for name, damage, says in FILES]
+    found += [Kind(f"header: {name}", "fp8", damage, SHARD) for name, damage in HEADERS]
+    found += [Kind(f"tensor: {name}", "fp8", damage, says) for name, damage, says in TENSORS]
+    # Headers are all that inspect reads.
+    found += [
+        Kind(f"data: {name}", base, value(tensor, content), tensor, "cg") for base, tensor, content, name in VALUES
+    ]
+    # Without its index and with a shard of that name alone, a checkpoint is that one file.
+    found.append(Kind("a lone shard that is half the model", "fp8", lone, "missing from the checkpoint"))
+    found.append(Kind("int4: scale missing", "thinking", without(f"{EXPERT}.weight_scale"), f"{EXPERT}.weight_"))
+    # The same values in a wider format are a checkpoint too.
+    found.append(Kind("a norm said to be F16", "fp8", entry(NORM, dtype="F16"), "", ""))
+    found.append(Kind("header: an entry twice, the same", "fp8", named_twice, "", ""))
+    found.append(Kind("an index with other spaces", "fp8", index(lambda raw: raw), INDEX, ""))
+    return found
+
+
+def lone(directory: Path) -> None:
+    (directory / INDEX).unlink()
+    (directory / SHARD).rename(directory / "model.safetensors")

@@ -1,0 +1,128 @@
+"""Every malformed checkpoint with every command, each in a process of its own, with its CPU time and memory.
+
+    python test/robustness/measure.py [MATCH]
+
+A process is a fork of this one, which has imported everything: its time is what the command takes beyond the start of
+Python. Memory is its peak, imports included. Prints what is wrong, and the worst figures.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import kinds_of_shards
+import kinds_of_text
+import kinds_of_tokenizers
+import torch
+from damage import Kind, private_copy
+from drawn import mutate
+from run_commands import COMMANDS, Ending, run
+
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+SECONDS, MEMORY, DRAWN = 2.0, 400e6, 100
+
+
+class Run(NamedTuple):
+    """One command on one checkpoint."""
+
+    name: str
+    ending: Ending
+    seconds: float
+    peak: int
+    fault: str | None
+
+
+def in_child(command: str, checkpoint: Path, work: Path) -> tuple[Ending, float, int]:
+    """How a command ends in a fork, its CPU seconds and its peak memory in bytes."""
+    said = work / "said"
+    child = os.fork()
+    if not child:
+        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        try:
+            status = run(command, checkpoint, work / "out")
+        except BaseException:
+            status = 70
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    ending = Ending(command, code, said.read_text(errors="replace"))
+    shutil.rmtree(work / "out", ignore_errors=True)
+    return ending, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+
+
+def all_runs(bases: dict[str, Path], work: Path, match: str) -> Iterator[Run]:
+    """Each kind, then the drawn ones."""
+
+    def runs(name: str, base: str, damage: Callable[[Path], object], kind: Kind | None) -> Iterator[Run]:
+        checkpoint = private_copy(bases[base], work / "checkpoint")
+        damage(checkpoint)
+        for command in COMMANDS:
+            ending, seconds, peak = in_child(command, checkpoint, work)
+            fault = ending.fault(kind) if kind else ending.unclean() if ending.status else None
+            yield Run(name, ending, seconds, peak, fault)
+        shutil.rmtree(checkpoint)
+
+    for kind in (*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()):
+        if match in kind.name:
+            yield from runs(kind.name, kind.base, kind.damage, kind)
+    for seed in range(DRAWN):
+        if match not in f"drawn {seed}":
+            continue
+        base, done = sorted(bases)[seed % len(bases)], list[str]()
+
+        def damage(directory: Path, seed: int = seed, done: list[str] = done) -> None:
+            done.append(mutate(directory, seed))
+
+        for one in runs("", base, damage, None):
+            yield one._replace(name=f"drawn {seed}, {base}, {done[0]}")
+
+
+def main() -> None:
+    """Run and report."""
+    torch.set_num_threads(1)
+    match = sys.argv[1] if len(sys.argv) > 1 else ""
+    work = Path(tempfile.mkdtemp(prefix="kimi-k2-malformed-"))
+    try:
+        bases = {name: work / name for name in ("fp8", "thinking", "bf16", "k2.5")}
+        write_synthetic_checkpoint(bases["fp8"], tiny_config("kimi-k2-instruct-0905"), seed=0)
+        write_synthetic_checkpoint(bases["bf16"], with_format(tiny_config("kimi-k2-instruct"), "bf16"), seed=1)
+        write_synthetic_checkpoint(bases["thinking"], tiny_config("kimi-k2-thinking"), seed=2)
+        write_synthetic_checkpoint(bases["k2.5"], tiny_config("kimi-k2.5"), seed=3)
+        for command in COMMANDS:  # imports what commands import when they run
+            assert run(command, bases["fp8"], work / command) == 0
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        start, found = time.time(), []
+        for one in all_runs(bases, work, match):
+            found.append(one)
+            over = one.seconds > SECONDS or one.peak > MEMORY
+            if one.fault or over:
+                print(f"{one.name}: {one.ending.command}: {one.seconds:.2f} s, {one.peak / 1e6:.0f} MB: {one.fault}")
+            elif one.name.startswith("drawn") and one.ending.status == 0:
+                print(f"accepted by {one.ending.command}: {one.name}")
+        slowest, largest = max(found, key=lambda one: one.seconds), max(found, key=lambda one: one.peak)
+        print(
+            f"{len({one.name for one in found})} checkpoints, {len(found)} runs in {time.time() - start:.0f} s,"
+            f" {sum(one.ending.status != 0 for one in found)} refused, {sum(bool(one.fault) for one in found)} faults;"
+            f" slowest {slowest.seconds:.2f} s ({slowest.name}: {slowest.ending.command});"
+            f" largest {largest.peak / 1e6:.0f} MB ({largest.name}: {largest.ending.command}), {own / 1e6:.0f} at start"
+        )
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Malformed checkpoints: one error that names file, tensor or field, or rightly accepted; never a traceback.
+
+`KIMI_K2_MALFORMED=1` runs every kind and 100 drawn ones with every command; otherwise some kinds with
+one command, and six that are drawn. `measure.py` does the same in processes, with their time and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import kinds_of_shards
+import kinds_of_text
+import kinds_of_tokenizers
+import pytest
+from damage import Kind, private_copy
+from drawn import mutate
+from run_commands import COMMANDS, Ending, run
+
+ALL = bool(os.environ.get("KIMI_K2_MALFORMED"))
+KINDS = [*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()]
+# Where time counts, every fourth of those that one command alone reads and every sixteenth of the others.
+CHOSEN = [kind for number, kind in enumerate(KINDS) if ALL or number % (16 if kind.refused == "icg" else 4) == 0]
+
+
+def endings(directory: Path, out: Path, commands: list[str], capsys: pytest.CaptureFixture[str]) -> list[Ending]:
+    found = []
+    for command in commands:
+        status = run(command, directory, out / command)
+        shown = capsys.readouterr()
+        found.append(Ending(command, status, shown.out + shown.err if status else ""))
+    return found
+
+
+def test_there_are_enough_kinds_with_names_of_their_own() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS) >= 124
+
+
+@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: re.sub(r"[^\w .=:-]", "_", kind.name))
+def test_a_kind(checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Kind) -> None:
+    directory = private_copy(checkpoints[kind.base], tmp_path / "checkpoint")
+    kind.damage(directory)
+    # The command that reads most of it.
+    commands = list(COMMANDS) if ALL else ["convert" if kind.refused == "cg" else "generate"]
+    faults = [ending.fault(kind) for ending in endings(directory, tmp_path, commands, capsys)]
+    assert not any(faults), "\n".join(fault for fault in faults if fault)
+
+
+@pytest.mark.parametrize("seed", range(100 if ALL else 6))
+def test_drawn(checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    directory = private_copy(checkpoints[("fp8", "thinking", "bf16", "k2.5")[seed % 4]], tmp_path / "checkpoint")
+    done = mutate(directory, seed)
+    faults = [ending.unclean() for ending in endings(directory, tmp_path, list(COMMANDS), capsys) if ending.status]
+    assert not any(faults), "\n".join([done, *(fault for fault in faults if fault)])
