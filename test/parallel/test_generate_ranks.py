@@ -117,6 +117,8 @@ def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) ->
     done = run(*TORCHRUN, sys.executable, "-c", broken, "bench", wide, "--ranks", halves, *options)
     assert done.returncode != 0
     assert "RanksLostError" in done.stderr, done.stderr[-3000:]
+    assert "a bug in kimi-k2" not in done.stderr
+    assert "error: RanksLostError: rank 1: out of memory; start the sweep again" in done.stderr
     cells = load_results(tmp_path / "sweep.json")["cells"]
     assert [(cell["output_length"], cell["status"]) for cell in cells] == [(2, "ok")]
 

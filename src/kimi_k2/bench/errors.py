@@ -21,3 +21,10 @@ class SweepError(KimiK2Error, ValueError):
 
 class BackendUnavailableError(SweepError):
     """The machine lacks what a backend needs."""
+
+
+class RanksLostError(KimiK2Error):
+    """A rank failed in the middle of a generation: the others are at another sum, and only a new start helps.
+
+    The one error of a cell that a sweep does not record and go on after.
+    """

@@ -9,16 +9,10 @@ import torch
 import torch.distributed as dist
 
 from kimi_k2.bench.backend import Prompts, TorchBackend, check_device
+from kimi_k2.bench.errors import RanksLostError
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.parallel.ranks import Rank, load_ranks
-
-
-class RanksLostError(Exception):
-    """A rank failed in the middle of a generation: the others are at another sum, and only a new start helps.
-
-    Not one of the errors that a sweep records and goes on after.
-    """
 
 
 class RanksBackend(TorchBackend):
@@ -65,6 +59,8 @@ class RanksBackend(TorchBackend):
             try:
                 for _ in self._steps(*asked):
                     pass
+            except RanksLostError:
+                raise
             except KimiK2Error:
                 # By the arguments alone: rank 0 has it, too, records it and goes on with the next cell.
                 continue
@@ -82,7 +78,9 @@ class RanksBackend(TorchBackend):
         try:
             yield from super().generate(prompts, new_tokens)
         except (RuntimeError, MemoryError) as error:
-            raise RanksLostError(f"rank {self.part.number}: {error}") from error
+            raise RanksLostError(
+                f"RanksLostError: rank {self.part.number}: {error}; start the sweep again, finished cells are kept"
+            ) from error
 
     def _share(self, asked: tuple[Prompts, int] | None) -> tuple[Prompts, int] | None:
         if not dist.is_initialized():

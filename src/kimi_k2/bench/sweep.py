@@ -17,7 +17,7 @@ from typing import Any
 
 from kimi_k2.bench.backend import Backend, Prompts
 from kimi_k2.bench.environment import capture
-from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.errors import RanksLostError, SweepError
 from kimi_k2.bench.results import SCHEMA, load_results, summarize
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import KimiK2Error
@@ -155,6 +155,8 @@ def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: 
             time_run(backend, prompts, cell["output_length"], clock)
         backend.reset_peak_memory()
         runs = [time_run(backend, prompts, cell["output_length"], clock) for _ in range(settings.runs)]
+    except RanksLostError:
+        raise
     except (KimiK2Error, RuntimeError, MemoryError) as error:
         # The first line: a CUDA error goes on for pages. Words with a slash may be paths of this machine.
         words = (str(error).splitlines() or [""])[0].split()
