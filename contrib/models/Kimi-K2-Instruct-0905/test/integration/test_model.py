@@ -19,6 +19,8 @@ import torch
 import yaml
 from torch import Tensor
 
+pytest.importorskip("kimi_k2", reason="needs the kimi_k2 package (pip install -e . of its repository)")
+
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.neuron.application import NeuronApplication
 from kimi_k2.parity.golden import load_golden

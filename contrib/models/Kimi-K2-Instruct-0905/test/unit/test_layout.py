@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("kimi_k2", reason="needs the kimi_k2 package (pip install -e . of its repository)")
+
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
