@@ -10,7 +10,7 @@ from math import prod
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
-from kimi_k2.plan.scratch import BF16, FLOAT32, held_as
+from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once, held_as
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -56,9 +56,12 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         slots = blocks * (target.block_size or 0)
         one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
         counts.collectives[one] = _moe_layers(config)
-        # Each block gathers its tokens, and adds its outputs in float32 to theirs: updates read, rows read and written.
-        rows = _moe_layers(config) * slots * config.hidden_size
-        counts.moved = {"gather": rows * BF16, "scatter": 3 * rows * 4}
+        # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
+        groups = -(-blocks // blocks_at_once(target))
+        rows = slots + groups * tokens * config.num_experts_per_tok
+        counts.moved = {"gather": _moe_layers(config) * rows * config.hidden_size * BF16}
+        # Where those outputs lie is scattered into a table: updates read and written.
+        counts.moved["scatter"] = _moe_layers(config) * slots * 2 * 8
     return counts
 
 

@@ -19,7 +19,7 @@ BF16, FLOAT32 = 2, 4
 # Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
 REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
 REPORTED_SOURCE = "README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens"
-BLOCKS_AT_ONCE = 32  # of contrib's experts.py: blocks that one operation of the PyTorch prefill takes
+ROWS_AT_ONCE = 16384  # of contrib's experts.py: tokens of the blocks that one operation of the PyTorch prefill takes
 SMALL_ARRAYS = 1.1  # what the formulas leave out; test/nxd holds them to the lowered graphs
 
 
@@ -112,17 +112,22 @@ def _attention_prefill(config: KimiK2Config, target: Target) -> int:
     return 2 * _stream(config, tokens) + scores * (2 * FLOAT32 + 1)
 
 
+def blocks_at_once(target: Target) -> int:
+    """Blocks of a group of the PyTorch prefill; 0 where prefill has no blocks."""
+    return max(ROWS_AT_ONCE // target.block_size, 1) if target.block_size else 0
+
+
 def _experts_prefill(config: KimiK2Config, target: Target) -> int:
-    """The PyTorch form, BLOCKS_AT_ONCE blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
+    """The PyTorch form, a group of blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
     tokens = target.prefill_sequences * target.prompt
-    rows = BLOCKS_AT_ONCE * (target.block_size or 0) * config.hidden_size
+    blocks = blocks_at_once(target)
+    rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
-    weigh = 2 * rows * FLOAT32  # a block's outputs in float32, before and after their weights
-    add = total + rows * FLOAT32  # the sum before and after a block is added
-    dequantize = 0
     if held_as(config, target).dequantized:
-        dequantize = 2 * _gate_up(config, target, BLOCKS_AT_ONCE) * FLOAT32 + rows * BF16
-    return 3 * _stream(config, tokens) + total + max(weigh, add, dequantize)
+        step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
+    else:
+        step = 2 * rows * FLOAT32  # the blocks' outputs in float32, before and after their scales
+    return 3 * _stream(config, tokens) + total + step
 
 
 def _head(config: KimiK2Config, target: Target) -> int:

@@ -6,8 +6,9 @@ import torch
 from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from torch import Tensor
 
-# At 128 tokens a block this makes 59 MB of activations; more blocks at once make a smaller graph.
-BLOCKS_AT_ONCE = 32
+# Tokens of all blocks of a group: 235 MB of BF16 outputs. Each group's outputs are read once for every choice of every
+# token, so larger groups move fewer bytes, and hold more.
+ROWS_AT_ONCE = 16384
 
 
 class KimiK2ExpertMLPs(ExpertMLPsV2):
@@ -53,24 +54,31 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             else:
                 out = self.forward_all_experts(hidden_states, expert_affinities, expert_index)
         else:
+            self._chosen = self.local_slots(expert_affinities, expert_index)
             out = self.forward_blockwise(
                 hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
             )
+            del self._chosen
         return out
+
+    def local_slots(self, expert_affinities: Tensor, expert_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's choices as this rank's expert numbers, int64 [T, top_k], and their weights.
+
+        A choice of another rank's expert becomes local expert 0 with a weight of 0.
+        """
+        weights = expert_affinities.gather(1, expert_index)
+        if self.moe_expert_model_parallel_group.size() == 1:
+            return expert_index, weights
+        local = self.get_spmd_rank().get_local_expert_indices().view(1, 1, -1).to(expert_index.dtype)
+        match = expert_index.unsqueeze(-1) == local  # [T, top_k, E_local]
+        places = torch.arange(self.num_local_experts, device=expert_index.device)
+        slots = torch.where(match, places, torch.zeros_like(places)).sum(dim=-1)
+        return slots, weights * match.any(dim=-1).to(weights.dtype)
 
     def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
         """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing."""
         tokens, top_k = expert_index.shape
-        weights = expert_affinities.gather(1, expert_index)
-        if self.moe_expert_model_parallel_group.size() > 1:
-            local = self.get_spmd_rank().get_local_expert_indices().view(1, 1, -1).to(expert_index.dtype)
-            match = expert_index.unsqueeze(-1) == local  # [T, top_k, E_local]
-            places = torch.arange(self.num_local_experts, device=expert_index.device)
-            # A slot of another rank's expert falls on local expert 0 and is multiplied by 0.
-            slots = torch.where(match, places, torch.zeros_like(places)).sum(dim=-1)
-            weights = weights * match.any(dim=-1).to(weights.dtype)
-        else:
-            slots = expert_index
+        slots, weights = self.local_slots(expert_affinities, expert_index)
         repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
         out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)
         weighted = out.view(tokens, top_k, -1).to(torch.float32) * weights.unsqueeze(-1)
@@ -87,9 +95,12 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         block_to_expert: Tensor,
         pad_inputs_for_matmul: bool = False,
     ) -> Tensor:
-        """Dropless prefill without NKI: blocks of tokens, each of one expert, several blocks an operation.
+        """Dropless prefill without NKI: blocks of tokens, each of one expert, many blocks an operation.
 
-        Upstream writes one subgraph a block; with 193 blocks a layer that is 12,000 for the compiler to schedule.
+        Upstream writes one subgraph a block; with 193 blocks a layer that is 12,000 for the compiler to schedule. And
+        it adds each block's rows to its tokens' (index_add), which reads and writes every row of every block, most of
+        them padding. Here each token fetches its choices' rows and sums them in float32 in the order of its choices,
+        group by group.
 
         Args:
             hidden_states: [T, H].
@@ -101,18 +112,44 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             [T, H].
         """
         tokens, hidden = hidden_states.shape
+        slots, weights = self._chosen
+        if len(slots) != tokens:
+            raise ValueError(f"expected the choices of {tokens} tokens, got those of {len(slots)}")
         # Selected before it is viewed: upstream reduces the map over the ranks in place and as a slice, and a view of
         # that drops the reduction from the lowered graph (torch_xla 2.9): each rank would know its own tokens only.
         places = token_position_to_id.to(torch.long)
-        places = torch.where(places < 0, torch.full_like(places, tokens), places).view(num_blocks, block_size)
-        # Padding reads and writes one row more than there are tokens.
-        padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, 1))
-        weights = torch.nn.functional.pad(expert_affinities_masked, (0, 0, 0, 1))
-        out = torch.zeros(tokens + 1, hidden, dtype=torch.float32, device=hidden_states.device)
-        for first in range(0, num_blocks, BLOCKS_AT_ONCE):
-            rows = places[first : first + BLOCKS_AT_ONCE]
-            experts = block_to_expert[first : first + BLOCKS_AT_ONCE].to(torch.long)
-            part = self.get_mlp_op()(padded[rows], expert_indices=experts)
-            part = part.to(torch.float32) * weights[rows, experts.unsqueeze(1)].unsqueeze(-1)
-            out = out.index_add(0, rows.flatten(), part.flatten(0, 1))
-        return out[:tokens].to(hidden_states.dtype)
+        places = torch.where(places < 0, torch.full_like(places, tokens), places)
+        at = self.rows_of_choices(places, block_to_expert, slots)
+        places = places.view(num_blocks, block_size)
+        padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, 1))  # padding reads a row of zeros
+        out = torch.zeros(tokens, hidden, dtype=torch.float32, device=hidden_states.device)
+        at_once = max(ROWS_AT_ONCE // block_size, 1)
+        for first in range(0, num_blocks, at_once):
+            group = places[first : first + at_once]
+            experts = block_to_expert[first : first + at_once].to(torch.long)
+            part = self.get_mlp_op()(padded[group], expert_indices=experts).flatten(0, 1)
+            rows = at - first * block_size
+            inside = (rows >= 0) & (rows < len(part))
+            rows = torch.where(inside, rows, torch.zeros_like(rows))
+            for choice in range(slots.shape[1]):
+                weighted = part[rows[:, choice]].to(torch.float32) * weights[:, choice, None]
+                # Not multiplied by 0: the row of another token may hold what is not finite.
+                out = torch.where(inside[:, choice, None], out + weighted, out)
+        return out.to(hidden_states.dtype)
+
+    def rows_of_choices(self, places: Tensor, block_to_expert: Tensor, slots: Tensor) -> Tensor:
+        """Row of the blocks that holds each token's output for each of its choices.
+
+        Args:
+            places: int64 [rows], each row's token, T for padding.
+            block_to_expert: [num_blocks], local expert numbers.
+            slots: int64 [T, top_k], local expert numbers.
+
+        Returns:
+            int64 [T, top_k]; negative for a choice that no block of this rank holds.
+        """
+        tokens, experts = len(slots), self.num_local_experts
+        of_row = block_to_expert.to(torch.long).repeat_interleave(len(places) // len(block_to_expert))
+        table = torch.full(((tokens + 1) * experts,), -1, dtype=torch.long, device=places.device)
+        table = table.scatter(0, places * experts + of_row, torch.arange(len(places), device=places.device))
+        return table.view(tokens + 1, experts)[:tokens].gather(1, slots)
