@@ -16,8 +16,9 @@ import environment
 
 environment.prepare()
 
+import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import run  # noqa: E402
+from steps import run, run_drafted  # noqa: E402
 
 
 def build(job: dict[str, Any]) -> Any:
@@ -25,6 +26,8 @@ def build(job: dict[str, Any]) -> Any:
     config_module = environment.contrib("config")
     modeling = environment.contrib("modeling_kimi_k2")
     options = dict(job["neuron_config"])
+    experts: Any = environment.contrib("experts")
+    experts.ROWS_AT_ONCE = job.get("rows_at_once", experts.ROWS_AT_ONCE)
     options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "float32"))
     neuron = config_module.KimiK2NeuronConfig(on_cpu=True, **options)
     config = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(job["checkpoint"]))
@@ -40,7 +43,13 @@ def main() -> None:
     results = []
     for case in job["cases"]:
         app.reset()
-        results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
+        if "script" in case:
+            results.append(torch.stack(prefix.run(app, case["script"])))
+        elif "accepted" in case:
+            width = app.neuron_config.speculation_length
+            results.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
+        else:
+            results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
     if torch.distributed.get_rank() == 0:
         torch.save(results, job["output"])
     torch.distributed.barrier()

@@ -22,8 +22,9 @@ import environment
 environment.prepare(cpu=False)
 
 import executed  # noqa: E402
+import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import decode_from, run  # noqa: E402
+from steps import decode_from, run, run_drafted  # noqa: E402
 
 
 def load(app: Any) -> None:
@@ -36,6 +37,8 @@ def build(job: dict[str, Any]) -> Any:
     config_module = environment.contrib("config")
     modeling = environment.contrib("modeling_kimi_k2")
     options = dict(job["neuron_config"])
+    experts: Any = environment.contrib("experts")
+    experts.ROWS_AT_ONCE = job.get("rows_at_once", experts.ROWS_AT_ONCE)
     options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
     neuron = config_module.KimiK2NeuronConfig(on_cpu=False, **options)
     config = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(job["checkpoint"]))
@@ -47,7 +50,7 @@ def loaded_types(app: Any) -> dict[str, str]:
     from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 
     lowering = environment.contrib("lowering")
-    wrapper = next(one for one in app.models if one.tag == lowering.STAGES[1])
+    wrapper = app.models[-1]
     with lowering.mocked_ranks(wrapper.neuron_config):
         instance = wrapper.get_model_instance()
         initialize_moe_process_group(wrapper.config, False)
@@ -70,6 +73,11 @@ def main() -> None:
         if "caches" in case:
             device.fill(torch.load(case["caches"]))
             results.append(decode_from(app, case["start"], case["forced"]))
+        elif "script" in case:
+            results.append(torch.stack(prefix.run(app, case["script"])))
+        elif "accepted" in case:
+            width = app.neuron_config.speculation_length
+            results.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
         else:
             results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
     graphs = [

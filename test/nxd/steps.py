@@ -47,6 +47,28 @@ def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: li
 
 
 @torch.inference_mode()
+def run_drafted(
+    app: Any, prompts: list[list[int]], forced: list[list[int]], width: int, accepted: list[int]
+) -> torch.Tensor:
+    """The same logits from steps of `width` tokens each, of which in turn `accepted[i]` are forced and the rest drafts.
+
+    Drafts are other tokens than the forced ones; the next step overwrites what they left in the cache.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    first = run(app, prompts, [[] for _ in prompts])
+    logits, done = [first[0]], 0
+    for keep in accepted:
+        tokens = torch.tensor([row[done : done + width] for row in forced])
+        tokens[:, keep:] = (tokens[:, keep:] + 1) % 512
+        at = lengths + done
+        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
+        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None] + torch.arange(width))
+        logits.extend(out.logits[:, :keep].unbind(dim=1))
+        done += keep
+    return torch.stack(logits)
+
+
+@torch.inference_mode()
 def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
     """Logits [steps, B, vocab] of forced tokens at positions `start` and on; the caches are full up to there."""
     logits = []

@@ -77,17 +77,3 @@ def test_narrow_blocks_would_be_cut_wrongly_without_repeated_scales(checkpoints:
         options = neuron_config(2, 1, 1, **experts.neuron_options())
         job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
         launch(job, Path(checkpoints["fp8"]).parent / "narrow")
-
-
-def test_without_captured_tensors_offset(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
-
-    if hasattr(NeuronBaseForCausalLM, "_get_captured_tensors_offset"):
-        pytest.skip("this NxDI defines it; SDK 2.28 does not")
-    job = {
-        "checkpoint": checkpoints["bf16"],
-        "neuron_config": neuron_config(1, 1, 1),
-        "cases": [sequences(1, 512, steps=1)],
-    }
-    with pytest.raises(AssertionError, match="_get_captured_tensors_offset"):
-        run_without("CapturedTensorsOffset", job, tmp_path)

@@ -1,4 +1,4 @@
-"""Prefill whose experts' blocks are taken in several groups: each token sums over all of them, float32, the plain model."""
+"""Prefill whose experts' blocks are taken in several groups: each token sums over all; float32, the plain model."""
 
 from __future__ import annotations
 

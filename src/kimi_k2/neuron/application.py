@@ -235,7 +235,8 @@ class NeuronApplication:
             tokens = torch.as_tensor(out.tokens).reshape(len(ids), -1)[:count, -1].to("cpu", torch.int64)
         # Without on-device sampling NxDI puts the logits into `tokens` as well.
         logits = None if out.logits is None else out.logits[:count, -1].to("cpu")
-        return Output(tokens, logits, tuple(value[:count] for value in out.captured_tensors or ()))
+        captured = getattr(out, "captured_tensors", None) or ()  # NxDI 0.8 sets it only where tensors are captured
+        return Output(tokens, logits, tuple(value[:count] for value in captured))
 
     # -- generation --------------------------------------------------------------------------------
 

@@ -85,13 +85,13 @@ class KimiK2Attention(nn.Module):
 
         Args:
             hidden_states: [B, S, H], normed; with sequence parallelism [B, S / ranks, H], as is the output.
-            attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1 or S, cache length] at decode (without the
-                step's own tokens; with flash decoding over the reserved slots too).
+            attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1 or S, cache length] at decode and behind a
+                cached prefix (without the pass's own tokens; with flash decoding over the reserved slots too).
             position_ids: [B, S].
-            past_key_value: at decode, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]); with flash decoding
-                those of this rank's positions.
-            active_mask: bool [B, 1, S, S] between the tokens of a decode step; None for a single one. With flash
-                decoding also of a single one, and True only where the key's position is this rank's.
+            past_key_value: at decode, and of a prompt's cached prefix, (rotary keys [B, 1, L, rope], latents
+                [B, 1, L, rank]); with flash decoding those of this rank's positions.
+            active_mask: bool [B, 1, S, S] between the pass's own tokens; None for a single one. With flash decoding
+                also of a single one, and True only where the key's position is this rank's.
             cos_cache, sin_cache: the rotation, once a layer has computed it.
 
         Returns:

@@ -46,7 +46,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
-        if kwargs.get("is_continuous_batching"):
+        if kwargs.get("is_continuous_batching") and not kwargs.get("is_block_kv_layout"):
             kwargs.setdefault("apply_seq_ids_mask", True)
         if kwargs.get("quantized"):
             if kwargs.get("quantization_type") not in quantization_types():

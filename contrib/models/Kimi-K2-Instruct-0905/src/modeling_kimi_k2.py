@@ -21,15 +21,20 @@ from neuronx_distributed_inference.models.layer_boundary_marker import (
     ModuleMarkerStartWrapper,
 )
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
-from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
+from neuronx_distributed_inference.models.model_wrapper import (
+    CONTEXT_ENCODING_MODEL_TAG,
+    TOKEN_GENERATION_MODEL_TAG,
+    ModelWrapper,
+)
 from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimi_k2.sharding.experts.format import held_format
 
-from . import patches
+from . import cpu_mode, patches
 from .attention import KimiK2Attention
+from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
@@ -195,9 +200,13 @@ class NeuronKimiK2Model(NeuronBaseModel):
     def init_inference_optimization(self, config: KimiK2InferenceConfig) -> None:
         """The base's, with the compressed cache in place of its KV manager."""
         super().init_inference_optimization(config)
-        self.kv_mgr = LatentKVCacheManager(
-            config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util
-        )
+        manager = LatentBlockKVCacheManager if config.neuron_config.is_block_kv_layout else LatentKVCacheManager
+        self.kv_mgr = manager(config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util)
+
+    def _create_context_attn_mask(self, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        """The base's; of a prefill behind a cached prefix it is over the prefix, bool [B, 1, 1, prefix]."""
+        mask: Tensor = super()._create_context_attn_mask(attention_mask, **kwargs)
+        return mask[:, None, None, :].to(torch.bool) if mask.dim() == 2 else mask
 
     def bfloat16(self) -> NeuronKimiK2Model:
         """The cast of a graph (DecoderModelInstance.load_module), for CPU mode: FP8 and its float32 scales stay.
@@ -217,6 +226,10 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     _model_cls = NeuronKimiK2Model
     compile_tag = TOKEN_GENERATION_MODEL_TAG  # the submodel that `get_compiler_args` is asked for
 
+    def get_model_wrapper_cls(self) -> type[ModelWrapper]:
+        """NxDI's, mended for CPU mode."""
+        return cpu_mode.KimiK2ModelWrapper
+
     def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
         """Add the prefill submodel, with compiler arguments of its own."""
         self.compile_tag = CONTEXT_ENCODING_MODEL_TAG
@@ -233,7 +246,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         os.environ["NXD_CPU_MODE"] = "1"
         patches.apply_cpu_mode(self.neuron_config)
         with self._models_of_their_own():
-            super().to_cpu()
+            cpu_mode.load(self, super().to_cpu)
+        cpu_mode.follow_prefixes(self.models)
         if self.neuron_config.flash_decoding_enabled:  # ModelBuilder makes the groups where there is a device
             parallel_state.initialize_kv_group(self.config.num_cores_per_group, sequential_ranks_in_group=True)
         if self.neuron_config.tensor_capture_config is not None:
@@ -253,6 +267,11 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             yield
         finally:
             neuron.is_continuous_batching = kept
+
+    def _copy_past_key_values(self, outputs: list[Tensor]) -> None:
+        """In CPU mode, hand a pass's caches, which are its last outputs, to every submodel."""
+        count = len(self.models[0].model.kv_mgr.past_key_values)
+        cpu_mode.copy_caches(self.models, outputs[-count:])
 
     def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
         """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""

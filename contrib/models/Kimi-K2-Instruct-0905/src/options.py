@@ -16,13 +16,15 @@ from kimi_k2.errors import ConfigError
 TESTED = frozenset((
     "apply_seq_ids_mask", "async_mode", "batch_size", "blockwise_matmul_config", "buckets",
     "context_encoding_buckets", "ctx_batch_size", "disable_argmax_kernel", "enable_bucketing",
-    "flash_decoding_enabled", "is_continuous_batching", "kv_cache_batch_size", "max_batch_size",
-    "max_context_length", "max_length", "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree",
-    "n_active_tokens", "n_positions", "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config",
-    "output_logits", "quantization_block_axis", "quantization_block_size", "quantization_dtype",
-    "quantization_type", "quantized", "quantized_checkpoints_path", "router_config", "save_sharded_checkpoint",
-    "seq_len", "sequence_parallel_enabled", "speculation_length", "tensor_capture_config", "tkg_batch_size",
-    "token_generation_buckets", "torch_dtype", "tp_degree", "world_size",
+    "flash_decoding_enabled", "is_block_kv_layout", "is_continuous_batching", "is_prefix_caching",
+    "kv_cache_batch_size", "max_batch_size", "max_context_length", "max_length", "modules_to_not_convert",
+    "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions", "normalize_top_k_affinities",
+    "on_cpu", "on_device_sampling_config", "output_logits", "pa_block_size", "pa_num_blocks",
+    "prefix_buckets", "quantization_block_axis", "quantization_block_size", "quantization_dtype",
+    "quantization_type", "quantized", "quantized_checkpoints_path", "router_config",
+    "save_sharded_checkpoint", "seq_len", "sequence_parallel_enabled", "speculation_length",
+    "tensor_capture_config", "tkg_batch_size", "token_generation_buckets", "torch_dtype", "tp_degree",
+    "world_size",
 ))
 # fmt: on
 
@@ -34,9 +36,9 @@ INHERITED = frozenset((
     "cc_pipeline_tiling_factor", "disable_kv_cache_tiling", "disable_numeric_cc_token", "dma_order_config",
     "draft_model_modules_to_not_convert", "enable_cte_modular_flow", "enable_long_context_mode",
     "enable_output_completion_notifications", "enable_spill_reload_dge", "enable_token_tree", "fused_qkv",
-    "is_chunked_prefill", "is_hidden_dim_shuffled", "is_intermediate_dim_shuffled", "is_prefill_stage",
+    "is_hidden_dim_shuffled", "is_intermediate_dim_shuffled", "is_prefill_stage",
     "kv_cache_update_with_kernel", "lm_head_pad", "lm_head_pad_alignment_size", "local_ranks_size",
-    "logical_nc_config", "max_new_tokens", "overrides_torch_dtype", "pa_block_size", "pa_num_blocks",
+    "logical_nc_config", "max_new_tokens", "overrides_torch_dtype",
     "quantize_clamp_bound", "rpl_reduce_dtype", "scratchpad_page_size", "seq_len_threshold_for_cc_tiling",
     "skip_sharding", "skip_warmup", "spec_batch_size", "start_rank_id", "target", "tensor_replacement_config",
     "tile_cc", "use_index_calc_kernel", "weight_gather_seq_len_threshold", "weights_to_skip_layout_optimization",
@@ -47,6 +49,10 @@ _KERNEL = "the model has no such NKI kernel"
 _CACHE = "the compressed cache is one line a sequence, whole on every rank"
 _DRAFT = "drafts inside the graph are not implemented; see speculation_length"
 _ATTENTION = "the latent attention is split by heads only"
+_CHUNKED = (
+    "NxDI 0.9 refuses it itself (NeuronBaseForCausalLM.__init__, models/model_base.py:3054); with is_prefix_caching a"
+    " prompt can be prefilled in parts, each behind the one before"
+)
 _EXPERT = "Kimi-K2's experts are SwiGLU without limits, scaled by the router's final weights"
 
 # Field: (the values that are taken, why no other is).
@@ -63,7 +69,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_tkg_nki_kernel_enabled": ((False,), _KERNEL),
     "capacity_factor": ((None,), "a capacity factor drops tokens at prefill"),
     "cast_type": (("config",), "the modules declare no dtypes of their own"),
-    "chunked_prefill_config": ((None,), _CACHE),
+    "chunked_prefill_config": ((None,), _CHUNKED),
     "cp_degree": ((1,), _ATTENTION),
     "eagle_rolling_buffer_kernel_enabled": ((False,), _DRAFT),
     "early_expert_affinity_modulation": ((False,), _EXPERT),
@@ -83,13 +89,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act_bias": ((0, 0.0), _EXPERT),
     "hidden_act_scaling_factor": ((1, 1.0), _EXPERT),
     "hybrid_sharding_config": ((None,), "experts are split alike for prefill and decode"),
-    "is_block_kv_layout": ((False,), _CACHE),
+    "is_chunked_prefill": ((False,), _CHUNKED),
     "is_eagle3": ((False,), _DRAFT),
     "is_eagle_draft": ((False,), _DRAFT),
     "is_full_model_shuffled": ((False,), "there are no MXFP4 weights"),
     "is_medusa": ((False,), _DRAFT),
     "is_mxfp4_compute": ((False,), "there are no MXFP4 weights"),
-    "is_prefix_caching": ((False,), _CACHE),
     "k_cache_transposed": ((False,), _CACHE),
     "kv_cache_padding_size": ((0,), _CACHE),
     "kv_cache_quant": ((False,), _CACHE),
@@ -112,7 +117,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "padding_side": (("right",), "positions count from the left"),
     "pp_degree": ((1,), "there is no pipeline"),
     "pre_rope_rmsnorm": ((False,), _ATTENTION),
-    "prefix_buckets": ((None,), _CACHE),
     "qk_layernorm": ((False,), "norms lie on the latents"),
     "qkv_cte_nki_kernel_fuse_rope": ((False,), _KERNEL),
     "qkv_kernel_enabled": ((False,), _KERNEL),
@@ -182,12 +186,14 @@ def check_together(config: Any) -> None:
         raise ConfigError("asynchronous steps need on-device sampling", field="on_device_sampling_config")
     if config.sequence_parallel_enabled:
         _check_sequence_parallel(config)
-    lines = config.is_continuous_batching and config.tkg_batch_size > 1
+    _check_blocks(config)
+    lines = config.is_continuous_batching and config.tkg_batch_size > 1 and not config.is_block_kv_layout
     if lines and not config.apply_seq_ids_mask:
         raise ConfigError(
             "expected True: a step with fewer sequences than lines would overwrite the others' caches",
             field="apply_seq_ids_mask",
         )
+    _check_several_tokens(config)
 
 
 def _check_sequence_parallel(config: Any) -> None:
@@ -224,3 +230,45 @@ def _check_lengths(config: Any, names: Iterable[str], ranks: int) -> None:
         for length in [stated] if isinstance(stated, int) else stated:
             if length % ranks:
                 raise ConfigError(f"{length} positions do not divide among {ranks} ranks", field=name)
+
+
+def _check_blocks(config: Any) -> None:
+    """What NxDI leaves to an assertion, an index out of bounds, or wrong numbers."""
+    if config.is_prefix_caching != config.is_block_kv_layout:
+        missing = "is_block_kv_layout" if config.is_prefix_caching else "is_prefix_caching"
+        raise ConfigError("expected True: blocks and cached prefixes come together", field=missing)
+    if not config.is_prefix_caching:
+        return
+    if config.speculation_length:
+        raise ConfigError(
+            "expected 0: with is_prefix_caching NxDI takes each step to its token generation model, which"
+            " speculation_length replaces (models/model_base.py, _get_model_outputs)",
+            field="speculation_length",
+        )
+    for name in ("async_mode", "flash_decoding_enabled", "sequence_parallel_enabled"):
+        if getattr(config, name):
+            raise ConfigError("expected False: not followed together with is_prefix_caching", field=name)
+    block = config.pa_block_size
+    for name in ("max_context_length", "seq_len", "prefix_buckets", "token_generation_buckets"):
+        given = getattr(config, name) or []
+        for size in given if isinstance(given, list) else [given]:
+            if size % block:
+                raise ConfigError(f"expected a multiple of pa_block_size ({block}), got {size}", field=name)
+    if config.pa_num_blocks * block < config.seq_len:
+        raise ConfigError(
+            f"{config.pa_num_blocks} blocks of {block} hold no sequence of {config.seq_len} tokens",
+            field="pa_num_blocks",
+        )
+
+
+def _check_several_tokens(config: Any) -> None:
+    """NxDI takes a graph for a step of several tokens, or for a prompt, by its number of tokens."""
+    length = config.speculation_length
+    if length == 1:
+        raise ConfigError("expected 0, or at least 2 tokens a step, got 1", field="speculation_length")
+    prompts = [config.max_context_length, *(config.context_encoding_buckets or [])]
+    if length and length in prompts:
+        raise ConfigError(
+            f"{length} is a bucket of context_encoding_buckets: its prompts would be taken for drafts",
+            field="speculation_length",
+        )

@@ -185,31 +185,12 @@ class CpuExpertShardRank:
         layers.create_local_weight = create
 
 
-class CapturedTensorsOffset:
-    """CPU mode of SDK 2.28.
-
-    Mends: models/model_base.py:3831 of NxDI 2.28 (_copy_past_key_values) calls `_get_captured_tensors_offset`, which
-    that release does not define. Without tensor capture the offset is 0. 2.29 defines it, and is left alone.
-    """
-
-    @staticmethod
-    def apply() -> None:
-        """Define the method where it is called and missing."""
-        from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM as Upstream
-
-        if hasattr(Upstream, "_get_captured_tensors_offset"):
-            return
-        require_source(Upstream._copy_past_key_values, "self._get_captured_tensors_offset()")
-        Upstream._get_captured_tensors_offset = lambda self: 0
-
-
 def apply_cpu_mode(neuron_config: Any) -> None:
     """The patches that this configuration needs in CPU mode.
 
     Raises:
         PatchError: upstream's code is not what a patch was written for.
     """
-    CapturedTensorsOffset.apply()
     if neuron_config.moe_ep_degree > 1:
         CpuExpertGroups.apply()
     if neuron_config.quantized:

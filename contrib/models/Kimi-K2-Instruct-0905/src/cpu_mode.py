@@ -1,0 +1,94 @@
+"""What NxDI's CPU mode lacks: steps of several tokens, cached prefixes, and a second model beside the first."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed_inference.models import application_base
+from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+
+from kimi_k2.errors import ConfigError
+
+
+def load(app: Any, to_cpu: Callable[[], None]) -> None:
+    """Run NxDI's `to_cpu` with steps of several tokens allowed, and in process groups that are there already.
+
+    NxDI refuses `speculation_length` in CPU mode (models/application_base.py, to_cpu). What it lacks is in
+    `copy_caches`: its own names a token generation model, which such an application does not have.
+    """
+    kept = app.neuron_config
+    app.neuron_config = copy.copy(kept)  # the models are made from app.config, which keeps the length
+    app.neuron_config.speculation_length = 0
+    try:
+        with _ranks_once(kept.world_size):
+            to_cpu()
+    finally:
+        app.neuron_config = kept
+
+
+@contextmanager
+def _ranks_once(ranks: int) -> Iterator[None]:
+    """Keep NxDI from making process groups twice: a draft and its target are two applications of one process.
+
+    Raises:
+        ConfigError: the groups that are there are of another number of ranks.
+    """
+    if not torch.distributed.is_initialized():
+        yield
+        return
+    if torch.distributed.get_world_size() != ranks:
+        raise ConfigError(
+            f"this process is one of {torch.distributed.get_world_size()} ranks, got {ranks}", field="tp_degree"
+        )
+    world = os.environ.pop("WORLD_SIZE", None)
+    initialize = application_base.initialize_model_parallel
+    if parallel_state.model_parallel_is_initialized():
+        application_base.initialize_model_parallel = lambda **_: None
+    try:
+        yield
+    finally:
+        application_base.initialize_model_parallel = initialize
+        if world is not None:
+            os.environ["WORLD_SIZE"] = world
+
+
+def copy_caches(wrappers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
+    """Give every submodel the caches that one of them returned; on a device they share them."""
+    for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
+        for held, new in zip(model.kv_mgr.past_key_values, caches, strict=True):
+            held.data = new
+
+
+class KimiK2ModelWrapper(ModelWrapper):
+    """ModelWrapper whose padded batches come back in order in CPU mode too."""
+
+    def _forward_with_pad(self, *args: Any) -> Any:
+        # With block tables sequences lie in the batch as they come. On a device NxDI takes the first rows of the
+        # output; in CPU mode it takes those of the sequences' numbers.
+        if self.is_prefix_caching and not self.is_neuron():
+            args = (*args[:3], torch.arange(args[3].shape[0], dtype=args[3].dtype), *args[4:])
+        return super()._forward_with_pad(*args)
+
+
+def follow_prefixes(wrappers: Sequence[Any]) -> None:
+    """With prefix caching, give the module the bucket of each pass, which a traced graph has from its bucket."""
+    for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
+        if model.is_prefix_caching:
+            model.register_forward_pre_hook(_set_prefix)
+
+
+def _set_prefix(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """As DecoderModelInstance.get: prefix, own tokens and positions, from the inputs' shapes."""
+    ids, mask = inputs[:2]
+    model.n_active_tokens = ids.shape[1]
+    model.prefix_size = 0 if mask.dim() == 1 else mask.shape[1]
+    model.n_positions = model.prefix_size
+    if model.n_active_tokens > 1:
+        longest = model.neuron_config.max_context_length
+        model.n_positions = min(model.prefix_size + model.n_active_tokens, longest)
