@@ -65,7 +65,7 @@ def run(rank: Rank, tokens: int, dtype: torch.dtype, chosen_from: int, cores: in
     x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
     index = torch.stack([torch.randperm(chosen_from, generator=generator)[:TOP_K] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, TOP_K, generator=generator)
-    got = selective_experts[cores](x, *rank.tiles(), index, weights, rank.first)
+    got = selective_experts[cores](x, *rank.tiles(), index, weights, rank.first, chosen_from)
     wanted = rank.reference(x, index, weights, torch.float64)
     return torch.from_numpy(got).view(tokens, HIDDEN).double(), wanted, rank.reference(x, index, weights, dtype)
 

@@ -16,6 +16,8 @@ import nki.language as nl
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 
 _BLOCK = 128
+# For one table's tiles, a partition.
+_BUFFER_BYTES = 64 * 1024
 
 
 @nki.jit
@@ -28,6 +30,7 @@ def selective_experts(
     expert_index: Any,
     expert_weights: Any,
     first_expert: int,
+    num_experts: int,
 ) -> Any:
     """The sum over a token's 8 experts, of those that this rank holds: [T, H] float32.
 
@@ -42,118 +45,163 @@ def selective_experts(
         expert_index: int32 [T, 8], global numbers.
         expert_weights: float32 [T, 8], final.
         first_expert: global number of the rank's first expert.
+        num_experts: of all ranks.
 
     Returns:
         [T, H/128, 128] float32, to be summed over the ranks.
     """
     tokens = hidden.shape[0]
+    slots = expert_index.shape[1]
     local, _, blocks, double = gate_up_tiles.shape
-    width = double // 2
+    width, skips = double // 2, local < num_experts
     out = nl.ndarray((tokens, blocks, _BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
     first, count = share_of(blocks)
+    mine = slice(first, first + count)
+    identity = nl.shared_identity_matrix(_BLOCK, dtype=hidden.dtype)
+    exact = nl.shared_identity_matrix(_BLOCK, dtype=nl.float32)
+    halves = _halves(width)
+    ones = nl.ndarray((1, _BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
 
-    places, weights = _local_places(expert_index, expert_weights, first_expert, local)
-    # What a skipped read leaves must be a number; weights of 0 do the rest.
-    gate_up = nl.ndarray((_BLOCK, count, double), dtype=gate_up_tiles.dtype, buffer=nl.sbuf)
-    down = nl.ndarray((width, count * _BLOCK), dtype=down_tiles.dtype, buffer=nl.sbuf)
-    scales = nl.ndarray((double, count), dtype=nl.float32, buffer=nl.sbuf)
-    out_scales = nl.ndarray((_BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
-    for tile in (gate_up, down, scales, out_scales):
-        nisa.memset(dst=tile, value=0)
+    gate_up = _Buffers(gate_up_tiles[:, :, mine, :], slots, skips)
+    down = _Buffers(down_tiles.reshape((local, width, blocks, _BLOCK))[:, :, mine, :], slots, skips)
+    scales = nl.ndarray((2, slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    out_scales = nl.ndarray((1, slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    if skips:
+        nisa.memset(dst=scales, value=0.0)
+        nisa.memset(dst=out_scales, value=0.0)
 
     for token in range(tokens):
-        column = nl.ndarray((_BLOCK, count, 1), dtype=hidden.dtype, buffer=nl.sbuf)
-        row = hidden[token].reshape((blocks, _BLOCK))[first : first + count]
-        nisa.dma_copy(dst=column, src=row.permute((1, 0)))
-        inner = _inner(column, gate_up_tiles, gate_up_scales, places[token], gate_up, scales, first, count, width)
-        total = nl.ndarray((_BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=total, value=0.0)
-        factors = _spread(weights, token)
-        for slot in range(inner.shape[1]):
-            place = places[token][:, slot : slot + 1]
-            _load(down, down_tiles[:, :, first * _BLOCK : (first + count) * _BLOCK], place)
-            _load(out_scales, down_scales[:, first : first + count].expand_dim(1).broadcast(1, _BLOCK), place)
-            _add_down(total, inner[:, slot : slot + 1], down, out_scales, factors[:, slot : slot + 1])
-        nisa.dma_copy(dst=out[token, first : first + count].permute((1, 0)), src=total)
+        one = slice(token, token + 1)
+        places, weights = _local(expert_index[one], expert_weights[one], first_expert, local)
+        for slot in range(slots):
+            place = places[:, slot : slot + 1]
+            _load(scales[:, slot, :], gate_up_scales[:, :, mine], place, skips)
+            _load(out_scales[:, slot, :], down_scales[:, mine].expand_dim(1), place, skips)
+        column = _column(hidden[token], identity, blocks, first, count)
+        inner = _inner(column, gate_up, places, _spread(scales, halves), width)
+        weighted = nl.ndarray((1, slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=weighted, data1=out_scales, data2=weights.expand_dim(2).broadcast(2, count), op=nl.multiply
+        )
+        total = _down(inner, down, places, _spread(weighted, ones))
+        turned = nl.ndarray((count, _BLOCK), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=total, moving=exact, is_transpose=True)
+        result = nl.ndarray((count, _BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=result, src=turned)
+        nisa.dma_copy(dst=out[token, mine], src=result)
     return out
 
 
-def _local_places(index: Any, weights: Any, first_expert: int, local: int) -> tuple[list[Any], Any]:
-    """Local numbers of the chosen experts, `local` (out of bounds) for those of other ranks, and their weights or 0.
+class _Buffers(nl.NKIObject):  # type: ignore[misc]
+    """Tiles in SBUF for rows of a table of weights, used in turn: as many reads are under way as there are tiles.
 
-    Returns:
-        (a [1, 8] int32 tile a token, because an index is read from one partition; weights [T, 8] in HBM).
+    A skipped read leaves what is there, which must be a number: the tiles begin as zeros.
     """
-    tokens, slots = index.shape
-    places = []
-    kept = nl.ndarray((tokens, slots), dtype=nl.float32, buffer=nl.private_hbm)
-    for token in range(tokens):
-        number = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=number, src=index[token : token + 1])
-        nisa.tensor_scalar(dst=number, data=number, op0=nl.subtract, operand0=float(first_expert))
-        held = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-        below = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=held, data=number, op0=nl.greater_equal, operand0=0.0)
-        nisa.tensor_scalar(dst=below, data=number, op0=nl.less, operand0=float(local))
-        nisa.tensor_tensor(dst=held, data1=held, data2=below, op=nl.multiply)
-        # held ? number : local, as (number - local) * held + local
-        nisa.scalar_tensor_tensor(
-            dst=number, data=number, op0=nl.subtract, operand0=float(local), op1=nl.multiply, operand1=held
+
+    def __init__(self, table: Any, slots: int, skips: bool) -> None:
+        self.table, self.skips = table, skips
+        tile_bytes = table.free_size // table.shape[1] * table.itemsize
+        self.tiles = []
+        for number in range(max(1, min(slots, _BUFFER_BYTES // tile_bytes))):
+            tile = nl.ndarray(table.shape[1:], dtype=table.dtype, buffer=nl.sbuf)
+            if skips:
+                # As 32-bit words, by two engines.
+                engine = nisa.engine.vector if number % 2 else nisa.engine.gpsimd
+                nisa.memset(dst=tile.view(nl.uint32), value=0, engine=engine)
+            self.tiles.append(tile)
+
+    def load(self, slot: int, places: Any) -> Any:
+        """The tile with the row of a slot's expert."""
+        tile = self.tiles[slot % len(self.tiles)]
+        _load(tile, self.table, places[:, slot : slot + 1], self.skips)
+        return tile
+
+
+def _halves(width: int) -> Any:
+    """[2, 2 * width] float32: row 0 is 1 at the first half, row 1 at the second."""
+    ones = nl.ndarray((2, 2 * width), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    for offset, holds in ((0, nl.greater_equal), (-width, nl.less)):
+        nisa.affine_select(
+            dst=ones,
+            pattern=[[1, 2 * width]],
+            offset=offset,
+            channel_multiplier=-width,
+            on_true_tile=ones,
+            on_false_value=0.0,
+            cmp_op=holds,
         )
-        place = nl.ndarray((1, slots), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=place, data=number, op0=nl.add, operand0=float(local))
-        places.append(place)
-        weight = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=weight, src=weights[token : token + 1])
-        nisa.tensor_tensor(dst=weight, data1=weight, data2=held, op=nl.multiply)
-        nisa.dma_copy(dst=kept[token : token + 1], src=weight)
+    return ones
+
+
+def _local(index: Any, weights: Any, first_expert: int, local: int) -> tuple[Any, Any]:
+    """Of one token: local expert numbers int32 [1, 8], `local` where another rank holds it; weights, 0 there."""
+    slots = index.shape[1]
+    number = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=number, src=index)
+    nisa.tensor_scalar(dst=number, data=number, op0=nl.subtract, operand0=float(first_expert))
+    held = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
+    below = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=held, data=number, op0=nl.greater_equal, operand0=0.0)
+    nisa.tensor_scalar(dst=below, data=number, op0=nl.less, operand0=float(local))
+    nisa.tensor_tensor(dst=held, data1=held, data2=below, op=nl.multiply)
+    # held ? number : local, as (number - local) * held + local
+    nisa.scalar_tensor_tensor(
+        dst=number, data=number, op0=nl.subtract, operand0=float(local), op1=nl.multiply, operand1=held
+    )
+    places = nl.ndarray((1, slots), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=float(local))
+    kept = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=kept, src=weights)
+    nisa.tensor_tensor(dst=kept, data1=kept, data2=held, op=nl.multiply)
     return places, kept
 
 
-def _spread(weights: Any, token: int) -> Any:
-    """A token's weights on every partition: [128, 8]."""
-    slots = weights.shape[1]
-    spread = nl.ndarray((_BLOCK, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=spread, src=weights[token : token + 1].ap(pattern=[[0, _BLOCK], [1, slots]]))
-    return spread
+def _load(tile: Any, table: Any, place: Any, skips: bool) -> None:
+    """Row `place` of a table in HBM; with `skips` nothing where it is out of bounds."""
+    mode = nisa.oob_mode.skip if skips else nisa.oob_mode.error
+    nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=mode)
 
 
-def _load(tile: Any, table: Any, place: Any) -> None:
-    """Row `place` of a table in HBM; nothing where it is out of bounds."""
-    nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=nisa.oob_mode.skip)
+def _column(row: Any, identity: Any, blocks: int, first: int, count: int) -> Any:
+    """[128, count, 1] of this core's blocks of a row [H]."""
+    rows = nl.ndarray((count, _BLOCK), dtype=row.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=rows, src=row.reshape((blocks, _BLOCK))[first : first + count])
+    turned = nl.ndarray((_BLOCK, count), dtype=row.dtype, buffer=nl.psum)
+    nisa.nc_matmul(dst=turned, stationary=rows, moving=identity[0:count, 0:count], is_transpose=True)
+    column = nl.ndarray((_BLOCK, count, 1), dtype=row.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=column, src=turned)
+    return column
 
 
-def _inner(
-    column: Any,
-    tiles: Any,
-    scale_table: Any,
-    place: Any,
-    gate_up: Any,
-    scales: Any,
-    first: int,
-    count: int,
-    width: int,
-) -> Any:
+def _spread(rows: Any, selector: Any) -> Any:
+    """Rows [n, 8, count] to partitions: partition p gets the row whose selector [n, partitions] is 1 there; exact."""
+    _, slots, count = rows.shape
+    spread = nl.ndarray((selector.shape[1], slots, count), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=spread, stationary=selector, moving=rows, accumulate=False)
+    result = nl.ndarray((selector.shape[1], slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=result, src=spread)
+    return result
+
+
+def _inner(column: Any, gate_up: _Buffers, places: Any, scales: Any, width: int) -> Any:
     """silu(gate) * up of every slot: [I, 8] in the input's dtype; blocks are summed in float32 after their scales."""
-    slots = place.shape[1]
-    both = nl.ndarray((2 * width, slots), dtype=nl.float32, buffer=nl.sbuf)
+    _, slots, count = scales.shape
+    products = nl.ndarray((2 * width, slots, count), dtype=nl.float32, buffer=nl.psum)
     for slot in range(slots):
-        one = place[:, slot : slot + 1]
-        _load(gate_up, tiles[:, :, first : first + count, :], one)
-        for half in range(2):
-            rows = scale_table[:, half, first : first + count].expand_dim(1).broadcast(1, width)
-            _load(scales[half * width : (half + 1) * width], rows, one)
-        blocks = nl.ndarray((2 * width, count), dtype=nl.float32, buffer=nl.psum)
+        tile = gate_up.load(slot, places)
         for block in range(count):
             nisa.nc_matmul(
-                dst=blocks[:, block : block + 1],
-                stationary=gate_up[:, block, :],
+                dst=products[:, slot, block : block + 1],
+                stationary=tile[:, block, :],
                 moving=column[:, block, :],
                 accumulate=False,
             )
-        scaled = nl.ndarray((2 * width, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=scaled, data1=blocks, data2=scales, op=nl.multiply)
-        nisa.tensor_reduce(dst=both[:, slot : slot + 1], op=nl.add, data=scaled, axis=1)
+    scaled = nl.ndarray((2 * width, slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
+    both = nl.ndarray((2 * width, slots), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=both, op=nl.add, data=scaled, axis=2)
     add_over_cores(both)
     gate = nl.ndarray((width, slots), dtype=nl.float32, buffer=nl.sbuf)
     up = nl.ndarray((width, slots), dtype=nl.float32, buffer=nl.sbuf)
@@ -164,17 +212,21 @@ def _inner(
     return inner
 
 
-def _add_down(total: Any, inner: Any, down: Any, scales: Any, factor: Any) -> None:
-    """Add weight * scale * (down . inner) of one expert to total [128, blocks]."""
-    count = total.shape[1]
-    part = nl.ndarray((_BLOCK, count), dtype=nl.float32, buffer=nl.psum)
-    for block in range(count):
-        nisa.nc_matmul(
-            dst=part[:, block : block + 1],
-            stationary=down[:, block * _BLOCK : (block + 1) * _BLOCK],
-            moving=inner,
-            accumulate=False,
-        )
-    scaled = nl.ndarray((_BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=scaled, data1=part, data2=scales, op=nl.multiply)
-    nisa.scalar_tensor_tensor(dst=total, data=scaled, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=total)
+def _down(inner: Any, down: _Buffers, places: Any, scales: Any) -> Any:
+    """The sum over slots of scale * (down . inner): [128, count]."""
+    rows, slots, count = scales.shape
+    products = nl.ndarray((rows, slots, count), dtype=nl.float32, buffer=nl.psum)
+    for slot in range(slots):
+        tile = down.load(slot, places)
+        for block in range(count):
+            nisa.nc_matmul(
+                dst=products[:, slot, block : block + 1],
+                stationary=tile[:, block, :],
+                moving=inner[:, slot : slot + 1],
+                accumulate=False,
+            )
+    scaled = nl.ndarray((rows, slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
+    total = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=total, op=nl.add, data=scaled.permute((0, 2, 1)), axis=2)
+    return total

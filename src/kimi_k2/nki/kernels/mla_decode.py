@@ -13,7 +13,7 @@ from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 # Added to the score of a slot that is not in use; its exponential is 0 beside any real score.
 _MASKED = -30000.0
 _SLOTS = 128  # slots a tile
-# Tiles a DMA: 8 x 1 KiB a partition of BF16 latents.
+# Tiles a DMA: one run of 8 KiB a partition of BF16 latents.
 _TILES_A_DMA = 8
 
 
@@ -76,18 +76,20 @@ def _transposed(rows: Any, rank: int, rope: int, count: int) -> Any:
 def _score_cache(
     query_t: Any, latents: Any, keys: Any, identity: Any, scores: Any, first: int, count: int
 ) -> list[Any]:
-    """Unscaled scores of `count` tiles of slots into scores[:, tile, :]; returns the latents in SBUF, by tile."""
+    """Unscaled scores of `count` tiles of slots into scores[:, tile, :]; returns the latents in SBUF, by tile.
+
+    Slot p * count + tile of the core's share lies on partition p, so that a partition is one run of memory.
+    """
     rank, rope = latents.shape[1], keys.shape[1]
     heads = scores.shape[2]
     tiles = []
     for begin in range(0, count, _TILES_A_DMA):
         many = min(_TILES_A_DMA, count - begin)
-        rows = slice((first + begin) * _SLOTS, (first + begin + many) * _SLOTS)
         latent_tile = nl.ndarray((_SLOTS, many, rank), dtype=latents.dtype, buffer=nl.sbuf)
         key_tile = nl.ndarray((_SLOTS, many, rope), dtype=keys.dtype, buffer=nl.sbuf)
-        # Slot tile * 128 + p lies on partition p.
-        nisa.dma_copy(dst=latent_tile, src=latents[rows].reshape((many, _SLOTS, rank)).permute((1, 0, 2)))
-        nisa.dma_copy(dst=key_tile, src=keys[rows].reshape((many, _SLOTS, rope)).permute((1, 0, 2)))
+        for table, target in ((latents, latent_tile), (keys, key_tile)):
+            mine = table[first * _SLOTS : (first + count) * _SLOTS].reshape((_SLOTS, count, table.shape[1]))
+            nisa.dma_copy(dst=target, src=mine[:, begin : begin + many])
         for tile in range(many):
             turned = _turned(latent_tile[:, tile, :], key_tile[:, tile, :], identity)
             part = nl.ndarray((_SLOTS, heads), dtype=nl.float32, buffer=nl.psum)
@@ -154,7 +156,7 @@ def _mask(scores: Any, length: Any, first: int, count: int, softmax_scale: float
     """Scale, and add _MASKED to slots beyond the length, and to all of the last column but the new entry."""
     heads = scores.shape[2]
     slots = nl.ndarray((_SLOTS, count + 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=slots[:, 0:count], pattern=[[_SLOTS, count]], offset=first * _SLOTS, channel_multiplier=1)
+    nisa.iota(dst=slots[:, 0:count], pattern=[[1, count]], offset=first * _SLOTS, channel_multiplier=count)
     limit = nl.ndarray((_SLOTS, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=limit, src=length.ap(pattern=[[0, _SLOTS], [1, 1]]))
     penalty = nl.ndarray((_SLOTS, count + 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -189,16 +191,16 @@ def _attend(scores: Any, tiles: list[Any], own: Any, exact: Any, out: Any, count
     nisa.activation(dst=scores, op=nl.exp, data=scores)
     weights = nl.ndarray((_SLOTS, count + 1, heads), dtype=own.dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=weights, src=scores)
-    ones = nl.ndarray((_SLOTS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    ones = nl.ndarray((_SLOTS, 1), dtype=own.dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
 
     summed = nl.ndarray((heads, rank), dtype=nl.float32, buffer=nl.psum)
     total = nl.ndarray((heads, 1), dtype=nl.float32, buffer=nl.psum)
     for tile in range(count):
         nisa.nc_matmul(dst=summed, stationary=weights[:, tile, :], moving=tiles[tile], accumulate=tile > 0)
-        nisa.nc_matmul(dst=total, stationary=scores[:, tile, :], moving=ones, accumulate=tile > 0)
+        nisa.nc_matmul(dst=total, stationary=weights[:, tile, :], moving=ones, accumulate=tile > 0)
     nisa.nc_matmul(dst=summed, stationary=weights[0:1, count, :], moving=own, accumulate=True)
-    nisa.nc_matmul(dst=total, stationary=scores[0:1, count, :], moving=ones[0:1, :], accumulate=True)
+    nisa.nc_matmul(dst=total, stationary=weights[0:1, count, :], moving=ones[0:1, :], accumulate=True)
 
     # The sum, its weight and its maximum side by side: one exchange.
     part = nl.ndarray((heads, rank + 2), dtype=nl.float32, buffer=nl.sbuf)

@@ -1,0 +1,110 @@
+"""The cost model counts what a kernel moves, and schedules by dependences."""
+
+from __future__ import annotations
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+import pytest
+import torch
+
+from kimi_k2.nki.cost import Cost, cost_of
+from kimi_k2.nki.kernels.experts import selective_experts
+from kimi_k2.nki.kernels.router import noaux_tc_router
+from kimi_k2.nki.launch import Kernel
+from kimi_k2.nki.rates import Rates
+from kimi_k2.nki.tensor import NkiTensor
+
+
+def costed(body: object, *arrays: object, rates: Rates | None = None) -> Cost:
+    kernel = nki.jit(body)
+    assert isinstance(kernel, Kernel)
+    kernel(*arrays)
+    return cost_of(kernel, rates or Rates())
+
+
+def test_bytes_and_descriptors_of_a_dma() -> None:
+    def rows(data: NkiTensor) -> None:
+        nisa.dma_copy(nl.ndarray((128, 1024), dtype=nl.float32), data)
+
+    def columns(data: NkiTensor) -> None:
+        nisa.dma_copy(nl.ndarray((128, 128), dtype=nl.float32), data[:, 0:128].permute((1, 0)))
+
+    data = np.zeros((128, 1024), np.float32)
+    whole, turned = costed(rows, data), costed(columns, data)
+    assert (whole.hbm_bytes, whole.descriptors) == (128 * 4096, 128)  # one run a partition
+    assert (turned.hbm_bytes, turned.descriptors) == (128 * 512, 128 * 128)  # one run an element
+    rates = Rates(descriptor_bytes=0)
+    assert costed(rows, data, rates=rates).busy["dma"] == pytest.approx(128 * 4096 / 368e9)
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", 1), ("float32", 4)])
+def test_a_matmul_takes_its_columns(dtype: str, passes: int) -> None:
+    def kernel(left: NkiTensor, right: NkiTensor) -> None:
+        a, b = nl.load(left), nl.load(right)
+        nisa.nc_matmul(nl.ndarray((64, 512), dtype=nl.float32, buffer=nl.psum), a, b)
+        nisa.nc_matmul(nl.ndarray((64, 8), dtype=nl.float32, buffer=nl.psum), a, b[:, 0:8])
+
+    left, right = (np.zeros((128, n), dtype) for n in (64, 512))
+    cost = costed(kernel, left, right)
+    assert cost.busy["tensor"] == pytest.approx((512 + 64) * passes / 2.4e9)
+
+
+def test_independent_work_overlaps_and_dependent_work_does_not() -> None:
+    def chained(_: NkiTensor) -> None:
+        tile = nl.zeros((128, 4096), dtype=nl.float32)
+        nisa.activation(tile, nl.exp, tile)
+
+    def apart(_: NkiTensor) -> None:
+        tile, other = nl.ndarray((128, 4096), dtype=nl.float32), nl.zeros((128, 64), dtype=nl.float32)
+        nisa.activation(other, nl.exp, other)
+        nisa.memset(tile, 0)
+
+    data = np.zeros((1, 1), np.float32)
+    cost = costed(chained, data)
+    assert cost.span == pytest.approx(sum(cost.busy.values()))
+    assert cost.overlap == pytest.approx(0)
+    cost = costed(apart, data)
+    assert cost.span < sum(cost.busy.values())
+
+
+def test_a_later_transfer_does_not_wait_for_one_that_is_not_ready() -> None:
+    def kernel(data: NkiTensor) -> NkiTensor:
+        out = nl.ndarray(data.shape, dtype=data.dtype, buffer=nl.shared_hbm)
+        first = nl.load(data)
+        for _ in range(50):
+            nisa.activation(first, nl.exp, first)
+        nl.store(out, first)  # waits for the exponentials
+        second = nl.ndarray(data.shape, dtype=data.dtype)
+        nisa.dma_copy(second, data)  # does not
+        for _ in range(50):
+            nisa.tensor_scalar(second, second, nl.add, 1.0)
+        return out
+
+    cost = costed(kernel, np.zeros((128, 512), np.float32))
+    assert cost.span < 50 * 512 / 1.2e9 + 50 * 512 / 0.96e9
+
+
+def test_the_router_reads_its_weight_once_by_both_cores() -> None:
+    kernel = noaux_tc_router[2]
+    kernel(torch.zeros(1, 7168).bfloat16(), torch.zeros(7168, 384).bfloat16(), torch.zeros(1, 384), 2.827)
+    cost = cost_of(kernel)
+    half = 7168 * 384 * 2 // 2
+    assert half < cost.hbm_bytes < half * 1.01
+    assert cost.bound == "dma"
+
+
+def test_experts_of_other_ranks_cost_no_bytes() -> None:
+    experts, width = 4, 32
+    tiles = torch.zeros(experts, 128, 56, 2 * width).to(torch.float8_e5m2), torch.ones(experts, 2, 56)
+    down = torch.zeros(experts, width, 7168).to(torch.float8_e5m2), torch.ones(experts, 56)
+    index = torch.tensor([[0, 1, 90, 91, 92, 93, 94, 95]], dtype=torch.int32)
+    counts = {}
+    for first in (0, 1, 4):
+        kernel = selective_experts[1]
+        kernel(torch.zeros(1, 7168).bfloat16(), *tiles, *down, index, torch.ones(1, 8), first, 96)
+        counts[first] = cost_of(kernel).hbm_bytes
+    weights = 3 * width * 7168
+    assert counts[0] - counts[1] == pytest.approx(weights, rel=0.01)  # and its scales
+    assert counts[0] - counts[4] == pytest.approx(2 * weights, rel=0.01)
