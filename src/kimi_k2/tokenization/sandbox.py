@@ -7,6 +7,7 @@ single step is short, and every loop's turn, call, filter and operator looks at 
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,10 +60,10 @@ class TemplateLimitError(jinja2.TemplateRuntimeError):
 class _Budget:
     """What is left of a rendering's limits."""
 
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, seconds: float) -> None:
         self.characters = MAX_CHARACTERS + 4 * characters
         self._left = MAX_PRODUCED + 16 * characters
-        self._seconds = MAX_SECONDS + characters * 1e-6
+        self._seconds = min(seconds, MAX_SECONDS) + characters * 1e-6
         self._end = time.thread_time() + self._seconds
         self._steps = 0
 
@@ -89,13 +90,13 @@ _FAILURES = (
 _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 
-def bounded(action: Callable[..., _T], *arguments: Any, characters: int = 0) -> _T:
+def bounded(action: Callable[..., _T], *arguments: Any, characters: int = 0, seconds: float = math.inf) -> _T:
     """Call something that compiles or renders a template, within the limits for so many characters of input.
 
     Raises:
         TokenizerError: it goes beyond a limit, nests too deeply, or fails in any way that a template can make it fail.
     """
-    token = _BUDGET.set(_Budget(characters))
+    token = _BUDGET.set(_Budget(characters, seconds))
     try:
         return action(*arguments)
     except RecursionError:

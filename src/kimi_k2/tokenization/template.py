@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,8 @@ TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
 MAX_INDENT = 16
 
+# Its few messages take a published template milliseconds.
+_PROBE_SECONDS = 0.25
 # A conversation of which every style writes something else.
 _PROBE: list[Message] = [
     {"role": "user", "content": "a"},
@@ -87,7 +90,9 @@ class ChatTemplate:
     def style(self) -> ChatStyle | None:
         """The style of what the template writes: where it writes <think>; None if it refuses a plain conversation."""
         try:
-            markup = [segment.text for segment in self.render_segments(_PROBE) if segment.markup]
+            markup = [
+                segment.text for segment in self.render_segments(_PROBE, seconds=_PROBE_SECONDS) if segment.markup
+            ]
         except TokenizerError:
             return None
         if markup and markup[-1] == THINK:
@@ -103,6 +108,7 @@ class ChatTemplate:
         style: ChatStyle | str = ChatStyle.INSTRUCT,
         thinking: bool = True,
         preserve_thinking: bool = False,
+        seconds: float = math.inf,
     ) -> list[Segment]:
         """Render a conversation.
 
@@ -115,6 +121,7 @@ class ChatTemplate:
             style: decides only whether the template is given the TypeScript form of the tools (K2.5).
             thinking: for K2.5: whether the model is to reason.
             preserve_thinking: keep the reasoning of every turn (K2.6), not only of those since the last answer.
+            seconds: CPU time that rendering may take, where that is less than `sandbox.MAX_SECONDS`.
 
         Returns:
             Markup and text, alternating freely; their concatenation is the prompt.
@@ -138,7 +145,7 @@ class ChatTemplate:
         if typescript is not None:
             variables["tools_ts_str"] = hide(typescript)
         try:
-            rendered = bounded(self._template.render, variables, characters=hide.characters)
+            rendered = bounded(self._template.render, variables, characters=hide.characters, seconds=seconds)
         except TokenizerError as error:
             raise TokenizerError(f"{self._origin}: cannot be rendered: {error}") from None
         segments = self._segments(rendered, hide)
