@@ -118,6 +118,7 @@ class KimiK2Config(BaseModel):
     num_nextn_predict_layers: NonNegativeInt = 0
     initializer_range: PositiveFloat = 0.02
     quantization: SerializeAsAny[StoredFormat] | None = None
+    kv_cache_fp8: bool = False  # the checkpoint asks for an e4m3 KV cache: compressed-tensors' kv_cache_scheme
     tensor_prefix: Literal["", "language_model."] = ""
     chat_style: Literal["instruct", "thinking", "k2.5"] | None = None
     vision: VisionConfig | None = None
@@ -258,12 +259,14 @@ class KimiK2Config(BaseModel):
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The plain (unwrapped) `config.json` content in transformers 4.x form, quantization included."""
-        raw = self.model_dump(exclude={"quantization", "tensor_prefix", "vision"}, exclude_none=True)
+        raw = self.model_dump(exclude={"quantization", "kv_cache_fp8", "tensor_prefix", "vision"}, exclude_none=True)
         raw["architectures"] = ["DeepseekV3ForCausalLM"]
         if self.rope_scaling:
             raw["rope_scaling"] = {"type": "yarn", **self.rope_scaling.model_dump(exclude_none=True)}
         if self.quantization:
             raw["quantization_config"] = self.quantization.to_hf_dict()
+            if self.kv_cache_fp8:
+                raw["quantization_config"]["kv_cache_scheme"] = dict(KV_CACHE_SCHEME)
         return raw
 
 
@@ -299,7 +302,31 @@ def _normalised(raw: Any) -> dict[str, Any]:
         ),
         None,
     )
+    flat["kv_cache_fp8"] = any(
+        _is_fp8_cache(holder[key], key)
+        for holder in (text, raw)
+        for key in ("quantization_config", "compression_config")
+        if holder.get(key) is not None
+    )
     return flat
+
+
+# The one kv_cache_scheme that is supported; an e4m3 cache holds the values as they are, at scale 1.
+KV_CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+
+
+def _is_fp8_cache(quantization: Any, field: str) -> bool:
+    """Whether a `quantization_config` has compressed-tensors' `kv_cache_scheme`, of which FP8 a tensor is supported."""
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    if scheme is None:
+        return False
+    field = f"{field}.kv_cache_scheme"
+    if not isinstance(scheme, Mapping):
+        raise ConfigError(f"expected an object or null, got {type(scheme).__name__}", field=field)
+    for name, wanted in KV_CACHE_SCHEME.items():
+        if scheme.get(name) != wanted:
+            raise ConfigError(f"expected {wanted!r}, got {scheme.get(name)!r}", field=f"{field}.{name}")
+    return True
 
 
 def _normalise_rope(flat: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, PAGE, mla_decode
+from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, PAGE, folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.common.build import find_nvcc
 
@@ -64,6 +64,29 @@ def test_e4m3_cache(lengths: Sequence[int], heads: int) -> None:
     assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table, 0.5, plan), found)
     if any(lengths):
         assert relative(found, reference(q, rows.float() * 0.5, lengths)) < RELATIVE
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_several_queries_a_sequence(tokens: int, heads: int, dtype: torch.dtype) -> None:
+    """Each token sees one row more than the one before it; the first ones of short sequences see none."""
+    lengths = [3000, 64, 65, 70, 3, 0, 1, 1000, 128]
+    _, rows, cache, table, seq_lens = paged_case(lengths, heads, 3072, seed=tokens)
+    q = torch.randn(len(lengths), tokens, heads, 576, device="cuda", dtype=torch.bfloat16)
+    rows, cache = rows.to(dtype), cache.to(dtype)
+    requests, together = request_lengths(seq_lens, tokens, heads), folding(tokens, heads).rows
+    plan = mla_plan(requests, 3072, together, dtype != torch.bfloat16)
+    found = mla_decode(q, cache, seq_lens, SCALE, table, plan=plan)
+    assert found.shape == (len(lengths), tokens, heads, 512) and found.isfinite().all()
+    for given in (None, plan):
+        assert relative(mla_decode(q, rows, seq_lens, SCALE, plan=given), found.double()) < 1e-2
+    for token in range(tokens):
+        seen = [max(0, length - (tokens - 1 - token)) for length in lengths]
+        wanted = reference(q[:, token], rows.float(), seen)
+        assert not found[torch.tensor(seen, device="cuda") == 0, token].any()
+        assert relative(found[:, token], wanted) < RELATIVE
+        assert relative(mla_decode(q, rows, seq_lens, SCALE)[:, token], wanted) < RELATIVE
 
 
 @pytest.mark.parametrize("heads", HEADS)

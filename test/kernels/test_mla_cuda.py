@@ -79,3 +79,24 @@ def test_compiles_without_spills_or_serialized_products(tmp_path: Path) -> None:
     allowed = {name: 40 if re.search(r"\dattend(_planned)?ILb1E", name) else 0 for name in spilled}
     assert all(int(count) <= allowed[name] for name, count in spilled.items()), spilled
     assert "serialized" not in report
+
+
+@pytest.mark.parametrize("heads", mla_decode.HEADS)
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_queries_are_folded_into_requests(tokens: int, heads: int) -> None:
+    """Every query once, in order, as many rows together as there is room for; a request's last one sees its length."""
+    fold = mla_decode.folding(tokens, heads)
+    assert fold.rows in mla_decode.HEADS and fold.rows == fold.tokens * heads
+    assert fold.requests * fold.tokens == fold.padding + tokens and 0 <= fold.padding < 2 * fold.tokens
+    assert fold.requests == 1 or fold.rows == 64
+    lengths = mla_decode.request_lengths(torch.tensor([100, 2], dtype=torch.int32), tokens, heads).view(2, -1)
+    assert lengths.dtype == torch.int32
+    for request in range(fold.requests):
+        behind = (fold.requests - 1 - request) * fold.tokens
+        assert lengths[:, request].tolist() == [100 - behind, max(0, 2 - behind)]
+
+
+def test_too_many_queries_are_refused() -> None:
+    for tokens, heads in ((9, 8), (0, 8), (2, 12)):
+        with pytest.raises(KernelError, match="queries of"):
+            mla_decode.folding(tokens, heads)

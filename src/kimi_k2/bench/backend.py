@@ -20,6 +20,7 @@ from kimi_k2.engine.decode_step import capturable
 from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import DeviceError
+from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.application import NeuronApplication
@@ -77,10 +78,14 @@ class TorchBackend:
         self.name = self.device.partition(":")[0]
         self.vocab_size = self.model.config.vocab_size
         self.details: dict[str, Any] = {"dtype": str(self.model.dtype).removeprefix("torch."), "weights": weights}
+        cache = self.model.kv_cache_dtype or self.model.dtype
+        self.details["kv_cache"] = str(cache).removeprefix("torch.")
         self.details["graph"] = capturable(self.model, 1)  # decode steps of one sequence are replayed
 
     @classmethod
-    def load(cls, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False) -> TorchBackend:
+    def load(
+        cls, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False, kv_cache: str = "auto"
+    ) -> TorchBackend:
         """A checkpoint on one device.
 
         Args:
@@ -88,12 +93,14 @@ class TorchBackend:
             device: cpu, or cuda with an index if wanted.
             dtype: of weights and activations.
             keep_quantized: hold FP8 or INT4 weights as stored.
+            kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
 
         Raises:
             BackendUnavailableError: cuda is asked for and there is none.
         """
         check_device(device)
         model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
+        model.kv_cache_dtype = kv_cache_dtype(kv_cache, model.config)
         return cls(Generator(model), "stored" if keep_quantized else "float")
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:

@@ -12,6 +12,7 @@ from kimi_k2.bench.backend import Prompts, TorchBackend, check_device
 from kimi_k2.bench.errors import RanksLostError
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.ranks import Rank, load_ranks
 
 
@@ -24,7 +25,9 @@ class RanksBackend(TorchBackend):
         self.details |= {"moe_tp": rank.layout.moe_tp, "moe_ep": rank.layout.moe_ep}
 
     @classmethod
-    def load_ranks(cls, checkpoint: Path, ranks: Path, device: str, dtype: torch.dtype) -> RanksBackend:
+    def load_ranks(
+        cls, checkpoint: Path, ranks: Path, device: str, dtype: torch.dtype, kv_cache: str = "auto"
+    ) -> RanksBackend:
         """This process's file.
 
         Args:
@@ -32,13 +35,17 @@ class RanksBackend(TorchBackend):
             ranks: output of `kimi-k2 convert --target cuda`.
             device: cpu or cuda.
             dtype: of activations and float weights.
+            kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
 
         Raises:
             BackendUnavailableError: cuda is asked for and there is none.
             ConfigError, CheckpointError: see `parallel.ranks.load_ranks`.
         """
         check_device(device)
-        return cls(load_ranks(ranks, KimiK2Config.from_pretrained(checkpoint), dtype, device))
+        config = KimiK2Config.from_pretrained(checkpoint)
+        rank = load_ranks(ranks, config, dtype, device)
+        rank.generator.model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
+        return cls(rank)
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         """On rank 0: see Backend; the others join in from `follow`. TTFT contains handing them the prompts.

@@ -16,6 +16,13 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
 
 
+def compute_defaults(device: str, dtype: str | None, keep_quantized: bool | None) -> tuple[str, bool]:
+    """Compute dtype, and whether weights are held as stored: what our kernels take on a GPU, where it is not said."""
+    on_gpu = device.startswith("cuda")
+    chosen = dtype or ("bfloat16" if on_gpu else "float32")
+    return chosen, on_gpu and chosen == "bfloat16" if keep_quantized is None else keep_quantized
+
+
 def published_models() -> list[str]:
     """Published configurations that the package carries."""
     names = (entry.name for entry in (files("kimi_k2") / "presets").iterdir())
@@ -102,11 +109,16 @@ Checkpoint = Annotated[
 Download = Annotated[bool, typer.Option("--download", help="Fetch what the Hugging Face cache lacks.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything random.")]
 KeepQuantized = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--keep-quantized",
-        help="Hold FP8/INT4 weights as stored, as ranks always do: less memory; with BF16 on an H200 fast.",
+        "--keep-quantized/--dequantize",
+        help="Hold FP8/INT4 weights as stored, as ranks always do: less memory, and fast on an H200 in BF16, where it"
+        " is the default.",
+        show_default=False,
     ),
+]
+ComputeDtype = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Compute dtype; bfloat16 on a GPU, else float32.", show_default=False)
 ]
 Ranks = Annotated[
     Path | None,
@@ -133,6 +145,10 @@ StoredFormatOption = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
+KvCacheDtype = Annotated[
+    Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
+    typer.Option(help="Of the KV cache; auto: config.json's kv_cache_scheme, else the compute dtype."),
+]
 ChunkSize = Annotated[int | None, number(1, "Prefill this many tokens at a time.")]
 MaxNewTokens = Annotated[int, number(1, "Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]

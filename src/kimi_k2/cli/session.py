@@ -18,6 +18,7 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.media.patches import Media
 from kimi_k2.media.prompt import media_parts
+from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -172,6 +173,7 @@ def open_session(
     dtype: torch.dtype,
     device: str = "cpu",
     keep_quantized: bool = False,
+    kv_cache: str = "auto",
     ranks: Path | None = None,
     stop: Sequence[str] = (),
     chunk_size: int | None = None,
@@ -180,6 +182,7 @@ def open_session(
     """Load the model, or this process's part of it.
 
     Args:
+        kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
         neuron: the NxDI model instead of the plain one.
 
     Raises:
@@ -193,10 +196,12 @@ def open_session(
     if ranks is None:
         check_device(device)
         model = load_model(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
+        model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
         eyes = Eyes(checkpoint, config, tokenizer, dtype, device)
         yield Session(Generator(model), tokenizer, params, eyes=eyes, **options)
         return
     with load_ranks(ranks, config, dtype, device) as part:
+        part.generator.model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
         place = part.generator.model.lm_head.weight.device
         eyes = Eyes(checkpoint, config, tokenizer, dtype, place, ranks)
         yield Session(part.generator, tokenizer, params, rank=part.number, eyes=eyes, **options)

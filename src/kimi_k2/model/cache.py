@@ -6,7 +6,24 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.ops.cache import store_entries
+
+# Names as vLLM's --kv-cache-dtype has them.
+KV_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def kv_cache_dtype(name: str, config: KimiK2Config) -> torch.dtype | None:
+    """What `--kv-cache-dtype NAME` means: `auto` is the checkpoint's own, None the model's compute dtype.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name == "auto":
+        return torch.float8_e4m3fn if config.kv_cache_fp8 else None
+    if name not in KV_CACHE_DTYPES:
+        raise ConfigError(f"expected auto, {', '.join(KV_CACHE_DTYPES)}, got {name!r}", field="kv_cache_dtype")
+    return KV_CACHE_DTYPES[name]
 
 
 class LatentCache:

@@ -13,7 +13,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
-from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.cache import LatentCache, kv_cache_dtype
 from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import MLP, Experts, MoE
@@ -94,6 +94,9 @@ class KimiK2ForCausalLM(nn.Module):
         dtype: of weights and activations (the router's bias and logits stay float32).
         keep_quantized: hold FP8 or INT4 weights as stored and dequantize at use; otherwise dequantize once on load.
         attention_form: `auto`, `naive` or `absorbed`, see MultiHeadLatentAttention.
+
+    Attributes:
+        kv_cache_dtype: of new caches; None for `dtype`. The checkpoint's own at first.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class KimiK2ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype("auto", config)
         self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized, form=attention_form)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head.weight.requires_grad_(False)
@@ -154,8 +158,8 @@ class KimiK2ForCausalLM(nn.Module):
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
         """An empty cache on the model's device."""
-        device = self.lm_head.weight.device
-        return LatentCache(self.config, batch, max_length, dtype=dtype or self.dtype, device=device)
+        device, dtype = self.lm_head.weight.device, dtype or self.kv_cache_dtype or self.dtype
+        return LatentCache(self.config, batch, max_length, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(

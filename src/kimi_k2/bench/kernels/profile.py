@@ -9,6 +9,7 @@ from pathlib import Path
 from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank, time_prefill, time_step
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
 from kimi_k2.sharding.layout import Layout
@@ -24,6 +25,7 @@ class Job:
         layers: fewer than the model has; the totals are then extrapolated. None for all.
         weights: output of `convert --target cuda`; None for synthetic weights.
         stand_in: one GPU as rank 0 of the layout; nothing is sent.
+        kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
         launches: also list what one step launches, by time.
     """
 
@@ -32,6 +34,7 @@ class Job:
     layers: int | None = None
     weights: Path | None = None
     stand_in: bool = False
+    kv_cache: str = "auto"
     launches: bool = False
 
 
@@ -61,6 +64,7 @@ def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Itera
         model = load_rank(job.weights, config, layout, rank, device="cuda")
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
+    model.kv_cache_dtype = kv_cache_dtype(job.kv_cache, config)
     times = time_step(model, job.contexts, communicate=communicate)
     yield from times.lines()
     if missing:

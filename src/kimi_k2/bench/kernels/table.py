@@ -13,6 +13,7 @@ import torch
 
 import kimi_k2.bench.kernels as bench
 from kimi_k2.bench.kernels.harness import matmul_rate, read_bandwidth
+from kimi_k2.bench.kernels.mla_drawn import drawn_rows
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
 
@@ -35,7 +36,9 @@ def describe(row: Row, bandwidth: float, matrix_rate: float) -> str:
     )
 
 
-def run(only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None]) -> None:
+def run(
+    only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None], *, drawn: int = 0, seed: int = 0
+) -> None:
     """Say a line a row: microseconds, GB/s, TFLOP/s, the larger share of the two ceilings, and the target if any.
 
     Args:
@@ -43,6 +46,7 @@ def run(only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str],
         peers: also time PyTorch and the peers that can be imported.
         out: JSON file to write; None for none.
         say: takes each line.
+        drawn: so many drawn batches of MLA decode instead of the standard rows, the same for a seed.
 
     Raises:
         KernelError: there is no CUDA device, or no such operation.
@@ -55,10 +59,11 @@ def run(only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str],
     bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
     say(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, BF16 GEMM {matrix_rate:.0f} TFLOP/s")
     found = []
-    for name in only or available:
-        for row in importlib.import_module(f"{bench.__name__}.{name}").rows(with_peers=peers):
-            say(describe(row, bandwidth, matrix_rate))
-            found.append(asdict(row))
+    modules = (importlib.import_module(f"{bench.__name__}.{name}") for name in only or available)
+    standard = (row for module in modules for row in module.rows(with_peers=peers))
+    for row in drawn_rows(drawn, seed, peers) if drawn else standard:
+        say(describe(row, bandwidth, matrix_rate))
+        found.append(asdict(row))
     if out is not None:
         ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
         out.write_text(json.dumps(ceilings | {"rows": found}, indent=1) + "\n")

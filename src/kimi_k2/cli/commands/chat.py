@@ -17,12 +17,13 @@ from kimi_k2.cli.options import (
     Checkpoint,
     ChunkSize,
     Compiled,
+    ComputeDtype,
     Context,
     Deployed,
     Device,
     Download,
-    Dtype,
     KeepQuantized,
+    KvCacheDtype,
     MaxNewTokens,
     OnCpu,
     Seed,
@@ -34,6 +35,7 @@ from kimi_k2.cli.options import (
     Tools,
     TopK,
     TopP,
+    compute_defaults,
 )
 
 if TYPE_CHECKING:
@@ -71,9 +73,10 @@ def chat(
     top_k: TopK = 0,
     seed: Seed = 0,
     stop: Stop = None,
-    dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = "float32",
+    dtype: ComputeDtype = None,
     device: Device = "cpu",
-    keep_quantized: KeepQuantized = False,
+    keep_quantized: KeepQuantized = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     chunk_size: ChunkSize = None,
     backend: Backend = "torch",
     preset: Deployed = DEFAULT_DEPLOYMENT,
@@ -111,12 +114,14 @@ def chat(
         raise GenerationError(
             f"max_new_tokens: expected fewer than max_position_embeddings ({config.max_position_embeddings})"
         )
-    options: dict[str, Any] = {"keep_quantized": keep_quantized, "stop": stop or (), "chunk_size": chunk_size}
+    computed, stored = compute_defaults(device, dtype, keep_quantized)
+    options: dict[str, Any] = {"keep_quantized": stored, "stop": stop or (), "chunk_size": chunk_size}
+    options["kv_cache"] = kv_cache_dtype
     where = device
     if backend == "neuron":
         options["neuron"] = Neuron(preset, compiled, on_cpu, context)
         where = "NxD's CPU mode" if on_cpu else preset
-    compute = getattr(torch, dtype)
+    compute = getattr(torch, computed)
     with open_session(directory, config, tokenizer, params, dtype=compute, device=device, **options) as session:
         talk = Chat(session, console, thinking=thinking)
         if messages is not None:
@@ -126,7 +131,7 @@ def chat(
         if system is not None:
             talk.system = system
         console.print(
-            f"[bold]{directory.name}[/bold], {dtype} on {where}, chat style {tokenizer.chat_style.value}"
+            f"[bold]{directory.name}[/bold], {computed} on {where}, chat style {tokenizer.chat_style.value}"
             f" ({tokenizer.style_reason}); /help shows what can be typed",
             highlight=False,
         )

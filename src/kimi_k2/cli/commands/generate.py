@@ -16,13 +16,14 @@ from kimi_k2.cli.options import (
     Checkpoint,
     ChunkSize,
     Compiled,
+    ComputeDtype,
     Context,
     Deployed,
     Device,
     Download,
-    Dtype,
     Images,
     KeepQuantized,
+    KvCacheDtype,
     MaxNewTokens,
     OnCpu,
     Ranks,
@@ -36,6 +37,7 @@ from kimi_k2.cli.options import (
     TopK,
     TopP,
     Videos,
+    compute_defaults,
 )
 
 if TYPE_CHECKING:
@@ -68,9 +70,10 @@ def generate(
     stop: Stop = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="With --json: also a line for every delta.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = "float32",
+    dtype: ComputeDtype = None,
     device: Device = "cpu",
-    keep_quantized: KeepQuantized = False,
+    keep_quantized: KeepQuantized = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     chunk_size: ChunkSize = None,
     ranks: Ranks = None,
     backend: Backend = "torch",
@@ -79,6 +82,9 @@ def generate(
     on_cpu: OnCpu = False,
     context: Context = DEFAULT_CONTEXT,
     download: Download = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say in which dtypes and by which kernels it was computed.")
+    ] = False,
 ) -> None:
     """Generate text from a checkpoint.
 
@@ -123,10 +129,12 @@ def generate(
         seed=seed,
         eos_token_ids=load_eos_token_ids(directory, config),
     )
-    options: dict[str, Any] = {"keep_quantized": keep_quantized, "ranks": ranks, "chunk_size": chunk_size}
+    computed, stored = compute_defaults(device, dtype, keep_quantized)
+    options: dict[str, Any] = {"keep_quantized": stored, "ranks": ranks, "chunk_size": chunk_size}
+    options["kv_cache"] = kv_cache_dtype
     if backend == "neuron":
         options["neuron"] = Neuron(preset, compiled, on_cpu, context, len(conversations) or len(texts))
-    compute = getattr(torch, dtype)
+    compute = getattr(torch, computed)
     with open_session(
         directory, config, tokenizer, params, dtype=compute, device=device, stop=stop or (), **options
     ) as session:
@@ -141,9 +149,24 @@ def generate(
         if session.rank == 0:
             _show(session, prompts, _view(prompts, texts, as_json=as_json, stream=stream), timing)
             typer.echo(timing, err=True)
+            if verbose and backend == "torch":
+                typer.echo(_computed(session, stored or ranks is not None), err=True)
         else:
             for _ in session.answer(prompts, lambda row, reply, deltas: None, timing):
                 pass
+
+
+def _computed(session: Session, stored: bool) -> str:
+    """Dtypes and kernels of what the session ran."""
+    from kimi_k2.engine.generator import Generator
+    from kimi_k2.ops import registry
+
+    assert isinstance(session.generator, Generator)
+    model = session.generator.model
+    compute, cache = (str(one).removeprefix("torch.") for one in (model.dtype, model.kv_cache_dtype or model.dtype))
+    held = "as stored" if stored else "dequantized"
+    where = model.lm_head.weight.device
+    return f"{compute} on {where}, weights {held}, KV cache {cache}\n{registry.explain()}"
 
 
 def _conversations(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import number
+from kimi_k2.cli.options import KvCacheDtype, number
 
 
 def profile(
@@ -29,6 +29,7 @@ def profile(
     contexts: Annotated[
         str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; instead of both.")
     ] = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
     kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
@@ -55,6 +56,7 @@ def profile(
         layers=layers,
         weights=weights,
         stand_in=stand_in,
+        kv_cache=kv_cache_dtype,
         launches=launches,
     )
     lines = measure(config, deployment.layout(config), job)

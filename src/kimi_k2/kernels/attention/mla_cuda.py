@@ -25,7 +25,7 @@ FEW_HEADS = 8
 # Cache rows that may come from the L2 a second time for one launch less: 19 MB, which take about 4 us.
 READ_AGAIN = 2**14
 _POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
-_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "share")
+_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "share", "row_share", "tokens")
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,17 @@ def _launch(
     out: Tensor | None,
     parts: tuple[Tensor, Tensor] | None,
     plan: Tensor | None = None,
+    tokens: int = 1,
 ) -> None:
     fp8_cache = cache.dtype != q.dtype
     value_scale = cache_scale if fp8_cache else 1.0
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    sequences = cache.shape[0] if block_table is None else block_table.shape[0]
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
         heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E * value_scale,
-        value_scale=value_scale, share=q.shape[0] // seq_lens.shape[0],
+        value_scale=value_scale, share=q.shape[0] // seq_lens.shape[0], row_share=q.shape[0] // sequences,
+        tokens=tokens,
     )  # fmt: skip
     if out is not None:
         arguments.out = out.data_ptr()
@@ -129,8 +132,9 @@ def run(
     block_table: Tensor | None,
     launch: CudaLaunch,
     cache_scale: float = 1.0,
+    tokens: int = 1,
 ) -> Tensor:
-    """`mla_decode` with the launch pinned, arguments unchecked.
+    """`mla_decode` with the launch pinned, arguments unchecked; `tokens` as `folded` says.
 
     Raises:
         KernelError: there is no CUDA compiler, or the launch failed.
@@ -142,7 +146,7 @@ def run(
     if cache.numel() == 0 or (block_table is not None and block_table.shape[1] == 0):
         return out.zero_()
     parts = _parts(q, launch.splits) if launch.splits > 1 else None
-    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts, None, tokens)
     return out
 
 
@@ -154,14 +158,15 @@ def run_planned(
     block_table: Tensor | None,
     plan: Tensor,
     cache_scale: float = 1.0,
+    tokens: int = 1,
 ) -> Tensor:
-    """`mla_decode` with the work shared out by a plan, arguments unchecked.
+    """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
 
     Raises:
         KernelError: there is no CUDA compiler, or the launch failed.
     """
     out = q.new_empty(*q.shape[:2], LATENT)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, _planned_parts(q), plan)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, _planned_parts(q), plan, tokens)
     return out
 
 

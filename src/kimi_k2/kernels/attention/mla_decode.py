@@ -126,6 +126,48 @@ def check_plan(q: Tensor, plan: Tensor) -> None:
         raise KernelError(f"plan must be contiguous and on {q.device}")
 
 
+MAX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Folding:
+    """How several queries a sequence become requests of the kernel: tokens stand for heads, up to 64 rows together.
+
+    Attributes:
+        tokens: of a request, each of which sees one row more than the one before.
+        requests: of a sequence; their lengths differ by `tokens`.
+        padding: zero queries before the first, that tokens and heads come to 8, 16, 32 or 64.
+        rows: tokens times heads.
+    """
+
+    tokens: int
+    requests: int
+    padding: int
+    rows: int
+
+
+def folding(tokens: int, heads: int) -> Folding:
+    """The folding of so many queries a sequence.
+
+    Raises:
+        KernelError: more than 8 queries, or a number of heads that the kernel does not take.
+    """
+    if heads not in HEADS or not 1 <= tokens <= MAX_TOKENS:
+        raise KernelError(f"{tokens} queries of {heads} heads: expected 1 to {MAX_TOKENS} of {HEADS}")
+    together = min(1 << (tokens - 1).bit_length(), HEADS[-1] // heads)
+    requests = -(-tokens // together)
+    return Folding(together, requests, requests * together - tokens, together * heads)
+
+
+def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
+    """int32 [B * requests]: rows that each request's last token sees; what `mla_plan` plans for."""
+    fold = folding(tokens, heads)
+    if fold.requests == 1:
+        return seq_lens
+    behind = torch.arange(fold.requests - 1, -1, -1, dtype=torch.int32, device=seq_lens.device) * fold.tokens
+    return (seq_lens[:, None] - behind).clamp_min(0).flatten()
+
+
 @functools.cache
 def _triton() -> Any:
     """Triton's module of kernels; KernelError without Triton."""
@@ -164,22 +206,27 @@ def mla_decode(
     """Attention of one query a sequence over its cached rows.
 
     Args:
-        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64.
+        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64. Or [B, S, H, 576], S up to 8:
+            the last S tokens of each sequence, of which each sees one row more than the one before (CUDA C++ alone).
         cache: bfloat16 or e4m3, pages [P, 64, 576] with `block_table`, else [B, T, 576].
-        seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros.
+        seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros. Of S tokens the
+            last one sees them all, and one that sees none gives zeros.
         softmax_scale: multiplies the scores.
         block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
         cache_scale: of an e4m3 cache, whose values are multiplied by it.
-        plan: of `mla_plan` over these lengths and this cache, for CUDA C++: which block takes which rows, so that
-            lengths may differ; None splits every context into the same number of parts.
+        plan: of `mla_plan` over these lengths (`request_lengths` of them for S tokens) and this cache, for CUDA C++:
+            which block takes which rows, so that lengths may differ; None splits every context into the same number
+            of parts. With it `block_table` must not be written after the plan's launch.
 
     Returns:
-        bfloat16 [B, H, 512], sums of latents.
+        bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
 
     Raises:
         KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
     """
     out: Tensor
+    if q.dim() == 4:
+        return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan)
     check_arguments(q, cache, seq_lens, block_table)
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
@@ -197,7 +244,41 @@ def mla_decode(
     return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
 
 
-mla_decode.fake(check_arguments, lambda q: q.new_empty(*q.shape[:2], LATENT))
+def _check_queries(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
+    """`check_arguments`, of several queries by one of them."""
+    if q.dim() == 4:
+        folding(q.shape[1], q.shape[2])
+        if not q.is_contiguous():
+            raise KernelError(f"q must be contiguous and on {q.device}")
+    check_arguments(q[:, 0].contiguous() if q.dim() == 4 else q, cache, seq_lens, block_table)
+
+
+mla_decode.fake(_check_queries, lambda q: q.new_empty(*q.shape[:-1], LATENT))
+
+
+def _several(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, cache_scale: float,
+    plan: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Several queries a sequence, [B, S, H, 576] to [B, S, H, 512]: one pass over the cache for 64 rows of them."""
+    _check_queries(q, cache, seq_lens, block_table)
+    batch, tokens, heads = q.shape[:3]
+    if not uses_cuda(heads, cache.dtype):
+        raise KernelError(f"{tokens} queries a sequence need nvcc")
+    fold = folding(tokens, heads)
+    if fold.padding:
+        q = torch.cat((q.new_zeros(batch, fold.padding, heads, ROW), q), dim=1)
+    rows = q.view(batch * fold.requests, fold.rows, ROW)
+    lengths = request_lengths(seq_lens, tokens, heads)
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    given = rows, cache, lengths, softmax_scale, block_table
+    if plan is not None and capacity:
+        check_plan(rows, plan)
+        out: Tensor = _cuda().run_planned(*given, plan, cache_scale, fold.tokens)
+    else:
+        shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
+        out = _cuda().run(*given, _cuda().choose_launch(*shape), cache_scale, fold.tokens)
+    return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()
 
 
 def run(

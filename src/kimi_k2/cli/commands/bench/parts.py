@@ -53,8 +53,12 @@ def kernels(
     only: Annotated[list[str] | None, typer.Option(help="Operations to run; all if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time PyTorch and the peers that can be imported.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.", dir_okay=False)] = None,
+    drawn: Annotated[int, number(0, "So many drawn batches of MLA decode instead of the standard rows.")] = 0,
+    seed: Annotated[int, number(0, "Of --drawn.")] = 0,
 ) -> None:
     """Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed."""
     from kimi_k2.bench.kernels.table import run
 
-    run(only or [], peers, out, typer.echo)
+    if drawn and only and only != ["mla"]:
+        raise typer.BadParameter("draws batches of MLA decode: with --only mla or none", param_hint="--drawn")
+    run(only or [], peers, out, typer.echo, drawn=drawn, seed=seed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kimi_k2.cli.options import KeepQuantized, Ranks, Seed, number
+from kimi_k2.cli.options import KeepQuantized, KvCacheDtype, Ranks, Seed, compute_defaults, number
 
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
@@ -29,8 +29,12 @@ def sweep(
     runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5,
     warmup: Annotated[int, number(0, "Untimed runs before them.")] = 1,
     seed: Seed = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Compute dtype (cpu, cuda).")] = "float32",
-    keep_quantized: KeepQuantized = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Compute dtype (cpu, cuda); bfloat16 on a GPU, else float32.", show_default=False),
+    ] = None,
+    keep_quantized: KeepQuantized = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     ranks: Ranks = None,
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp64-ep1",
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
@@ -78,7 +82,8 @@ def sweep(
         warmup=warmup,
         seed=seed,
     )
-    compute = getattr(torch, dtype)
+    name, stored = compute_defaults(backend, dtype, keep_quantized)
+    compute = getattr(torch, name)
     with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch, ExitStack() as stack:
         directory = Path(scratch) if model == "tiny" else resolve_checkpoint(model)
         if model == "tiny":
@@ -91,9 +96,9 @@ def sweep(
             else:
                 used = NeuronBackend(directory, deployment, compiled or directory)
         elif ranks is not None:
-            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute))
+            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute, kv_cache_dtype))
         else:
-            used = TorchBackend.load(directory, backend, compute, keep_quantized)
+            used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype)
         if check_stopwatch:
             _print_stopwatch(settings, used)
             return

@@ -16,8 +16,8 @@ struct JoinArguments {
   // sums of exponentials, [items, heads] or [tokens, heads, splits].
   const float* parts;
   const float* sums;
-  const __nv_bfloat16* weight;  // [heads, 128, 512]
-  __nv_bfloat16* out;           // [tokens, heads, 128]
+  const __nv_bfloat16* weight;          // [heads, 128, 512]
+  __nv_bfloat16* out;                   // [tokens, heads, 128]
   const mla::PlannedRequest* requests;  // [tokens] of the plan
   int tokens, heads, splits;
 };

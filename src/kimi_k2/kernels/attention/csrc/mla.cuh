@@ -25,7 +25,9 @@ struct Arguments {
   const uint8_t* cache;  // [rows, 576] of bfloat16 or e4m3
   int64_t rows;
   int batch, heads, splits, table_stride, capacity;
-  int share;                 // requests with the same table, length and rows: so many times `heads` heads
+  // Of neighbouring requests so many have the same length, and so many the same rows and pages; a request's heads are
+  // those of so many tokens, one after another, each of which sees one row more than the one before.
+  int share, row_share, tokens;
   float scale, value_scale;  // of the scores, times log2(e); of the values
   // Who takes which rows (mla_plan.cuh), or null: every context in `splits` parts. With a plan a part lies at its
   // item's number, `splits` and `share` are not used, and the launch has `blocks` blocks.

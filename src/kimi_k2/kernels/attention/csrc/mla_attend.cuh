@@ -15,10 +15,12 @@ template <bool FP8_CACHE>
 constexpr int kThreads = kConsumers + (FP8_CACHE ? 256 : 128);
 // Registers of a thread that computes, and of one that copies; one that follows a plan needs a few more.
 template <bool FP8_CACHE, bool PLANNED>
-constexpr int kConsumerRegisters = FP8_CACHE ? 192 : PLANNED ? 232 : 240;
+constexpr int kConsumerRegisters = FP8_CACHE ? 192
+                                   : PLANNED ? 232
+                                             : 240;
 template <bool FP8_CACHE, bool PLANNED>
-constexpr int kCopierRegisters = FP8_CACHE ? 256 - kConsumerRegisters<true, PLANNED>
-                                           : 504 - 2 * kConsumerRegisters<false, PLANNED>;
+constexpr int kCopierRegisters =
+    FP8_CACHE ? 256 - kConsumerRegisters<true, PLANNED> : 504 - 2 * kConsumerRegisters<false, PLANNED>;
 // Named barriers: weights written, weights read, totals of every other part written (3 and 4), one warpgroup alone (5
 // and 6). The first warpgroup comes upon a part's totals again two parts later, by when it has waited at kFree for
 // the second one to be past them.
@@ -48,7 +50,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
   fence_regs(acc[1]);
 }
 
-// What the first warpgroup keeps of a part: its half of the values, and of each of its two rows the maximum and the sum.
+// What the first warpgroup keeps of a part: its half of the values, and of each of its two rows the maximum and the
+// sum.
 struct LeftState {
   float acc[2][64] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
 };
@@ -57,7 +60,7 @@ struct LeftState {
 __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftState& state, int n, int rows, bool last) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   const int stage = n % kStages, phase = n / kStages & 1;
-  float(&top)[2] = state.top;
+  float (&top)[2] = state.top;
   float score[32];
   const uint32_t query = smem_u32(m.query[0]), keys = smem_u32(m.stage[stage]);
 #pragma unroll
@@ -80,10 +83,12 @@ __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftSta
   float shrink[2], best[2] = {top[0], top[1]}, sum[2] = {};
 #pragma unroll
   for (int j = 0; j < 32; ++j) score[j] *= a.scale;
-  if (rows < kRows) {
+  if (rows < kRows + a.tokens - 1) {
+    const int heads = a.heads / a.tokens, first = rows - (a.tokens - 1);
+    const int seen[2] = {first + row / heads, first + (row + 8) / heads};
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= rows) score[j] = -INFINITY;
+      if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= seen[j % 4 / 2]) score[j] = -INFINITY;
   }
 #pragma unroll
   for (int j = 0; j < 32; ++j) best[j % 4 / 2] = fmaxf(best[j % 4 / 2], score[j]);
@@ -91,12 +96,14 @@ __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftSta
   for (int lower = 0; lower < 2; ++lower) {
 #pragma unroll
     for (int mask = 1; mask < 4; mask *= 2) best[lower] = fmaxf(best[lower], __shfl_xor_sync(~0u, best[lower], mask));
-    shrink[lower] = exp2_approximate(top[lower] - best[lower]);
-    top[lower] = best[lower];
+    // Nothing seen yet: a token that came before others may find its last rows in another part.
+    const float base = best[lower] == -INFINITY ? 0.f : best[lower];
+    shrink[lower] = exp2_approximate(top[lower] - base);
+    top[lower] = best[lower], best[lower] = base;
   }
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
-    score[j] = exp2_approximate(score[j] - top[j % 4 / 2]);
+    score[j] = exp2_approximate(score[j] - best[j % 4 / 2]);
     sum[j % 4 / 2] += score[j];
   }
 #pragma unroll
@@ -127,8 +134,7 @@ __device__ __forceinline__ void left_store(Memory& m, const Arguments& a, LeftSt
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
 #pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2)
-      state.total[lower] += __shfl_xor_sync(~0u, state.total[lower], mask);
+    for (int mask = 1; mask < 4; mask *= 2) state.total[lower] += __shfl_xor_sync(~0u, state.total[lower], mask);
     if (lane % 4 == 0) {
       m.top[parity][row + lower * 8] = state.top[lower];
       m.total[parity][row + lower * 8] = state.total[lower];
@@ -152,7 +158,7 @@ __device__ __forceinline__ void right_step(Memory& m, float (&acc)[2][64], int n
     weights[k][0] = four.x, weights[k][1] = four.y, weights[k][2] = four.z, weights[k][3] = four.w;
   }
   const float shrink0 = m.shrink[row], shrink1 = m.shrink[row + 8];
-  if (!last) named_arrive(kFree, kConsumers);
+  if (!last) named_arrive(kFree, kConsumers);  // racecheck reports the reads above, see kHanded
   add_values(acc, weights, m.stage[stage], 1, shrink0, shrink1);
   if (lane == 0) mbar_arrive(&m.empty[stage][1]);
 }

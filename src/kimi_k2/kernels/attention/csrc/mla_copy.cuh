@@ -20,13 +20,14 @@ struct Part {
 
 // The page of the part's block `i`; 0 where there is none.
 __device__ __forceinline__ int page_of(const Arguments& a, const Part& part, int request, int i) {
-  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.share) * a.table_stride + part.first + i)
+  return a.table && i < part.count ? load_l2(a.table + int64_t(request / a.row_share) * a.table_stride + part.first + i)
                                    : 0;
 }
 
 // First row of the part's block `i`, whose page is given.
 __device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, int request, int page, int i) {
-  return a.table ? int64_t(page) * kRows : int64_t(request / a.share) * a.capacity + int64_t(part.first + i) * kRows;
+  return a.table ? int64_t(page) * kRows
+                 : int64_t(request / a.row_share) * a.capacity + int64_t(part.first + i) * kRows;
 }
 
 // The L2 is asked for 64 rows, unless they are not all there.
@@ -37,7 +38,8 @@ __device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
 }
 
 template <class M>
-__device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request, int to = 0) {
+__device__ __forceinline__ void copy_query(M& m, const Arguments& a, const CUtensorMap* query, int request,
+                                           int to = 0) {
   mbar_arrive_expect_tx(&m.query_full[to], a.heads * kRow * 2);
   for (int box = 0; box < kBoxes; ++box)
     tma_load_2d(smem_u32(m.query[to] + box * M::kQueryBox), query, &m.query_full[to], box * 64, request * a.heads,
@@ -134,7 +136,8 @@ __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const C
   return items;
 }
 
-// The steps of 64 rows that a part's copies are made of, `n` before it in this block: into which stage, when it is free.
+// The steps of 64 rows that a part's copies are made of, `n` before it in this block: into which stage, when it is
+// free.
 template <class M>
 __device__ __forceinline__ void copy_step(M& m, const CUtensorMap* cache, int row, int n) {
   const int stage = n % kStages;

@@ -41,7 +41,7 @@ static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMa
   const size_t few_bytes = a.plan ? sizeof(FewMemory<true>) : sizeof(FewMemory<false>);
   const host::Launch how{a.plan ? dim3(a.blocks) : dim3(a.splits, a.batch),
                          few ? kFewThreads<FP8_CACHE> : kThreads<FP8_CACHE>, few ? few_bytes : sizeof(Memory), stream};
-  const auto kernel = few ? a.plan ? attend_few_planned<FP8_CACHE> : attend_few<FP8_CACHE>
+  const auto kernel = few      ? a.plan ? attend_few_planned<FP8_CACHE> : attend_few<FP8_CACHE>
                       : a.plan ? attend_planned<FP8_CACHE>
                                : attend<FP8_CACHE>;
   return host::launch(kernel, how, query, cache, a);
@@ -62,7 +62,8 @@ extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp
     if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
   if (int rc = fp8_cache ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
   if (!joins) return 0;
-  if (a.plan) return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
+  if (a.plan)
+    return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
   if (a.splits == 1) return 0;
   return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

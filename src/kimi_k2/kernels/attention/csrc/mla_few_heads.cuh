@@ -9,7 +9,9 @@ namespace mla {
 
 template <bool FP8_CACHE>
 constexpr int kFewThreads = kConsumers + (FP8_CACHE ? 256 : 32);
-// Named barriers: one for each warpgroup, and both at the end.
+// Named barriers: one for each warpgroup, and both at the end. compute-sanitizer's racecheck (CUDA 13.0) does not
+// follow a barrier without all of a block's warps, nor an arrival apart from its wait: it reports what lies before and
+// behind.
 constexpr int kWarpgroup = 1, kHanded = 3;
 static_assert(kStages == 2, "a stage for each warpgroup: neither can come upon the other one's phase");
 
@@ -140,7 +142,7 @@ __device__ __forceinline__ void few_store(FewMemory<PLANNED>& m, const Arguments
     for (int j = 0; j < 4; ++j) v[j] = role ? state.acc[box][j] : state.acc[box + 4][j];
     mine[box * 128] = make_float4(v[0], v[1], v[2], v[3]);
   }
-  named_sync(kHanded, kConsumers);
+  named_sync(kHanded, kConsumers);  // racecheck reports what is handed over, see kHanded
   float factor[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

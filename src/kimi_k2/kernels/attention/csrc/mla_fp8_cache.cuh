@@ -18,14 +18,14 @@ __device__ __forceinline__ uint4 eight_bf16(uint32_t low, uint32_t high) {
   return make_uint4(two_bf16(low), two_bf16(low >> 16), two_bf16(high), two_bf16(high >> 16));
 }
 
-// Two times four warps, each group every other 64 rows: a stage for each of them. Unit k of a warp is half of box k / 2:
-// eight rows of 64 columns, of which the odd ones lie 32 rows further on; a lane has sixteen of the columns and stores
-// two chunks of the swizzled stage, where no two lanes that store at once meet in a bank.
+// Two times four warps, each group every other 64 rows: a stage for each of them. Unit k of a warp is half of box k /
+// 2: eight rows of 64 columns, of which the odd ones lie 32 rows further on; a lane has sixteen of the columns and
+// stores two chunks of the swizzled stage, where no two lanes that store at once meet in a bank.
 constexpr int kConverters = 2;
 static_assert(kStages == kConverters, "a stage for each group");
 
-// A warp's units from FIRST on, COUNT at a time, into a stage whose groups of boxes are free or will be. The last unit of
-// each group says that it is full.
+// A warp's units from FIRST on, COUNT at a time, into a stage whose groups of boxes are free or will be. The last unit
+// of each group says that it is full.
 template <int COUNT, int FIRST, class M>
 __device__ __forceinline__ void convert_units(M& m, int stage, int phase, int chunk0, const uint8_t* even,
                                               const uint8_t* odd) {
@@ -87,8 +87,7 @@ __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Par
 
 // The same for a block's items. Where queries have one place, an item's first rows do not wait for it.
 template <int COUNT, class M>
-__device__ void convert_items(M& m, const Arguments& a, const CUtensorMap* query, const Items& items,
-                              int page) {
+__device__ void convert_items(M& m, const Arguments& a, const CUtensorMap* query, const Items& items, int page) {
   int done = 0;
   for (int number = items.begin; number < items.end; ++number) {
     const int k = number - items.begin;

@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kJoinThreads, How::kBlocks) merge_planned(cons
   pdl_launch();
   while (i < end) {
     if (piece.which == 0) merge_piece<HALVES, How::kTogether, merge_groups(0)>(a, piece.merge, piece.within, others);
-    else if (piece.which == 1) merge_piece<HALVES, How::kTogether, merge_groups(1)>(a, piece.merge, piece.within, others);
+    else if (piece.which == 1)
+      merge_piece<HALVES, How::kTogether, merge_groups(1)>(a, piece.merge, piece.within, others);
     else merge_piece<HALVES, How::kTogether, merge_groups(2)>(a, piece.merge, piece.within, others);
     i += gridDim.x;
     if (i < end) piece = piece_of(i);

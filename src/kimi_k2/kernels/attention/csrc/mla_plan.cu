@@ -187,8 +187,9 @@ __device__ __forceinline__ float estimate(const PlanMemory& m, const PlanArgumen
     if (cut_any > 0.f) parts = float(longest) * float(made.cuts.blocks) / made.cuts.line + 2.f;
     if (parts > float(kMostParts)) return INFINITY;
   }
-  // Where memory limits, blocks that end together are still the better choice.
-  return fmaxf(slowest, float(all) * a.memory + number * a.traffic) + slowest / 16 + (parts > 1.f ? a.merge + a.part * parts : 0.f);
+  // Where memory limits, or would if there were more to read, blocks that end early are still the better choice.
+  return fmaxf(slowest, float(all) * a.memory + number * a.traffic) + slowest / 4 +
+         (parts > 1.f ? a.merge + a.part * parts : 0.f);
 }
 
 __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a) {
@@ -244,8 +245,8 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
     within = m.cut[thread] - m.begin[at];
   }
   // An empty context holds no cut, and the last block's end is none. Of equal cuts the first counts.
-  const bool cuts = thread < a.blocks && within > 0 && within < m.units[at] &&
-                    (thread == 0 || m.cut[thread - 1] < m.cut[thread]);
+  const bool cuts =
+      thread < a.blocks && within > 0 && within < m.units[at] && (thread == 0 || m.cut[thread - 1] < m.cut[thread]);
   const int cuts_before = scan(cuts, m.warp_sums[0], &number);
   if (thread <= a.blocks + 1) m.cuts_before[thread] = cuts_before;
   __syncthreads();
@@ -276,7 +277,8 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
   // Merges: contexts that are not one item, in three classes.
   int counts;
   const bool merged = thread < a.batch && parts != 1;
-  const int kind = merge_class(parts, a.some_parts), place = scan(merged ? 1 << kind * kCountBits : 0, m.warp_sums[1], &counts);
+  const int kind = merge_class(parts, a.some_parts),
+            place = scan(merged ? 1 << kind * kCountBits : 0, m.warp_sums[1], &counts);
   if (thread < a.batch) {
     *reinterpret_cast<PlannedRequest*>(requests_of(a.merges, a.batch) + thread) = {first, parts, {0, 0}};
     int to = merges_of(place, kind);
@@ -291,10 +293,15 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
 }  // namespace mla
 
 // `plan` is int32 [plan_rows(batch, blocks), 4]. Returns 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int blocks, int some_parts, float unit,
-                             float memory, float item, float traffic, float merge, float part, void* stream) {
+extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int blocks, int some_parts,
+                             float unit, float memory, float item, float traffic, float merge, float part,
+                             void* stream) {
   if (batch < 1 || batch > mla::kMostRequests || blocks < 1 || blocks > mla::kMostBlocks) return host::kNoInstance;
-  const mla::PlanArguments a{lengths, static_cast<mla::PlannedMerge*>(plan), batch, capacity, blocks, some_parts,
-                             unit, memory, item, traffic, merge, part};
+  const mla::PlanArguments a{lengths, static_cast<mla::PlannedMerge*>(plan),
+                             batch,   capacity,
+                             blocks,  some_parts,
+                             unit,    memory,
+                             item,    traffic,
+                             merge,   part};
   return decode::launch(mla::make_plan, dim3(1), mla::kPlanThreads, 0, a, stream);
 }

@@ -12,7 +12,8 @@ constexpr int kMostBlocks = 255;
 
 // A plan is rows of 16 bytes: [batch] merges, [batch] requests, [batch + blocks] items, then the number of every
 // block's first item and behind the last block's the number of all items, four a row. A block takes its items one after
-// another. A request's items follow each other; where it has one, that item writes the result itself, else a merge does.
+// another. A request's items follow each other; where it has one, that item writes the result itself, else a merge
+// does.
 struct PlannedMerge {
   int request, first, parts;  // items `first` on; -1, 0, 0 past the last merge
   int counts;                 // the same in every merge: see merges_of

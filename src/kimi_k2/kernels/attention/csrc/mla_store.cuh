@@ -65,7 +65,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
       store_part(a, acc, work.slot(a), half, lower, top[lower], total[lower]);
       continue;
     }
-    const float inverse = a.value_scale / total[lower];
+    const float inverse = total[lower] > 0 ? a.value_scale / total[lower] : 0.f;  // 0: the token sees no row
     const int64_t head = int64_t(work.request) * a.heads + warp * 16 + lower * 8 + lane / 4;
     __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 2;
 #pragma unroll

@@ -1,0 +1,78 @@
+"""In which dtypes a command computes: defaults on a GPU, the KV cache's own, what `--verbose` says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.cli.options import compute_defaults
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.cache import kv_cache_dtype
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+
+SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "keep", "expected"),
+    [
+        ("cuda", None, None, ("bfloat16", True)),
+        ("cuda:1", None, False, ("bfloat16", False)),
+        ("cuda", "float32", None, ("float32", False)),
+        ("cpu", None, None, ("float32", False)),
+        ("cpu", "bfloat16", True, ("bfloat16", True)),
+    ],
+)
+def test_a_gpu_computes_with_kernels_unless_told(
+    device: str, dtype: str | None, keep: bool | None, expected: tuple[str, bool]
+) -> None:
+    assert compute_defaults(device, dtype, keep) == expected
+
+
+def with_scheme(checkpoint: Path, scheme: object) -> dict[str, object]:
+    raw: dict[str, object] = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    holder = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    assert isinstance(holder, dict)
+    holder["quantization_config"]["kv_cache_scheme"] = scheme
+    return raw
+
+
+def test_the_checkpoints_own_cache_dtype(checkpoints: dict[str, Path]) -> None:
+    config = KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], SCHEME))
+    assert config.kv_cache_fp8 and KimiK2Config.from_dict(config.to_hf_dict()).kv_cache_fp8
+    assert not KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], None)).kv_cache_fp8
+    assert kv_cache_dtype("auto", config) == kv_cache_dtype("fp8", config) == torch.float8_e4m3fn
+    assert kv_cache_dtype("bfloat16", config) == torch.bfloat16
+    with torch.device("meta"):
+        model = KimiK2ForCausalLM(config)
+    assert model.kv_cache_dtype == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="int3"):
+        kv_cache_dtype("int3", config)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"num_bits": 4}, "num_bits"), ({"type": "int"}, "type"), ({"strategy": "channel"}, "strategy")],
+)
+def test_another_scheme_is_named(checkpoints: dict[str, Path], change: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_scheme.{field}"):
+        KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], SCHEME | change))
+    with pytest.raises(ConfigError, match="kv_cache_scheme"):
+        KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], "fp8"))
+
+
+def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None:
+    given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--max-new-tokens", "3", "--verbose"]
+    plain = CliRunner().invoke(app, given)
+    assert plain.exit_code == 0, plain.output
+    assert "float32 on cpu, weights dequantized, KV cache float32" in plain.output
+    fp8 = CliRunner().invoke(app, [*given, "--kv-cache-dtype", "fp8_e4m3", "--keep-quantized"])
+    assert fp8.exit_code == 0, fp8.output
+    assert "float32 on cpu, weights as stored, KV cache float8_e4m3fn" in fp8.output
+    assert "mla_absorbed_attention: plain" in fp8.output
