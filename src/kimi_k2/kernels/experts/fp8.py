@@ -20,8 +20,8 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
-from kimi_k2.kernels.experts.launch import Shape, expect_routing, fill, token_ranges
+from kimi_k2.kernels.common.workspace import Layout, lay_out
+from kimi_k2.kernels.experts.launch import Part, Routing, expect_routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 
 BLOCK = 128
@@ -145,24 +145,18 @@ def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choi
 
 
 def queue_arguments(
-    structure: type[_Structure],
-    tensors: Mapping[str, Tensor | int | None],
-    shape: Shape,
-    routing: tuple[Tensor, Tensor, Tensor | None],
-    chosen: ExpertChoice,
-    sm_count: int,
+    structure: type[_Structure], part: Part, weights: Mapping[str, Tensor | None], sm_count: int
 ) -> _Structure:
     """`Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
 
     Args:
-        tensors: by field name, the routing's aside; None stays null.
-        routing: topk_indices, topk_weights, expert_map.
+        weights: by field name; None stays null.
     """
-    topk_indices, topk_weights, expert_map = routing
-    named = {**tensors, "topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
-    arguments = fill(structure, named, shape, topk_indices, expert_map)
-    arguments.fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(chosen)
-    arguments.grid, arguments.programmatic = sm_count, 1
+    topk_indices, topk_weights, expert_map = part.routing
+    named = {"topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
+    arguments = fill(structure, {**part.tensors, **weights, **named}, part.shape, topk_indices, expert_map)
+    fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(part.choice)
+    arguments.fused, arguments.grid, arguments.programmatic = fused, sm_count, 1
     return arguments
 
 
@@ -207,19 +201,12 @@ def moe_fp8(
     name, sm_count = hopper(x.device.index, "moe_fp8")
     weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
 
-    def chosen_for(count: int) -> ExpertChoice:
-        if choice is not None:
-            return ExpertChoice(bool(choice[0]), *choice[1:])
+    def tuned(count: int) -> ExpertChoice:
         return choose(count, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
 
-    chosen_for(tokens).check(tokens, top_k, hidden, inter)
-    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
-        chosen = chosen_for(end - begin)
-        part = end - begin, *shape[1:]
-        memory = scratch(_layout(*part, chosen), x.device)
-        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
-        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        arguments = queue_arguments(Arguments, tensors, part, routing, chosen, sm_count)
+    routing = Routing(topk_indices, topk_weights, expert_map)
+    for part in parts(x, out, routing, shape, choice, tuned, _layout):
+        arguments = queue_arguments(Arguments, part, weights, sm_count)
         launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
     return out
 

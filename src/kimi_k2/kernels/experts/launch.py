@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.launch import expect
-from kimi_k2.kernels.common.workspace import MAX_BYTES
+from kimi_k2.kernels.common.workspace import MAX_BYTES, Layout, Scratch, scratch
+from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
 _Structure = TypeVar("_Structure", bound=ctypes.Structure)
@@ -39,6 +40,65 @@ def token_ranges(tokens: int, needs: Callable[[int], int]) -> list[tuple[int, in
         parts += 1
     size = -(-tokens // parts)
     return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+class Routing(NamedTuple):
+    """Of some tokens: indices and weights [T, k], and the map to local experts, None for all of them."""
+
+    topk_indices: Tensor
+    topk_weights: Tensor
+    expert_map: Tensor | None
+
+
+class Part(NamedTuple):
+    """One launch over some of a call's tokens.
+
+    Attributes:
+        shape, choice, routing: of these tokens.
+        memory: scratch memory, to be held until the launch is in its stream.
+        tensors: x, out and the scratch memory, by the argument structure's fields.
+    """
+
+    shape: Shape
+    choice: ExpertChoice
+    routing: Routing
+    memory: Scratch
+    tensors: dict[str, Tensor | int]
+
+
+def parts(
+    x: Tensor,
+    out: Tensor,
+    routing: Routing,
+    shape: Shape,
+    pinned: list[int] | None,
+    choose: Callable[[int], ExpertChoice],
+    lay_out: Callable[..., Layout],
+) -> Iterator[Part]:
+    """The launches of a call, each with its share of the tokens and its scratch memory.
+
+    Args:
+        x, out: [T, H].
+        shape: of the whole call.
+        pinned: the fields of the choice for every launch; None asks `choose`.
+        choose: the choice for so many tokens.
+        lay_out: the scratch memory of a shape and choice, `lay_out(*shape, choice)`.
+
+    Raises:
+        KernelError: the shape does not allow the choice.
+    """
+    tokens, *sizes = shape
+    top_k, _, hidden, inter = sizes
+
+    def choice_for(count: int) -> ExpertChoice:
+        return choose(count) if pinned is None else ExpertChoice(bool(pinned[0]), *pinned[1:])
+
+    choice_for(tokens).check(tokens, top_k, hidden, inter)
+    for begin, end in token_ranges(tokens, lambda count: lay_out(count, *sizes, choice_for(count)).bytes):
+        choice, part = choice_for(end - begin), (end - begin, *shape[1:])
+        memory = scratch(lay_out(*part, choice), x.device)
+        mine = Routing(routing.topk_indices[begin:end], routing.topk_weights[begin:end], routing.expert_map)
+        yield Part(part, choice, mine, memory, {**memory.addresses, "x": x[begin:end], "out": out[begin:end]})
 
 
 def fill(

@@ -22,10 +22,10 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.common.workspace import Layout, lay_out, scratch
+from kimi_k2.kernels.common.workspace import Layout, lay_out
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts.launch import expect_routing, fill, token_ranges
+from kimi_k2.kernels.experts.launch import Routing, expect_routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
 
@@ -205,21 +205,14 @@ def moe_w4a16(
     weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
     dtype = TUNING_DTYPES[w2_bf16]
 
-    def chosen_for(count: int) -> ExpertChoice:
-        if choice is not None:
-            return ExpertChoice(bool(choice[0]), *choice[1:])
+    def tuned(count: int) -> ExpertChoice:
         return choose(count, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
 
-    chosen_for(tokens).check(tokens, top_k, hidden, inter)
-    for begin, end in token_ranges(tokens, lambda count: _layout(count, *shape[1:], chosen_for(count)).bytes):
-        chosen = chosen_for(end - begin)
-        check_choice(chosen)
-        part = end - begin, *shape[1:]
-        memory = scratch(_layout(*part, chosen), x.device)
-        tensors = {**memory.addresses, **weights, "x": x[begin:end], "out": out[begin:end]}
-        routing = topk_indices[begin:end], topk_weights[begin:end], expert_map
-        queue = moe_fp8.queue_arguments(_Arguments, tensors, part, routing, chosen, sm_count)
-        queue.w2_bf16, queue.in_flight = w2_bf16, IN_FLIGHT[chosen.max_tokens]
+    routing = Routing(topk_indices, topk_weights, expert_map)
+    for part in parts(x, out, routing, shape, choice, tuned, _layout):
+        check_choice(part.choice)
+        queue = moe_fp8.queue_arguments(_Arguments, part, weights, sm_count)
+        queue.w2_bf16, queue.in_flight = w2_bf16, IN_FLIGHT[part.choice.max_tokens]
         launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 
