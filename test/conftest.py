@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.kernels.common import hardware
 from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -22,6 +23,12 @@ BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _capability_asked_anew() -> None:
+    """Tests stand in for GPUs of several kinds."""
+    hardware.capability.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -34,12 +34,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_query_and_cache_entry(heads: int) -> None:
-    q, kv_a, w_uk = random(3, heads * 192), random(3, 2112)[:, 1536:], random(heads, 128, 512) * 0.05
-    cache, norm, cos, sin = random(3, 70, 576), random(512), random(3, 32), random(3, 32)
-    positions, before = torch.tensor([5, 69, -1], device="cuda"), cache.double()
+@pytest.mark.parametrize("batch", [3, 40])
+def test_query_and_cache_entry(heads: int, batch: int) -> None:
+    """W_UK in the launch and, for more sequences, as a GEMM of its own."""
+    q, kv_a, w_uk = random(batch, heads * 192), random(batch, 2112)[:, 1536:], random(heads, 128, 512) * 0.05
+    cache, norm, cos, sin = random(batch, 70, 576), random(512), random(batch, 32), random(batch, 32)
+    positions = torch.tensor([5, 69, *[-1] * (batch - 2)], device="cuda")
+    before = cache.double()
     query = absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6)
-    nope, rope = q.view(3, heads, 192).split([128, 64], dim=-1)
+    nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
     wanted = torch.cat((latent, rotated(rope, cos[:, None], sin[:, None])), dim=-1)
     assert (query.double() - wanted).norm() / wanted.norm() < 3e-3

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import mla_decode, mla_prefill
+from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.linear import fused_linear_triton
 from kimi_k2.kernels.rowwise import decode_triton as rope_cache_triton
 from kimi_k2.kernels.rowwise import prefill_triton as rowwise_triton
@@ -115,7 +116,7 @@ def absorb(codes: float) -> dict[str, float]:
     before = cache.double()
     rope_cache_triton.absorb[(heads * 8 + heads + 1, batch)](
         q, kv, norm, cos, sin, positions, w_uk, query, cache, kv.stride(0), 5, 1e-6, codes,
-        HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, OVERLAP=False,
+        HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, OVERLAP=False, FIRST=0,
     )  # fmt: skip
     nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
@@ -165,6 +166,28 @@ def rowwise() -> dict[str, float]:
     }
 
 
+def experts(rows: int, parallel: bool) -> float:
+    """More pairs of an expert than a block's, an expert without any, an invalid pair, a token without a held one."""
+    tokens, top_k, count, hidden, inter = 21, 2, 5, 256, 128
+    x, scores = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
+    weights = torch.randn(count, 2 * inter, hidden) * 0.1, torch.randn(count, hidden, inter) * 0.1
+    indices = torch.rand(tokens, 4).topk(top_k).indices
+    indices[3, 0], indices[:, 1] = -1, 2
+    held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
+    out = torch.full((tokens, hidden), torch.nan)
+    moe_bf16.run(x, indices, scores, out, *weights, held, moe_bf16.Launch(rows, 32, 4, 1))
+    wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for slot in range(top_k):
+            number = int(indices[token, slot])
+            number = number if held is None or number < 0 else int(held[number])
+            if number >= 0:
+                gate, up = (weights[0][number].double() @ x[token].double()).chunk(2)
+                hidden_values = torch.nn.functional.silu(gate) * up
+                wanted[token] += scores[token, slot] * (weights[1][number].double() @ hidden_values)
+    return error(out, wanted)
+
+
 def main() -> None:
     torch.manual_seed(0)
     errors = {}
@@ -181,6 +204,9 @@ def main() -> None:
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     errors |= absorb(1.0) | absorb(2.5)
+    errors |= {
+        f"experts rows={rows} parallel={p}": experts(rows, p) for rows, p in ((16, False), (16, True), (32, True))
+    }
     print(json.dumps(errors | add_norm() | rowwise()))
 
 

@@ -45,7 +45,7 @@ def test_the_order_is_the_tables() -> None:
         "absorb_and_store": ["triton", "plain"],
         "add_norm": ["fused", "plain"],
         "add_norm_route": ["cuda", "plain"],
-        "add_project": ["fused_linear", "plain"],
+        "add_project": ["fused_linear", "block_gemm", "e4m3", "plain"],
         "all_reduce": ["push", "plain"],
         "apply_rotary_interleaved": ["triton", "plain"],
         "attend_values": ["cuda", "plain"],
@@ -53,22 +53,23 @@ def test_the_order_is_the_tables() -> None:
         "dense_linear": ["plain"],
         "dequantize_fp8_block": ["triton", "plain"],
         "embedding": ["plain"],
-        "fp8_linear": ["triton_decode", "plain"],
+        "fp8_linear": ["triton_decode", "block_gemm", "e4m3", "plain"],
         "gather_last": ["plain"],
         "mla_absorbed_attention": ["mla_decode", "plain"],
         "mla_decode": ["mla_decode", "plain"],
         "mla_naive_attention": ["mla_prefill", "plain"],
-        "project": ["fused_linear", "plain"],
+        "project": ["fused_linear", "block_gemm", "e4m3", "plain"],
         "query_and_entry": ["cuda", "plain"],
         "rms_norm": ["triton", "plain"],
         "rotary_cos_sin": ["plain"],
         "route": ["router", "plain"],
-        "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "plain"],
+        "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "moe_bf16", "plain"],
         "routed_experts_with_shared": ["moe_decode", "side_stream", "plain"],
         "sequence_lengths": ["plain"],
         "silu_and_mul": ["plain"],
         "rotated_qkv": ["triton", "plain"],
         "segment_attention": ["flash_attn_3", "flash_attn", "torch_varlen", "sdpa_batched", "plain"],
+        "swiglu": ["block_gemm", "e4m3", "plain"],
         "store_entries": ["triton", "plain"],
         "value_rows": ["cuda", "plain"],
     }
@@ -81,7 +82,7 @@ def test_cpu_tensors_take_the_plain_function_and_explain_counts_it() -> None:
     wanted = F.linear(x.double(), weight.double() * scale.double().repeat_interleave(128, 1))
     out = linear.fp8_linear(x, weight, scale, (128, 128))
     assert (out - wanted).norm() / wanted.norm() < 1e-6
-    assert "fp8_linear: plain (1 calls); order triton_decode > plain" in registry.explain()
+    assert "fp8_linear: plain (1 calls); order triton_decode > block_gemm > e4m3 > plain" in registry.explain()
     assert "route: not called" in registry.explain()
 
 
@@ -106,7 +107,23 @@ def test_everything_can_be_pinned_to_plain(text: str) -> None:
     registry.pin(f"{text},route=router")
     assert [name for name, operation in registry.TABLE.items() if operation._allowed] == ["route"]
     registry.pin("")
-    assert all(len(operation._allowed) == len(operation.entries) for operation in registry.TABLE.values())
+    for operation in registry.TABLE.values():
+        assert list(operation._allowed) == [entry for entry in operation.entries if not entry.optional]
+
+
+def test_an_optional_entry_is_taken_only_where_it_is_pinned() -> None:
+    """And so are those that join it with others."""
+    names = ("fp8_linear", "project", "add_project", "swiglu")
+
+    def allowed() -> dict[str, list[str]]:
+        return {name: [entry.name for entry in registry.TABLE[name]._allowed] for name in names}
+
+    registry.pin("")
+    assert not any("e4m3" in entries for entries in allowed().values())
+    registry.pin("fp8_linear=e4m3")
+    assert allowed() == {name: ["e4m3"] for name in names}
+    registry.pin("fp8_linear=plain")
+    assert not any(allowed().values())
 
 
 def test_a_pinned_operation_is_not_joined_with_others() -> None:

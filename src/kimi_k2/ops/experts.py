@@ -42,8 +42,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+@operation
 def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for few tokens.
+    """down(silu(gate(x)) * up(x)).
 
     Args:
         x: [B, H].

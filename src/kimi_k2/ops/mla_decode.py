@@ -83,7 +83,7 @@ def query_and_entry(
         [B, H, rank + rope].
     """
     q_a, kv_a = qkv_a.split([q_norm.shape[0], qkv_a.shape[1] - q_norm.shape[0]], dim=-1)
-    q = project(q_a.contiguous(), q_b, q_norm, q_eps)
+    q = project(q_a, q_b, q_norm, q_eps)
     return absorb_and_store(q, kv_a, kv_norm, cos, sin, positions, w_uk, cache, kv_eps)
 
 

@@ -40,10 +40,11 @@ class Entry:
         takes: whether it takes such arguments: shapes, dtypes, device.
         prepare: puts weights into the order that `call` wants, once after loading; see `Operation.prepare`.
         joins: name of the entry, by operation, whose work is part of this entry's.
+        optional: taken only where it, or one of `joins`, is pinned: it trades accuracy away.
         calls: how often it was chosen.
     """
 
-    __slots__ = ("call", "calls", "joins", "name", "prepare", "takes")
+    __slots__ = ("call", "calls", "joins", "name", "optional", "prepare", "takes")
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Entry:
         takes: Callable[..., bool],
         prepare: Callable[..., Any] | None,
         joins: Mapping[str, str],
+        optional: bool = False,
     ) -> None:
         self.name, self.call, self.takes, self.prepare, self.joins = name, call, takes, prepare, joins
+        self.optional = optional
         self.calls = 0
 
 
@@ -113,6 +116,7 @@ class Operation(Generic[P, R]):
         before: str | None = None,
         joins: Mapping[str, str] | None = None,
         prepare: Callable[..., Any] | None = None,
+        optional: bool = False,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Add the decorated function to the table.
 
@@ -120,7 +124,7 @@ class Operation(Generic[P, R]):
             name: of the entry, unique in its operation.
             takes: whether the function takes such arguments.
             before: the entry that it comes before; None for the last place before the plain function.
-            joins, prepare: see `Entry`.
+            joins, prepare, optional: see `Entry`.
 
         Raises:
             KernelError: the operation has an entry of this name, or none called `before`.
@@ -132,7 +136,7 @@ class Operation(Generic[P, R]):
         place = self.names.index(before or PLAIN)
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}))
+            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}, optional))
             self.allow(_pins)
             return function
 
@@ -159,6 +163,7 @@ class Operation(Generic[P, R]):
             entry
             for entry in self.entries
             if all(pins.get(operation, name) == name for operation, name in entry.joins.items())
+            and (not entry.optional or any(pins.get(operation) == name for operation, name in entry.joins.items()))
         )
 
 

@@ -1,15 +1,18 @@
-"""Time of the decode-size GEMMs of a TP8 rank, beside cuBLAS on a BF16 weight of the same shape."""
+"""Time of the GEMMs of a TP8 rank with the norm before them, beside cuBLAS on a BF16 weight of the same shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.linear.block_gemm import block_gemm, quantize_groups
 from kimi_k2.kernels.linear.fused_linear import fused_linear
+from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm
 
 SHAPES = {
     "q_a|kv_a": (2112, 7168),
@@ -17,12 +20,15 @@ SHAPES = {
     "o_proj": (7168, 1024),
     "shared gate|up": (512, 7168),
     "shared down": (7168, 256),
+    "dense gate|up": (4608, 7168),
+    "dense down": (7168, 2304),
 }
+MANY = (16, 32, 64, 128, 256, 1024, 4096, 8192)
 SPLITS = (1, 2, 4, 7, 8, 14, 28)
 
 
 def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
-    """Each shape at 1 and 8 tokens; `sweep` adds every launch that divides the input."""
+    """Each shape at 1 and 8 tokens and, quantized, at more; `sweep` adds every launch of few tokens."""
     for name, (count, columns) in SHAPES.items():
         sets = max(8, min(64, 2**28 // (count * columns)))
         weights = [(torch.randn(count, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
@@ -43,3 +49,25 @@ def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
                 wide = [w.bfloat16() for w in weights]
                 seconds = graph_median([partial(torch.mm, x, w.t()) for w in wide])
                 yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", "cuBLAS BF16", seconds, 2 * moved, flops)
+        yield from _many(name, weights, scale, norm, with_peers)
+
+
+def _many(name: str, weights: list[Tensor], scale: Tensor, norm: Tensor, with_peers: bool) -> Iterator[Row]:
+    """Counts of tokens that are quantized, together with the norm, and what was before; cuBLAS has no norm to do."""
+    count, columns = weights[0].shape
+
+    def quantized(terms: int, x: Tensor, weight: Tensor) -> None:
+        block_gemm(*quantize_groups(x, norm, terms=terms), weight, scale)
+
+    def dequantized(x: Tensor, weight: Tensor) -> None:
+        torch.mm(row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
+
+    for tokens in MANY:
+        x, used = torch.randn(tokens, columns, device="cuda").bfloat16(), weights[: 8 if tokens < 1024 else 2]
+        ways: dict[str, Callable[[Tensor, Tensor], None]] = {}
+        ways |= {"two terms": partial(quantized, 2), "e4m3": partial(quantized, 1), "dequantized, cuBLAS": dequantized}
+        for label, way in ways.items():
+            if with_peers or label != "dequantized, cuBLAS":
+                microseconds = graph_median([partial(way, x, w) for w in used])
+                moved, flops = count * columns, 2 * tokens * count * columns
+                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", label, microseconds, moved, flops)

@@ -15,7 +15,13 @@ from kimi_k2.errors import KernelError
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and capability(device.index) == (9, 0)
+
+
+@functools.cache
+def capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of GPU `index`, None for the current one; asked for at every call of an operation."""
+    return torch.cuda.get_device_capability(index)
 
 
 @functools.cache

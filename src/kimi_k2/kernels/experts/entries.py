@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
@@ -135,6 +136,24 @@ def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor
     """`moe_w4a16` over the experts that this rank holds."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
     out: Tensor = moe_w4a16.moe_w4a16(x.contiguous(), *_int4_experts(experts), *routing, experts.expert_map)
+    return out
+
+
+def _supports_moe_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
+    """Both projections unquantized in BF16, BF16 tokens."""
+    if experts.gate_up.quantization is not None or experts.down.quantization is not None:
+        return False
+    down = experts.down.tensors["weight"]
+    plain = x.dtype == down.dtype == experts.gate_up.tensors["weight"].dtype == torch.bfloat16
+    return plain and moe_bf16.supports(down.shape[1], down.shape[2], x.device)
+
+
+@ops_experts.routed_experts.entry("moe_bf16", takes=_supports_moe_bf16)
+def routed_experts_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """`moe_bf16` over the experts that this rank holds."""
+    weights = experts.gate_up.tensors["weight"], experts.down.tensors["weight"]
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    out: Tensor = moe_bf16.moe_bf16(x.contiguous(), *weights, *routing, experts.expert_map)
     return out
 
 

@@ -1,21 +1,55 @@
-"""The kernels for linears of few tokens in the table of operations, with the plain functions' arguments."""
+"""The kernels for linears in the table of operations, with the plain functions' arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from kimi_k2.kernels.linear import fused_linear
+from kimi_k2.kernels.linear import block_gemm, fused_linear
+from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
 from kimi_k2.ops.weights import Weight
 
-ops_linear.fp8_linear.entry("triton_decode", takes=fused_linear.supports_fp8_linear)(fused_linear.fp8_linear)
+BLOCK = (128, 128)
+# Up to here the tokens need no launch before the GEMM's; up to so many with a weight of BIG values, which is multiplied
+# as long as it is read.
+FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 4, 2**24
+# Up to here two terms beat dequantizing the weight for cuBLAS.
+MANY = 256
+
+
+def _quantizable(x: Tensor, rows: int, columns: int) -> bool:
+    """Tokens [..., K] that the quantizing kernels can read, for a weight [N, K] in FP8 blocks."""
+    return (
+        x.is_cuda
+        and x.shape[-1] == columns
+        and x.dim() > 1
+        and (x.dim() == 2 or x.is_contiguous())
+        and block_gemm.takes_rows(x)
+        and block_gemm.supports(x.numel() // columns, rows, columns, x.device)
+    )
+
+
+def _fits_two_terms(x: Tensor, rows: int, columns: int) -> bool:
+    fewest = FEW_OF_BIG if rows * columns >= BIG else FEW
+    return fewest < x.numel() // x.shape[-1] <= MANY and _quantizable(x, rows, columns)
+
+
+def _supports_few(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
+    """What Triton takes, unless the quantizing GEMM takes it."""
+    fits = fused_linear.supports_fp8_linear(x, weight, weight_scale_inv, block_size)
+    return fits and not _fits_two_terms(x, *weight.shape)
+
+
+ops_linear.fp8_linear.entry("triton_decode", takes=_supports_few)(fused_linear.fp8_linear)
 
 
 def _linear_fits(x: Tensor, weight: Weight) -> bool:
     """FP8 blocks or BF16, few BF16 tokens."""
     if weight.fp8_block is not None:
         stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
-        return fused_linear.supports_fp8_linear(x, *stored, weight.fp8_block)
+        return _supports_few(x, *stored, weight.fp8_block)
     return weight.quantization is None and fused_linear.supports_bf16_linear(x, weight.tensors["weight"])
 
 
@@ -26,8 +60,8 @@ def _supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = No
 @ops_linear.project.entry("fused_linear", takes=_supports_project, joins={"fp8_linear": "triton_decode"})
 def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """`fused_linear` with or without the norm."""
-    tensors = weight.tensors
-    out: Tensor = fused_linear.fused_linear(x, tensors["weight"], tensors.get("weight_scale_inv"), norm_weight, eps)
+    stored = weight.tensors["weight"], weight.tensors.get("weight_scale_inv")
+    out: Tensor = fused_linear.fused_linear(x.contiguous(), *stored, norm_weight, eps)
     return out
 
 
@@ -36,7 +70,9 @@ def _supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_
 
 
 @ops_linear.add_project.entry(
-    "fused_linear", takes=_supports_add_project, joins={"add_norm": "fused", "project": "fused_linear"}
+    "fused_linear",
+    takes=_supports_add_project,
+    joins={"add_norm": "fused", "project": "fused_linear", "fp8_linear": "triton_decode"},
 )
 def add_project(
     x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
@@ -47,3 +83,78 @@ def add_project(
         return fused_linear.fused_linear(x, *stored, norm_weight, eps), x
     made: tuple[Tensor, Tensor] = fused_linear.fused_add_linear(x, delta, *stored, norm_weight, eps)
     return made
+
+
+def _multiply(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
+    out: Tensor = block_gemm.block_gemm(*quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
+    return out
+
+
+def _norm_fits(norm_weight: Tensor | None) -> bool:
+    return norm_weight is None or norm_weight.shape[0] <= block_gemm.MAX_NORM
+
+
+def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool], *, optional: bool) -> None:
+    """Entries of the linears for `block_gemm` of tokens in so many terms.
+
+    Args:
+        name: of the entries.
+        fits: whether tokens [..., K] and a weight's N and K are theirs.
+        optional: see `ops.registry.Entry`.
+    """
+
+    def by_blocks(x: Tensor, weight: Weight) -> bool:
+        return weight.fp8_block == BLOCK and fits(x, *weight.tensors["weight"].shape)
+
+    def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
+        return tuple(block_size) == BLOCK and fits(x, *weight.shape)
+
+    @ops_linear.fp8_linear.entry(name, takes=supports_fp8_linear, optional=optional)
+    def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
+        flat = x if x.dim() == 2 else x.flatten(0, -2)
+        quantized = block_gemm.quantize_groups(flat, terms=terms)
+        out: Tensor = block_gemm.block_gemm(*quantized, weight, weight_scale_inv)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+        return x.dim() == 2 and _norm_fits(norm_weight) and by_blocks(x, weight)
+
+    # The norm is part of the quantization.
+    @ops_linear.project.entry(name, takes=supports_project, joins={"fp8_linear": name}, optional=optional)
+    def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        return _multiply(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
+
+    def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
+        return x.dim() == 2 and x.is_contiguous() and _norm_fits(norm_weight) and by_blocks(x, weight)
+
+    # And the residual sum.
+    joins = {"add_norm": "fused", "project": name, "fp8_linear": name}
+
+    @ops_linear.add_project.entry(name, takes=supports_add_project, joins=joins, optional=optional)
+    def add_project(
+        x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if delta is None:
+            return _multiply(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
+        total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms)
+        return _multiply((fp8, scale), weight), total
+
+    def supports_swiglu(x: Tensor, gate_up: Weight, down: Weight) -> bool:
+        if x.dim() != 2 or not by_blocks(x, gate_up) or down.fp8_block != BLOCK:
+            return False
+        rows, columns = down.tensors["weight"].shape
+        return columns % BLOCK[1] == 0 and rows % 8 == 0
+
+    # silu(gate) * up is part of the second quantization. No entry of silu_and_mul does this one's part: where one is
+    # pinned, this one is not taken.
+    joins = {"fp8_linear": name, "project": name, "silu_and_mul": ""}
+
+    @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, optional=optional)
+    def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        hidden = _multiply(block_gemm.quantize_groups(x, terms=terms), gate_up)
+        return _multiply(block_gemm.quantize_groups(hidden, swiglu=True, terms=terms), down)
+
+
+add_entries("block_gemm", 2, _fits_two_terms, optional=False)
+# As the checkpoint's activation scheme has it: every linear's inputs rounded by 2.6 %.
+add_entries("e4m3", 1, _quantizable, optional=True)

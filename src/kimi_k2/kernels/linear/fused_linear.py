@@ -1,10 +1,10 @@
 """FP8-block and BF16 GEMMs for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-Up to 8 tokens (4 with a BF16 weight) go to csrc/linear_decode.cu, where Triton left half of the time and more on the
-table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3 weights are scaled and
-rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32. Long inputs are
-split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of the GEMM:
-the weight of the norm multiplies the tokens, and each program computes the statistics itself.
+Up to 8 tokens (4 with a BF16 weight, 2 with a tall one) go to csrc/linear_decode.cu, where Triton left half of the
+time and more on the table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3
+weights are scaled and rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32.
+Long inputs are split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of
+the GEMM: the weight of the norm multiplies the tokens, and each program computes the statistics itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.hardware import capability, has_triton, is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
 MAX_TOKENS = 16
 DECODE_TOKENS, DECODE_TOKENS_BF16 = 8, 4
+# Rows of a bf16 weight from which on the kernel takes two tokens: a head of 20,480 rows took it 126 us for three,
+# where cuBLAS behind a norm takes 83.
+TALL, DECODE_TOKENS_TALL = 16384, 2
 DECODE_COLUMNS = (256, 512, 1024, 1536, 2048, 2304, 4096, 7168)
 
 
@@ -32,7 +35,7 @@ def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, blo
     return (
         x.is_cuda
         and has_triton()
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and capability(x.device.index) >= (8, 9)
         and x.dtype == torch.bfloat16
         and weight.dtype == torch.float8_e4m3fn
         and tuple(block_size) == (BLOCK, BLOCK)
@@ -138,7 +141,9 @@ fused_linear.fake(_check, _empty)
 
 def takes_decode(x: Tensor, weight: Tensor) -> bool:
     """Whether the CUDA kernel takes it: few tokens of a width it is compiled for, on a Hopper GPU."""
-    most = DECODE_TOKENS_BF16 if weight.dtype == torch.bfloat16 else DECODE_TOKENS
+    most = DECODE_TOKENS
+    if weight.dtype == torch.bfloat16:
+        most = DECODE_TOKENS_BF16 if weight.shape[0] < TALL else DECODE_TOKENS_TALL
     few = x.shape[0] <= most and x.shape[1] in DECODE_COLUMNS
     return few and is_hopper(x.device) and find_nvcc() is not None
 

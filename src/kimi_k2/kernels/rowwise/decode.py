@@ -20,6 +20,9 @@ from kimi_k2.kernels.common.operation import kernel_operation
 
 NOPE, ROPE, RANK = 128, 64, 512
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+# Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each of them, which took 22 us
+# for 64 of eight heads.
+ABSORB_APART = 17
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -100,12 +103,16 @@ def absorb_and_store(
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
+    programs, first = heads * (RANK // 64) + heads + 1, 0 if batch < ABSORB_APART else heads * (RANK // 64)
     if batch:
-        _kernels().absorb[(heads * (RANK // 64) + heads + 1, batch)](
+        _kernels().absorb[(programs - first, batch)](
             q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, stored,
-            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, num_warps=4,
-            launch_pdl=True,
+            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip
+    if first:
+        nope = q.view(batch, heads, NOPE + ROPE)[..., :NOPE].transpose(0, 1)
+        torch.bmm(nope, w_uk, out=query[..., :RANK].transpose(0, 1))
     return query
 
 

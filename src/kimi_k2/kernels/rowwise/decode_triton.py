@@ -12,14 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def absorb(  # type: ignore[no-untyped-def]
     q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
 
-    OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has ended. The entry is stored
-    `stored` times its value.
+    The first is number FIRST. OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has
+    ended. The entry is stored `stored` times its value.
     """
-    job, batch = tl.program_id(0), tl.program_id(1)
+    job, batch = tl.program_id(0) + FIRST, tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
     pair = tl.arange(0, ROPE // 2)
     if job < HEADS * parts:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import has_triton
+from kimi_k2.kernels.common.hardware import capability, has_triton
 from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
@@ -28,16 +28,11 @@ def _kernels() -> Any:
     return prefill_triton
 
 
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def _runs(*tensors: Tensor) -> bool:
     """BF16 on a GPU that Triton serves, and nothing to differentiate."""
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     on_gpu = all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors)
-    return on_gpu and not differentiated and has_triton() and _capability(tensors[0].device.index) >= (8, 0)
+    return on_gpu and not differentiated and has_triton() and capability(tensors[0].device.index) >= (8, 0)
 
 
 def _power_of_two(size: int) -> int:
@@ -63,7 +58,7 @@ def supports_dequantize_fp8_block(
         and tuple(weight_scale_inv.shape) == grid
         and weight_scale_inv.is_contiguous()
         and has_triton()
-        and _capability(weight.device.index) >= (8, 9)
+        and capability(weight.device.index) >= (8, 9)
     )
 
 
@@ -227,7 +222,7 @@ def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) ->
         and cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and cache.is_contiguous()
         and positions.dtype == torch.int64
-        and (cache.dtype == torch.bfloat16 or _capability(cache.device.index) >= (8, 9))
+        and (cache.dtype == torch.bfloat16 or capability(cache.device.index) >= (8, 9))
     )
 
 

@@ -1,5 +1,6 @@
 // Work items of the blockwise FP8 expert kernel: which weights an item covers, its tile of tokens, e4m3 groups.
 #pragma once
+#include "common/csrc/quantize.cuh"
 #include "fp8.cuh"
 
 namespace moe {
@@ -79,12 +80,6 @@ __device__ __forceinline__ void wait_for_tile(const Fp8Args& a, int tile, int ep
 
 // Prepared mode: where the 32-byte unit `unit` of a slot's 128 outputs lies among its eight.
 __device__ __forceinline__ int output_unit(int unit, int slot) { return unit ^ ((slot >> 1) & 3); }
-
-__device__ __forceinline__ float group_scale(float amax) { return fmaxf(amax, 1e-10f) / 448.f; }
-
-__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  return to_e4m3(a, b) | to_e4m3(c, d) << 16;
-}
 
 // One 128-value group of a bf16 row by one warp: lane holds 4 values.
 __device__ __forceinline__ uint32_t quantize_lane(uint2 raw, float& scale) {

@@ -1,0 +1,172 @@
+"""BF16 routed experts in Triton: `torch.ops.kimi_k2.moe_bf16`.
+
+For checkpoints and layers whose experts are not quantized. Pairs are sorted by expert on the device, two grouped GEMMs
+follow, and a token's pairs are summed in order; nothing is read back, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.hardware import capability, has_triton
+from kimi_k2.kernels.common.launch import expect
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts.launch import expect_routing, token_ranges
+
+STEP = 64
+
+
+class Launch(NamedTuple):
+    """Pairs of an expert that share a pass over its weights, columns of a program, warps and stages."""
+
+    rows: int
+    width: int
+    warps: int
+    stages: int
+
+
+def choose_launch(pairs: int, experts: int) -> Launch:
+    """By the pairs that an expert gets of an even routing."""
+    each = pairs / experts
+    if each <= 16:
+        return Launch(16, 32, 4, 4)
+    return Launch(64, 64, 4, 3) if each <= 96 else Launch(128, 128, 8, 3)
+
+
+def supports(hidden: int, inter: int, device: torch.device) -> bool:
+    """A GPU of compute capability 8.0 or later with Triton, and sizes that are multiples of 128."""
+    fits = hidden % 128 == 0 and inter % 128 == 0 and inter > 0
+    return fits and device.type == "cuda" and has_triton() and capability(device.index) >= (8, 0)
+
+
+class Order(NamedTuple):
+    """Pairs sorted by expert, cut into blocks of one expert each.
+
+    Attributes:
+        local: int32 [T * k], the pairs' experts; E where it is not held.
+        pairs: int64 [T * k], those of expert 0 first, those without a held expert last.
+        block_expert: int32 [most blocks], E where there is none.
+        starts, counts, block_ends: int32 [E]: first place and number of an expert's pairs, blocks up to its last one.
+    """
+
+    local: Tensor
+    pairs: Tensor
+    block_expert: Tensor
+    starts: Tensor
+    counts: Tensor
+    block_ends: Tensor
+
+
+def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
+    """Sort by expert without reading anything back; a chosen index outside the model's experts counts as not held."""
+    chosen, device = topk_indices.flatten().long(), topk_indices.device
+    known = experts if expert_map is None else expert_map.shape[0]
+    valid = (chosen >= 0) & (chosen < known)
+    local = chosen.clamp(0, known - 1)
+    local = local if expert_map is None else expert_map[local].long()
+    local = torch.where(valid & (local >= 0) & (local < experts), local, experts)
+    every = torch.zeros(experts + 1, dtype=torch.int32, device=device)
+    every.scatter_add_(0, local, torch.ones_like(local, dtype=torch.int32))
+    counts = every[:experts]
+    starts = counts.cumsum(0, dtype=torch.int32) - counts
+    block_ends = ((counts + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
+    most = min(len(chosen), len(chosen) // rows + experts)
+    numbers = torch.arange(most, dtype=torch.int32, device=device)
+    block_expert = torch.searchsorted(block_ends, numbers, right=True, out_int32=True)
+    return Order(local.int(), local.argsort(stable=True), block_expert, starts, counts, block_ends)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from kimi_k2.kernels.experts import bf16_triton
+
+    return bf16_triton
+
+
+def _check(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, topk_indices: Tensor, topk_weights: Tensor,
+    expert_map: Tensor | None,
+) -> tuple[int, int, int]:  # fmt: skip
+    """(experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
+    if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
+        raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
+    experts, hidden, inter = down_proj.shape
+    if hidden % 128 or inter % 128:
+        raise KernelError(f"hidden {hidden} and intermediate {inter} must be multiples of 128")
+    expect("x", x, x.device, (x.shape[0], hidden), torch.bfloat16)
+    expect("gate_up_proj", gate_up_proj, x.device, (experts, 2 * inter, hidden), torch.bfloat16)
+    expect("down_proj", down_proj, x.device, (experts, hidden, inter), torch.bfloat16)
+    expect_routing(x, topk_indices, topk_weights, expert_map)
+    return experts, hidden, inter
+
+
+@kernel_operation("moe_bf16")
+def moe_bf16(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    Sums are float32; the intermediate and the pairs' outputs are rounded to bfloat16.
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 128.
+        gate_up_proj: bfloat16 [E, 2I, H], gate rows first; I a multiple of 128.
+        down_proj: bfloat16 [E, H, I].
+        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
+        topk_weights: float32 [T, k].
+        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+
+    Returns:
+        bfloat16 [T, H]; zeros for a token without a local pair.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take.
+    """
+    experts, hidden, inter = _check(x, gate_up_proj, down_proj, topk_indices, topk_weights, expert_map)
+    top_k, out = topk_indices.shape[1], torch.empty_like(x)
+    for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
+        part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
+        run(*part, gate_up_proj, down_proj, expert_map, choose_launch((end - begin) * top_k, experts))
+    return out
+
+
+moe_bf16.fake(_check, lambda x: torch.empty_like(x))
+
+
+def run(
+    x: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_map: Tensor | None,
+    how: Launch,
+) -> None:
+    """`moe_bf16` into `out` with the launch pinned, arguments unchecked."""
+    (tokens, top_k), (experts, hidden, inter) = topk_indices.shape, down_proj.shape
+    if not tokens:
+        return
+    order, kernels = sort_pairs(topk_indices, expert_map, experts, how.rows), _kernels()
+    sorted_by = order.pairs, order.block_expert, order.starts, order.counts, order.block_ends
+    middle, parts = (x.new_empty(tokens * top_k, size) for size in (inter, hidden))
+    sizes = {"HIDDEN": hidden, "INTER": inter, "ROWS": how.rows, "WIDTH": how.width, "STEP": STEP}
+    options = {"num_warps": how.warps, "num_stages": how.stages}
+    blocks = len(order.block_expert)
+    kernels.gate_up[(inter // how.width, blocks)](
+        x, gate_up_proj, *sorted_by, middle, top_k, experts, **sizes, **options
+    )
+    kernels.down[(hidden // how.width, blocks)](
+        middle, down_proj, *sorted_by, topk_weights, parts, experts, **sizes, **options
+    )
+    kernels.combine[(tokens, -(-hidden // 1024))](parts, order.local, out, top_k, experts, HIDDEN=hidden, WIDTH=1024)

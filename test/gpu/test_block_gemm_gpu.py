@@ -1,0 +1,168 @@
+"""The FP8-block GEMM and what quantizes its tokens, against float64. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.linear.block_gemm import TILES, Choice, Tile, add_quantize, block_gemm, padded, quantize_groups
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+
+def random_weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    weight = (torch.randn(rows, columns, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return weight, (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
+
+
+def dense(weight: Tensor, scale: Tensor) -> Tensor:
+    wide = scale.double().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    return weight.double() * wide
+
+
+def restored(x: Tensor, scale: Tensor) -> Tensor:
+    """The e4m3 tokens in float64."""
+    return x.double().sum(0) * scale[:, : x.shape[1]].T.double().repeat_interleave(128, 1)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    relative: float = ((a.double() - b).norm() / b.norm()).item()
+    return relative
+
+
+def product(terms: int, tokens: int, rows: int, columns: int, choice: Choice | None) -> None:
+    torch.manual_seed(tokens + rows)
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    weight, weight_scale = random_weight(rows, columns)
+    fp8, scale = quantize_groups(x, terms=terms)
+    scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
+    wanted = restored(fp8, scale) @ dense(weight, weight_scale).T
+    pinned = None if choice is None else list(choice)
+    out = block_gemm(fp8, scale, weight, weight_scale, pinned)
+    # bf16 rounds by 1.7e-3; the tensor cores keep about 14 bits of a sum of e4m3 products.
+    assert distance(out, wanted) < 2.5e-3, (tokens, rows, columns, choice)
+    if terms == 2:  # as near as bf16 tokens and weights are
+        assert distance(out, x.double() @ dense(weight, weight_scale).T) < 3e-3
+    for column in (0, rows - 1):
+        assert distance(out[:, column], wanted[:, column]) < 1e-2
+    assert distance(out[tokens - 1], wanted[tokens - 1]) < 5e-3
+    assert torch.equal(out, block_gemm(fp8, scale, weight, weight_scale, pinned)), "not deterministic"
+
+
+@pytest.mark.parametrize(("terms", "tile"), [(terms, tile) for terms, tiles in TILES.items() for tile in tiles])
+def test_every_launch(terms: int, tile: Tile) -> None:
+    """Ragged rows and tokens; one block a tile, and clusters that share one, unevenly too."""
+    most = tile.tokens
+    for tokens, rows, columns in ((most, 576, 1024), (2 * most + 9, 2112, 640), (3, 72, 2304)):
+        for cluster in (1, 2, 3, 5, 8):
+            if cluster <= columns // 128:
+                product(terms, tokens, rows, columns, Choice(*tile, cluster))
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [9, 40, 64, 129, 300, 1024])
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256)])
+def test_chosen_launch(tokens: int, rows: int, columns: int, terms: int) -> None:
+    product(terms, tokens, rows, columns, None)
+
+
+def test_many_tiles() -> None:
+    """More tiles than blocks: a block's ring is filled for the next tile while this one is stored."""
+    product(1, 3000, 4608, 1280, Choice(2, 128, 1))
+    product(1, 3000, 4608, 1280, Choice(1, 64, 1))
+    product(1, 5000, 2112, 256, Choice(2, 256, 1))
+    product(2, 3000, 4608, 1280, Choice(2, 128, 1))
+    product(2, 3000, 2112, 1280, Choice(1, 32, 1))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Groups of 128 to e4m3 and back, in float64."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
+    back: Tensor = ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
+    return back
+
+
+def close_to_rounding(found: Tensor, exact: Tensor, share: float) -> None:
+    """No further from the exact values than their rounding; of it, `share` may come from values at two steps' middle.
+
+    They go the other way where a scale's or a bf16 value's last bit differs.
+    """
+    cost = distance(rounded(exact), exact)
+    assert distance(found, exact) < 1.05 * cost
+    assert distance(found, rounded(exact)) < share * cost
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 7168), (9, 1536), (70, 256), (513, 7168), (33, 18432)])
+def test_quantization(tokens: int, columns: int) -> None:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, columns, device="cuda").bfloat16() * (torch.rand(tokens, 1, device="cuda") + 0.1).bfloat16()
+    x[0, :128] = 0
+    strided = torch.cat((x, x), dim=1)[:, :columns]
+    for given in (x, strided):
+        fp8, scale = quantize_groups(given)
+        close_to_rounding(restored(fp8, scale), x.double(), 0.25)
+        assert scale.shape == (columns // 128, padded(tokens))
+        assert not fp8[0, 0, :128].float().any()
+        # The second term is what the first leaves; one more bf16 digit than x has is lost.
+        both, scale = quantize_groups(given, terms=2)
+        assert torch.equal(both[:1].float(), fp8.float())
+        assert distance(restored(both, scale), x.double()) < 1.5e-3
+    gate, up = torch.randn(2, tokens, columns, device="cuda").bfloat16()
+    fp8, scale = quantize_groups(torch.cat((gate, up), dim=1), swiglu=True)
+    close_to_rounding(restored(fp8, scale), F.silu(gate.double()) * up.double(), 0.8)
+    if columns > 8192:
+        with pytest.raises(KernelError, match="at most 8192"):
+            quantize_groups(x, torch.ones(columns, device="cuda").bfloat16())
+        return
+    norm = torch.rand(columns, device="cuda").bfloat16() + 0.5
+    delta = torch.randn_like(x)
+
+    def normed(v: Tensor) -> Tensor:
+        return v.double() * (v.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+
+    # Two roundings to bf16 before the one to e4m3.
+    fp8, scale = quantize_groups(strided, norm, 1e-5)
+    close_to_rounding(restored(fp8, scale), normed(x), 0.8)
+    total, fp8, scale = add_quantize(x, delta, norm, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert distance(restored(*add_quantize(x, delta, norm, 1e-5, 2)[1:]), normed(x + delta)) < 4e-3
+    close_to_rounding(restored(fp8, scale), normed(x + delta), 0.8)
+
+
+def test_graph_replay_follows_its_inputs() -> None:
+    weight, weight_scale = random_weight(2112, 7168)
+    x = torch.randn(64, 7168, device="cuda").bfloat16()
+    norm = torch.rand(7168, device="cuda").bfloat16()
+
+    def run() -> Tensor:
+        out: Tensor = block_gemm(*quantize_groups(x, norm, terms=2), weight, weight_scale)
+        return out
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+def test_refusals() -> None:
+    x = torch.randn(20, 512, device="cuda").bfloat16()
+    fp8, scale = quantize_groups(x)
+    weight, weight_scale = random_weight(256, 512)
+    with pytest.raises(KernelError, match="weight_scale_inv is"):
+        block_gemm(fp8, scale, weight, weight_scale[:1].contiguous())
+    with pytest.raises(KernelError, match="scale is"):
+        block_gemm(fp8, scale[:, :20].contiguous(), weight, weight_scale)
+    with pytest.raises(KernelError, match="no instance"):
+        block_gemm(fp8, scale, weight, weight_scale, [1, 48, 1])
+    with pytest.raises(KernelError, match="multiple of 128"):
+        quantize_groups(x[:, :64])
