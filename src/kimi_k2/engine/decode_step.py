@@ -63,14 +63,19 @@ class DecodeStep:
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         model.prepare()
         self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
-        self.layers = []
+        self.layers: list[LayerStep] = []
         for layer in model.model.layers:
             assert isinstance(layer, DecoderLayer)
-            self.layers.append(LayerStep(layer, reduce))
+            self.layers.append(self.make_layer(layer, reduce))
+        self.head_weight = Weight({"weight": model.lm_head.weight})
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self._captured: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
+
+    def make_layer(self, layer: DecoderLayer, reduce: Reduce) -> LayerStep:
+        """The step of the model's next layer."""
+        return LayerStep(layer, reduce)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -113,5 +118,5 @@ class DecodeStep:
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""
-        norm, weight = self.model.model.norm, Weight({"weight": self.model.lm_head.weight})
-        return self.gather(add_project(x, delta, weight, norm.weight, norm.eps)[0])
+        norm = self.model.model.norm
+        return self.gather(add_project(x, delta, self.head_weight, norm.weight, norm.eps)[0])

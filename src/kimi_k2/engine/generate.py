@@ -18,6 +18,8 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 # Tokens int64 [B] at positions int64 [B] to logits [B, vocab_size].
 Decode = Callable[[Tensor, Tensor], Tensor]
+# Tokens and positions (negative: padding), int64 [B, S], to logits [B, vocab_size] of a column a sequence, int64 [B].
+Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def prompt_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -34,6 +36,7 @@ def prefill(
     cache: LatentCache,
     chunk_size: int | None = None,
     media: MediaRows | None = None,
+    read: Read | None = None,
 ) -> Tensor:
     """Run prompts of any lengths through the model, filling the cache.
 
@@ -42,6 +45,7 @@ def prefill(
         cache: with room for the longest prompt.
         chunk_size: tokens a sequence and forward pass; None for the whole prompt at once.
         media: embeddings of the prompts' images and videos.
+        read: runs a chunk without media, with `cache`; its arguments lie on the CPU. None is the model itself.
 
     Returns:
         Logits of each prompt's last token, [B, vocab_size].
@@ -72,9 +76,12 @@ def prefill(
         part = None
         if media is not None and index is not None and bool((index[:, chunk] >= 0).any()):
             part = (index[:, chunk].to(device), media.features)
-        logits = model(
-            ids[:, chunk].to(device), positions[:, chunk].to(device), cache, logits_at=at.to(device), media=part
-        )
+        if read is not None and part is None:
+            logits = read(ids[:, chunk], positions[:, chunk], at)
+        else:
+            logits = model(
+                ids[:, chunk].to(device), positions[:, chunk].to(device), cache, logits_at=at.to(device), media=part
+            )
         if result is None:
             result = torch.empty_like(logits)
         ended = ((last >= start) & (last < start + step)).to(device)
@@ -144,6 +151,7 @@ def stream(
     cache: LatentCache | None = None,
     decode: Decode | None = None,
     media: MediaRows | None = None,
+    read: Read | None = None,
 ) -> Iterator[Step]:
     """Generate step by step; the first step contains the prefill.
 
@@ -153,6 +161,7 @@ def stream(
         cache: to use, whose entries are overwritten; None makes one that just fits.
         decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
         media: embeddings of the prompts' images and videos.
+        read: as `prefill` takes it.
 
     Raises:
         GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
@@ -172,7 +181,7 @@ def stream(
     yield from token_steps(
         [len(prompt) for prompt in prompts],
         params,
-        lambda: sampler(prefill(model, prompts, chosen, chunk_size, media)),
+        lambda: sampler(prefill(model, prompts, chosen, chunk_size, media, read)),
         lambda tokens, positions: sampler(at(tokens, positions)),
         start,
     )

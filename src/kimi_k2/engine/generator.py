@@ -1,4 +1,4 @@
-"""Generation whose decode steps are replayed from a CUDA graph, where kernels take the model's experts.
+"""Generation whose steps are replayed from CUDA graphs, where kernels take the model's experts.
 
 A graph belongs to the cache that it was captured with, so both are kept from one generation to the next of its batch.
 """
@@ -14,12 +14,16 @@ from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Decode, Step, decode_step, slots_needed, stream
 from kimi_k2.engine.layer_step import Reduce
 from kimi_k2.engine.media_rows import MediaRows
+from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
+# Tokens of all sequences in a chunk of their prompts, if nothing else is asked for: what a chunk's intermediate values
+# take of memory is bounded, and the experts are as fast as with more.
+CHUNK = 16384
 
 
 class Generator:
@@ -33,6 +37,7 @@ class Generator:
     def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = lambda x: x, gather: Reduce = lambda x: x) -> None:
         self.model, self.reduce, self.gather = model, reduce, gather
         self._step: DecodeStep | None = None
+        self._prompt: PromptStep | None = None
 
     def prepare(self, batch: int, length: int) -> tuple[LatentCache, Decode]:
         """A cache with `length` slots a sequence or more, and what decodes with it."""
@@ -48,15 +53,18 @@ class Generator:
         cache = self.model.new_cache(batch, slots)
         graph = cache.data.is_cuda
         step = self._step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
+        self._prompt = PromptStep(step)
         # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
         step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         return cache, step
 
     def close(self) -> None:
         """Give up what is kept; the next generation makes it anew."""
+        if self._prompt is not None:
+            self._prompt.close()
         if self._step is not None:
             self._step.close()
-        self._step = None
+        self._step = self._prompt = None
 
     def stream(
         self,
@@ -68,4 +76,9 @@ class Generator:
     ) -> Iterator[Step]:
         """As `generate.stream`."""
         cache, decode = self.prepare(len(prompts), slots_needed(self.model, prompts, params))
-        return stream(self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode, media=media)
+        read = self._prompt if decode is self._step else None
+        if read is not None and chunk_size is None:
+            chunk_size = max(1, CHUNK // len(prompts))
+        return stream(
+            self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode, media=media, read=read
+        )

@@ -1,4 +1,4 @@
-"""One layer of a decode step: the model's weights and operations, arranged for few tokens.
+"""One layer of a decode or prompt step: the model's weights and operations, arranged for few launches.
 
 Norms and residual sums go with the linears after them, q_a and kv_a are one linear, the router goes with the norm
 before it and the shared expert with the routed ones. Which kernels run is the table's affair (`ops.registry`).
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kimi_k2.engine.stacking import stack_rows
 from kimi_k2.model.attention import MultiHeadLatentAttention
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
@@ -42,8 +43,24 @@ class Place(NamedTuple):
     plan: Tensor | None = None
 
 
+class Prompt(NamedTuple):
+    """Where a chunk of prompts stands.
+
+    Attributes:
+        positions: int64 [B, S], negative for padding.
+        rotation: cos and sin at these, each [B, S, D / 2].
+        cache: of all layers.
+        length: cache slots to attend over.
+    """
+
+    positions: Tensor
+    rotation: tuple[Tensor, Tensor]
+    cache: LatentCache
+    length: int
+
+
 class LayerStep:
-    """One layer for one new token a sequence.
+    """One layer for one new token a sequence, or for a chunk of each prompt.
 
     Args:
         layer: of the plain model, whole or a rank's part, prepared (`KimiK2ForCausalLM.prepare`).
@@ -73,6 +90,15 @@ class LayerStep:
             The same two for the next layer.
         """
         attended, x = self.attend(x, delta, place, cache)
+        return self.finish(x, attended)
+
+    def read(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """As a call, for a chunk of each prompt: x and delta are [B * S, H]."""
+        attended, x = self.attend_prompt(x, delta, prompt)
+        return self.finish(x, attended)
+
+    def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer behind its attention half."""
         delta, norm, moe = self.reduce(attended), self.layer.post_attention_layernorm, self.moe
         if moe is None:
             x, normed = add_norm(x, delta, norm.weight, norm.eps)
@@ -95,6 +121,17 @@ class LayerStep:
         scale = attention.config.softmax_scale
         values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan)
         return project(values, self.o), x
+
+    def attend_prompt(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """`attend` for a chunk of each prompt, [B * S, H]."""
+        attention, norm, config = self.attention, self.layer.input_layernorm, self.attention.config
+        qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
+        q_norm = attention.q_a_layernorm
+        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps)
+        q, latent, k_rope = (part.unflatten(0, prompt.positions.shape) for part in (q, latent, k_rope))
+        values = attention.attend(q, latent, k_rope, *prompt)
+        return project(values.flatten(0, 1), self.o), x
 
     def feed_forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """The other half from its normed input [B, H] and, if it is known, its routing; before the sum over ranks."""

@@ -87,23 +87,47 @@ class MultiHeadLatentAttention(nn.Module):
             [B, S, H].
         """
         config = self.config
-        batch, new, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, new, -1, config.qk_head_dim)
-        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, *rotation)
-
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        entries = cache_entries(self.kv_a_layernorm(latent), k_rope, *rotation)
-        slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(x.dtype)
+        projected: Tensor = self.o_proj(self.attend(q, latent, k_rope, positions, rotation, cache, length))
+        return projected
 
-        kv_b = self.kv_b(x.dtype)
+    def attend(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        positions: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: LatentCache | None,
+        length: int,
+    ) -> Tensor:
+        """What lies between the projections.
+
+        Args:
+            q: [B, S, heads * qk_head_dim], not rotated.
+            latent: [B, S, kv_lora_rank], before its norm.
+            k_rope: [B, S, qk_rope_head_dim], not rotated.
+            positions .. length: as `forward` takes them.
+
+        Returns:
+            [B, S, heads * v_head_dim].
+        """
+        config = self.config
+        batch, new, _ = q.shape
+        heads = q.view(batch, new, -1, config.qk_head_dim)
+        q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation)
+        entries = cache_entries(self.kv_a_layernorm(latent), k_rope, *rotation)
+        slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
+
+        kv_b = self.kv_b(q.dtype)
         if self.form == "absorbed" or (self.form == "auto" and absorbed_is_cheaper(config, new, slots.shape[1])):
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
             q_latent = absorb(q_nope, w_uk)
             out = value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
         else:
             out = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
-        projected: Tensor = self.o_proj(out.flatten(2))
-        return projected
+        return out.flatten(2)
 
     def kv_b(self, dtype: torch.dtype) -> Tensor:
         """kv_b_proj by head: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV."""

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import event_times, graph_median
+from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.engine.layer_step import LayerStep, Prompt
+from kimi_k2.engine.prompt_step import PromptStep
+from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.router import Router
 from kimi_k2.ops.collective import gather_last
@@ -40,6 +43,7 @@ class StepTimes:
     dense_layer: float
     head: float
     all_reduce: float
+    distinct: float | None
 
     def lines(self) -> Iterator[str]:
         """The breakdown as text."""
@@ -48,6 +52,8 @@ class StepTimes:
         yield f"measured: of it attention {self.attention:.1f} us, experts {self.feed_forward:.1f} us"
         yield f"measured: dense layer {self.dense_layer:.1f} us, head {self.head:.1f} us"
         yield f"measured: all-reduce of one token {self.all_reduce:.1f} us (0: none)"
+        drawn = "as the synthetic router chooses" if self.distinct is None else f"{self.distinct:.1f} distinct experts"
+        yield f"routing: {drawn} a layer and step"
 
 
 def fill_random(model: torch.nn.Module, seed: int = 0) -> None:
@@ -125,29 +131,46 @@ def launches(action: Callable[[], object], repeats: int = 5, *, on_gpu: bool | N
 
 
 @torch.inference_mode()
-def make_step(model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool) -> Callable[[], Tensor]:
+def make_step(
+    model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool, routing: Routing | None = None
+) -> Callable[[], Tensor]:
     """The step's replay after one random cached token less than `contexts` of each sequence."""
-    step, tokens, positions = _step(model, contexts, AllReduce(None, communicate), communicate)
+    step, tokens, positions = _step(model, contexts, AllReduce(None, communicate), communicate, routing)
     return partial(step, tokens, positions)
 
 
 def _step(
-    model: KimiK2ForCausalLM, contexts: Sequence[int], reduce: AllReduce, communicate: bool
+    model: KimiK2ForCausalLM,
+    contexts: Sequence[int],
+    reduce: AllReduce,
+    communicate: bool,
+    routing: Routing | None = None,
 ) -> tuple[DecodeStep, Tensor, Tensor]:
     cache = model.new_cache(len(contexts), max(contexts))
     for layer in cache.data:  # PyTorch draws no FP8
         layer.copy_(torch.randn(layer.shape, device=layer.device, dtype=torch.bfloat16))
     gather = partial(gather_last, group=None) if communicate else (lambda x: x)
     device = cache.data.device
-    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=device.type == "cuda")
+    graph = device.type == "cuda"
+    step: DecodeStep
+    if routing is None:
+        step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=graph)
+    else:
+        step = DrawnDecodeStep(model, cache, routing, reduce=reduce, gather=gather, graph=graph)
     return step, torch.arange(len(contexts), device=device), torch.tensor(contexts, device=device) - 1
 
 
 @torch.inference_mode()
-def time_step(model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool) -> StepTimes:
-    """Median of graph replays at these cached tokens; parts are timed with a layer's weights after another's."""
+def time_step(
+    model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool, routing: Routing | None = None
+) -> StepTimes:
+    """Median of graph replays at these cached tokens; parts are timed with a layer's weights after another's.
+
+    Args:
+        routing: to prescribe; None leaves the choice to the synthetic router.
+    """
     reduce = AllReduce(None, communicate)
-    step, tokens, positions = _step(model, contexts, reduce, communicate)
+    step, tokens, positions = _step(model, contexts, reduce, communicate, routing)
     cache, device = step.cache, tokens.device
     logits = step(tokens, positions)
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
@@ -157,36 +180,40 @@ def time_step(model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate:
     moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
     dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
 
-    def layers(chosen: list[tuple[int, object]]) -> float:
-        return graph_median([partial(step.layers[i], x, delta, place, cache.data[i]) for i, _ in chosen])
+    def layers(chosen: list[tuple[int, LayerStep]]) -> float:
+        return graph_median([partial(layer, x, delta, place, cache.data[i]) for i, layer in chosen])
+
+    distinct = [layer.distinct(x) for _, layer in moe if isinstance(layer, DrawnLayerStep)]
 
     return StepTimes(
         whole,
         len(step.layers),
-        layers(list(moe)),
+        layers(moe),
         graph_median([partial(layer.attend, x, delta, place, cache.data[i]) for i, layer in moe]),
         graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
-        layers(list(dense)),
+        layers(dense),
         graph_median([partial(step.head, x, delta)]),
         graph_median([partial(reduce, x.clone())] * 20) if communicate and dist.get_world_size() > 1 else 0.0,
+        statistics.mean(distinct) if distinct else None,
     )
 
 
 @torch.inference_mode()
-def time_prefill(model: KimiK2ForCausalLM, batch: int, length: int) -> tuple[float, float]:
-    """Median microseconds of a prefill of random prompts to the last token's logits, and of one MoE layer in it."""
-    cache = model.new_cache(batch, length)
-    device = cache.data.device
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
-    positions = torch.arange(length, device=device).expand(batch, -1)
-    last = torch.full((batch,), length - 1, device=device)
-    whole = statistics.median(event_times(lambda: model(ids, positions, cache, logits_at=last), 5))
-    x = torch.randn(batch, length, model.config.hidden_size, device=device).bfloat16()
-    rotation = model.model.rotary(positions, x.dtype)
-    moe = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)]
+def time_prefill(
+    model: KimiK2ForCausalLM, batch: int, length: int, *, communicate: bool, routing: Routing | None = None
+) -> tuple[float, float]:
+    """Median microseconds of a prefill of random prompts to the last token's logits, and of one MoE layer in it.
 
-    def all_layers() -> None:
-        for layer in moe:
-            layer(x, positions, rotation, cache, length)
-
-    return whole, statistics.median(event_times(all_layers, 5)) / len(moe)
+    The layers are replayed from a graph; the whole is where `PromptStep` makes one.
+    """
+    step, _, _ = _step(model, [length] * batch, AllReduce(None, communicate), communicate, routing)
+    prompt_step, device = PromptStep(step), step.cache.data.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, length))
+    positions = torch.arange(length).expand(batch, -1)
+    last = torch.full((batch,), length - 1)
+    whole = statistics.median(event_times(lambda: prompt_step(ids, positions, last), 5))
+    x = torch.randn(batch * length, model.config.hidden_size, device=device).bfloat16()
+    rotation = model.model.rotary(positions.to(device), x.dtype)
+    prompt = Prompt(positions.to(device), rotation, step.cache, length)
+    moe = [partial(layer.read, x, None, prompt) for layer in step.layers if layer.moe is not None]
+    return whole, graph_median(moe, 5)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank, time_prefill, time_step
+from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
@@ -27,6 +28,7 @@ class Job:
         stand_in: one GPU as rank 0 of the layout; nothing is sent.
         kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
         launches: also list what one step launches, by time.
+        routing: of tokens to experts; None leaves it to the synthetic router.
     """
 
     contexts: tuple[int, ...]
@@ -36,6 +38,7 @@ class Job:
     stand_in: bool = False
     kv_cache: str = "auto"
     launches: bool = False
+    routing: Routing | None = None
 
 
 def profile(config: KimiK2Config, layout: Layout, job: Job) -> list[str]:
@@ -65,14 +68,14 @@ def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Itera
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
     model.kv_cache_dtype = kv_cache_dtype(job.kv_cache, config)
-    times = time_step(model, job.contexts, communicate=communicate)
+    times = time_step(model, job.contexts, communicate=communicate, routing=job.routing)
     yield from times.lines()
     if missing:
         yield f"extrapolated: TPOT {(times.step + missing * times.moe_layer) / 1e3:.3f} ms over {whole} layers"
     if job.prompt:
-        ttft, layer = time_prefill(model, len(job.contexts), job.prompt)
+        ttft, layer = time_prefill(model, len(job.contexts), job.prompt, communicate=communicate, routing=job.routing)
         yield f"measured: TTFT {ttft / 1e3:.2f} ms of {job.prompt} tokens, MoE layer {layer / 1e3:.3f} ms"
         if missing:
             yield f"extrapolated: TTFT {(ttft + missing * layer) / 1e3:.1f} ms over {whole} layers"
     if job.launches:
-        yield from launches(make_step(model, job.contexts, communicate=communicate))
+        yield from launches(make_step(model, job.contexts, communicate=communicate, routing=job.routing))

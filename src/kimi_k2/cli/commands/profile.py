@@ -31,6 +31,9 @@ def profile(
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
+    routing: Annotated[
+        str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
+    ] = None,
     kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
     launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
@@ -38,6 +41,7 @@ def profile(
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
     from kimi_k2.bench.kernels.profile import Job
     from kimi_k2.bench.kernels.profile import profile as measure
+    from kimi_k2.bench.kernels.routing import Routing
     from kimi_k2.config import KimiK2Config
     from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
@@ -58,6 +62,7 @@ def profile(
         stand_in=stand_in,
         kv_cache=kv_cache_dtype,
         launches=launches,
+        routing=None if routing is None else Routing.parse(routing),
     )
     lines = measure(config, deployment.layout(config), job)
     if lines:

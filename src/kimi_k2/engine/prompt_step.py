@@ -1,0 +1,125 @@
+"""Prefill in the decode step's arrangement, on a GPU replayed from CUDA graphs of padded sizes.
+
+Launched one by one, a short prefill takes the host longer than the GPU. A graph has fixed sizes, so that a chunk is
+padded to one of few widths and attends over one of few lengths; a size that comes a second time is captured.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.layer_step import Prompt
+from kimi_k2.errors import GenerationError
+
+# Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
+MAX_CAPTURED = 4096
+# Graphs kept, the last used; each holds the memory of its own intermediate values.
+MAX_GRAPHS = 8
+NARROWEST = 16
+
+
+def padded_width(tokens: int) -> int:
+    """The width that a chunk of so many tokens is padded to: a multiple of a quarter of the power of two below it."""
+    step = max(NARROWEST, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+@dataclass
+class _Captured:
+    ids: Tensor
+    positions: Tensor
+    last: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class PromptStep:
+    """Logits of one token of each prompt's chunk, whose entries go to the decode step's cache.
+
+    Args:
+        step: gives model, cache, layers and the sums over ranks; its `graph` says whether sizes are captured.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step, self.model, self.cache = step, step.model, step.cache
+        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        """int64 [B, S], int64 [B, S] and int64 [B] to logits [B, vocab_size], which another call may overwrite.
+
+        Args:
+            ids: token ids.
+            positions: of each in its sequence, negative for padding.
+            last: the column of each sequence whose logits are wanted.
+
+        Raises:
+            GenerationError: a position lies outside the cache, a token id outside the vocabulary.
+        """
+        batch, width = ids.shape
+        length, vocabulary = int(positions.max()) + 1, self.model.config.vocab_size
+        if length > self.cache.max_length:
+            raise GenerationError(f"position {length - 1} is outside the cache of {self.cache.max_length} slots")
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise GenerationError(f"token ids must be in 0..{vocabulary - 1}")
+        device = self.cache.data.device
+        if not self.step.graph or batch * padded_width(width) > MAX_CAPTURED:
+            return self.run(ids.to(device), positions.to(device), last.to(device), length)
+        wide = padded_width(width)
+        key = wide, min(padded_width(length), self.cache.max_length)
+        if key not in self._captured:
+            padding = 0, wide - width
+            ids, positions = (
+                torch.nn.functional.pad(tensor, padding, value=value) for tensor, value in ((ids, 0), (positions, -1))
+            )
+            given = ids.to(device), positions.to(device), last.to(device)
+            if key not in self._seen:
+                self._seen.add(key)
+                return self.run(*given, key[1])
+            self._capture(key, *given)
+        found = self._captured[key]
+        self._captured.move_to_end(key)
+        found.ids[:, :width].copy_(ids[:, :width])
+        found.positions[:, :width].copy_(positions[:, :width])
+        found.positions[:, width:] = -1
+        found.last.copy_(last)
+        found.graph.replay()
+        return found.logits
+
+    def _capture(self, key: tuple[int, int], ids: Tensor, positions: Tensor, last: Tensor) -> None:
+        self.run(ids, positions, last, key[1])  # builds and communicators are made outside the capture
+        while len(self._captured) >= MAX_GRAPHS:
+            self._captured.popitem(last=False)[1].graph.reset()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.run(ids, positions, last, key[1])
+        self._captured[key] = _Captured(ids, positions, last, graph, logits)
+
+    def run(self, ids: Tensor, positions: Tensor, last: Tensor, length: int) -> Tensor:
+        """The chunk, launch by launch; arguments on the model's device.
+
+        Args:
+            length: cache slots to attend over, at least the largest position + 1.
+        """
+        model = self.model.model
+        delta: Tensor | None = None
+        x = model.embed_tokens(ids).flatten(0, 1)
+        prompt = Prompt(positions, model.rotary(positions.clamp(min=0), x.dtype), self.cache, length)
+        for layer in self.step.layers:
+            x, delta = layer.read(x, delta, prompt)
+        assert delta is not None
+        rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
+        return self.step.head(x[rows], delta[rows])
+
+    def close(self) -> None:
+        """Give the graphs up, as `DecodeStep.close`."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
