@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts import tuning as moe_tuning
 from kimi_k2.kernels.experts.tuning import (
@@ -106,10 +107,17 @@ def test_fused_refuses_more_pairs_than_a_block_aligns() -> None:
         ExpertChoice(True, 16, 1, 1, 1).check(65, 8, 7168, 256)
 
 
-def test_the_tuner_tries_only_launches_that_the_kernels_take() -> None:
+@pytest.mark.parametrize("model", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
+def test_the_tuner_tries_only_launches_that_the_kernels_take(model: str) -> None:
     from kimi_k2.bench.kernels import tune
 
-    for case in tune.CASES.values():
+    cases = tune.cases(KimiK2Config.load(model))
+    parts = {name: (case.experts, case.inter, case.top_k) for name, case in cases.items()}
+    assert parts["TP8"] == (384, 256, 8)
+    assert parts["EP8"] == (48, 2048, 1)
+    assert parts["TP2-EP4"] == (96, 1024, 2)
+    assert len(parts) == 10
+    for case in cases.values():
         assert file_name(case.experts, case.inter, 7168, case.dtype, case.block, "NVIDIA H200").endswith(".json")
         for tokens in tune.TOKENS:
             found = case.candidates(tokens)
@@ -118,6 +126,15 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take() -> None:
                 choice.check(tokens, case.top_k, 7168, case.inter)
                 if case.dtype != "fp8_e4m3":
                     check_choice(choice)
+
+
+def test_a_launch_that_stands_skew_is_preferred_within_two_percent() -> None:
+    from kimi_k2.bench.kernels.tune import Timed, best
+
+    fast, even, slow = (ExpertChoice(False, rows, 1, 1, 1) for rows in (32, 64, 128))
+    timed = [Timed(fast, 100.0, 90.0, 1.0), Timed(even, 101.9, 40.0, 1.0), Timed(slow, 102.1, 10.0, 1.0)]
+    assert best(timed).choice == even
+    assert best(timed[::2]).choice == fast
 
 
 @pytest.mark.parametrize(

@@ -55,19 +55,27 @@ def random_experts(
     return weight(2 * inter, hidden), scale(2 * inter, hidden), weight(hidden, inter), scale(hidden, inter)
 
 
-def random_routing(tokens: int, top_k: int, experts: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
-    """Uniform distinct experts a token, and positive weights that sum to 2.827."""
-    indices = torch.rand(tokens, experts, device=device).topk(top_k, dim=-1).indices
+def random_routing(
+    tokens: int, top_k: int, experts: int, device: str = "cuda", *, same: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Uniform distinct experts a token, or the same for all tokens, and positive weights that sum to 2.827."""
+    indices = torch.rand(1 if same else tokens, experts, device=device).topk(top_k, dim=-1).indices
+    indices = indices.expand(tokens, -1).contiguous()
     weights = torch.rand(tokens, top_k, device=device)
     return indices, (weights / weights.sum(-1, keepdim=True) * 2.827).contiguous()
 
 
 def time_experts(
-    weights: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, top_k: int, choice: ExpertChoice | None = None
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    tokens: int,
+    top_k: int,
+    choice: ExpertChoice | None = None,
+    *,
+    same: bool = False,
 ) -> Timing:
     """Median of 25 replays of a graph of calls, each with its own tokens and routing.
 
-    Without `choice` the operation is the one that the model would take.
+    Without `choice` the operation is the one that the model would take. `same`: all tokens' experts are the same.
     """
     experts, hidden, inter = weights[2].shape
     calls = 24 if tokens <= 8 else 6 if tokens <= 512 else 2
@@ -75,7 +83,7 @@ def time_experts(
     sets = []
     for _ in range(calls):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        sets.append((x, *random_routing(tokens, top_k, experts)))
+        sets.append((x, *random_routing(tokens, top_k, experts, same=same)))
     operation: Callable[..., Tensor] = partial(moe_fp8, choice=pinned)
     if choice is None and moe_decode.supports(tokens, top_k, hidden, inter, weights[0].device):
         operation = moe_decode.moe_decode
@@ -105,7 +113,7 @@ def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
         splits2 = [s for s in (1, 2, 4) if s <= inter // 128 and (s == 1 or inter > 512)]
         slabs = (1, 2) if inter > 512 else (1, 2, 4)
         found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in slabs]
-    if tokens >= 32:
+    if tokens >= 8:
         rows = (32,) if tokens <= 512 else (32, 64) if tokens <= 1024 else (64, 128)
         found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in ((1, 2) if inter > 512 else (1, 2, 4, 7))]
     return found

@@ -11,10 +11,17 @@ import torch
 
 from kimi_k2.bench.kernels import moe, w4a16
 from kimi_k2.bench.kernels.harness import read_bandwidth
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels.experts.tuning import DIRECTORY, ExpertChoice, file_name, save_choices
+from kimi_k2.checkpoint.names import linear_specs
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, KernelError
+from kimi_k2.kernels.experts.tuning import DIRECTORY, ExpertChoice, file_name, load_choices, save_choices
+from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, expert_mode
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096, 16384]
+# Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
+MOST_SKEWED = 512
 
 
 @dataclass(frozen=True)
@@ -37,16 +44,17 @@ class Case:
             return moe.random_experts(self.experts, self.inter, moe.HIDDEN)
         return w4a16.random_experts(self.experts, self.inter, w2_bf16=self.dtype == "int4_w2_bf16")
 
-    def timer(self, weights: Any, tokens: int) -> Callable[[ExpertChoice], tuple[float, float]]:
-        """Microseconds of a launch, and the bytes of weights that it reads."""
+    def timer(self, weights: Any, tokens: int, same: bool = False) -> Callable[[ExpertChoice], tuple[float, float]]:
+        """Microseconds of a launch, and the bytes of weights read; `same`: all tokens go to the same experts."""
 
         def fp8(choice: ExpertChoice) -> tuple[float, float]:
-            timing = moe.time_experts(weights, tokens, self.top_k, choice)
+            timing = moe.time_experts(weights, tokens, self.top_k, choice, same=same)
             return timing.microseconds, timing.weight_bytes
 
-        return (
-            fp8 if self.dtype == "fp8_e4m3" else lambda choice: w4a16.time_experts(weights, tokens, self.top_k, choice)
-        )
+        def int4(choice: ExpertChoice) -> tuple[float, float]:
+            return w4a16.time_experts(weights, tokens, self.top_k, choice, same=same)
+
+        return fp8 if self.dtype == "fp8_e4m3" else int4
 
     def candidates(self, tokens: int) -> list[ExpertChoice]:
         """The launches worth timing."""
@@ -56,48 +64,100 @@ class Case:
         return result
 
 
-CASES = {
-    "TP8": Case(384, 256, 8),
-    "EP8": Case(48, 2048, 1),
-    "TP4": Case(384, 512, 8),
-    "EP4": Case(96, 2048, 2),
-    "INT4-TP4": Case(384, 512, 8, "int4"),
-    "INT4-TP8": Case(384, 256, 8, "int4"),
-    "INT4-TP4-W2-BF16": Case(384, 512, 8, "int4_w2_bf16"),
-}
+def cases(config: KimiK2Config) -> dict[str, Case]:
+    """What a rank of 1 to 8 holds, by the layout's name: TP4, EP8, TP2-EP4 ...
+
+    The pairs that arrive for a token are those of an even routing, at least one.
+
+    Raises:
+        ConfigError: the experts' stored format is none that a tuned kernel takes.
+    """
+    scheme = config.quantization
+    if isinstance(scheme, Fp8BlockFormat) and scheme.weight_block_size == (128, 128):
+        dtype = "fp8_e4m3"
+    elif isinstance(scheme, Int4GroupFormat) and expert_mode(
+        scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
+    ):
+        module = "model.layers.1.mlp.experts.0.down_proj"
+        packed = len(list(linear_specs(config, module, config.hidden_size, config.moe_intermediate_size))) > 1
+        dtype = TUNING_DTYPES[not packed]
+    else:
+        raise ConfigError("no tuned kernel takes these experts", field="quantization_config")
+    found = {}
+    for ranks in (1, 2, 4, 8):
+        for ep in (1, 2, 4, 8):
+            if ranks % ep or config.n_routed_experts % ep:
+                continue
+            tp = ranks // ep
+            inter, top_k = config.moe_intermediate_size // tp, max(1, config.num_experts_per_tok // ep)
+            name = "-".join(f"{kind}{size}" for kind, size in (("TP", tp), ("EP", ep)) if size > 1)
+            found[name or "TP1"] = Case(config.n_routed_experts // ep, inter, top_k, dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A launch with its times under uniform routing and with all tokens sent to the same experts."""
+
+    choice: ExpertChoice
+    uniform: float
+    same: float
+    bytes: float
+
+
+def best(timed: Sequence[Timed]) -> Timed:
+    """The fastest where all tokens go to the same experts, among those at most 2 % slower than the best if uniform."""
+    least = min(one.uniform for one in timed)
+    return min((one for one in timed if one.uniform <= 1.02 * least), key=lambda one: (one.same, one.uniform))
 
 
 def tune(
-    shapes: Sequence[str] | None, tokens: Sequence[int] | None, out: Path | None, say: Callable[[str], None]
+    config: KimiK2Config,
+    shapes: Sequence[str] | None,
+    tokens: Sequence[int] | None,
+    out: Path | None,
+    say: Callable[[str], None],
 ) -> None:
-    """Time every candidate and write the tuning files; say the winner's time, bandwidth and share of the bandwidth.
+    """Time every candidate and write the tuning files; say the winner's times, bandwidth and share of the bandwidth.
+
+    Where only some token counts are asked for, the others' choices stay as the file has them.
 
     Args:
-        shapes: names of CASES; None for all.
+        config: of the model.
+        shapes: names of `cases`; None for all.
         tokens: token counts; None for TOKENS.
         out: directory of the tuning files; None for the package's.
         say: takes each line.
 
     Raises:
+        ConfigError: see `cases`.
         KernelError: there is no CUDA device, or no such shape.
     """
-    if unknown := sorted(set(shapes or ()) - set(CASES)):
-        raise KernelError(f"shape: {', '.join(unknown)} not among {', '.join(CASES)}")
+    known = cases(config)
+    if unknown := sorted(set(shapes or ()) - set(known)):
+        raise KernelError(f"shape: {', '.join(unknown)} not among {', '.join(known)}")
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device")
     ceiling = read_bandwidth()
     say(f"read bandwidth {ceiling:.0f} GB/s")
-    for name in shapes or CASES:
-        case = CASES[name]
-        weights = case.weights()
-        chosen = {}
-        for count in tokens or TOKENS:
-            timer = case.timer(weights, count)
-            timed = [(*timer(choice), choice) for choice in case.candidates(count)]
-            microseconds, moved, chosen[count] = min(timed, key=lambda one: one[0])
-            rate = moved / microseconds / 1e3
-            say(f"{name} T={count}: {microseconds:.1f} us {rate:.0f} GB/s {rate / ceiling:.1%} {chosen[count]}")
+    for name in shapes or known:
+        case = known[name]
         file = file_name(case.experts, case.inter, moe.HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
-        save_choices((out or DIRECTORY) / file, chosen)
+        path = (out or DIRECTORY) / file
+        chosen = load_choices(path) if tokens and path.exists() else {}
+        weights = case.weights()
+        for count in tokens or TOKENS:
+            uniform, same = case.timer(weights, count), case.timer(weights, count, same=True)
+            timed = [
+                Timed(choice, microseconds, same(choice)[0] if count <= MOST_SKEWED else 0.0, moved)
+                for choice in case.candidates(count)
+                for microseconds, moved in [uniform(choice)]
+            ]
+            won = best(timed)
+            chosen[count] = won.choice
+            rate = won.bytes / won.uniform / 1e3
+            skewed = f", all to the same {won.same:.1f} us" if won.same else ""
+            say(f"{name} T={count}: {won.uniform:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won.choice}")
+        save_choices(path, chosen)
         del weights
         torch.cuda.empty_cache()

@@ -41,16 +41,24 @@ def random_experts(
 
 
 def time_experts(
-    weights: PreparedW4A16, tokens: int, top_k: int = TOP_K, choice: ExpertChoice | None = None
+    weights: PreparedW4A16,
+    tokens: int,
+    top_k: int = TOP_K,
+    choice: ExpertChoice | None = None,
+    *,
+    same: bool = False,
 ) -> tuple[float, float]:
-    """(median microseconds of a call, bytes of the distinct experts' weights); each call has its own routing."""
+    """(median microseconds of a call, bytes of the distinct experts' weights); each call has its own routing.
+
+    `same`: all tokens' experts are the same.
+    """
     experts = weights.gate_up_proj_packed.shape[0]
     calls = 24 if tokens <= 8 else 6 if tokens <= 512 else 2
     pinned = None if choice is None else [int(v) for v in astuple(choice)]
     sets = []
     for _ in range(calls):
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        sets.append((x, *random_routing(tokens, top_k, experts)))
+        sets.append((x, *random_routing(tokens, top_k, experts, same=same)))
     microseconds = graph_median(
         [partial(moe_w4a16, x, *weights, *routing, choice=pinned) for x, *routing in sets], 15 if tokens > 512 else 25
     )
@@ -66,7 +74,7 @@ def candidates(tokens: int, top_k: int = TOP_K, inter: int = INTER) -> list[Expe
         splits1 = (8, 4) if tokens * top_k <= 8 else (4, 2, 1) if tokens * top_k <= 64 else (2, 1)
         splits2 = [s for s in (1, 2, 4) if s <= inter // 128] if tokens * top_k <= 64 else [1]
         found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in (1, 2, 4)]
-    if tokens >= 32:
+    if tokens >= 8:
         rows = (32,) if tokens <= 512 else (64, 128)
         found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in (1, 2, 4, 7)]
     return found
