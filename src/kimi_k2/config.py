@@ -215,6 +215,7 @@ class KimiK2Config(BaseModel):
         """One of the published configurations that ship with the package, e.g. `kimi-k2-instruct-0905`.
 
         Args:
+            name: of a file in presets/, without its suffix.
             vision: fields of its `vision_config` to override, in the published names, if it has one.
             overrides: fields of the language model. Media tokens keep their place at the end of the vocabulary.
         """

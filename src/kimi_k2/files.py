@@ -14,6 +14,7 @@ def read_json(path: Path, error: type[ConfigError | CheckpointError] = CorruptHe
     """The content of a JSON file.
 
     Args:
+        path: of the file.
         error: raised where the file is no JSON, too large or too deeply nested.
 
     Raises:

@@ -103,7 +103,10 @@ class CheckpointReader:
         """Open with the prefix that `config` implies and check every tensor against it.
 
         Args:
+            directory: see the class.
+            config: of the checkpoint.
             vision: with the tower, if `config` has one.
+            allow_nonfinite: see the class.
         """
         vision = vision and config.vision is not None
         reader = cls(directory, config.tensor_prefix, vision=vision, allow_nonfinite=allow_nonfinite)
@@ -241,6 +244,7 @@ class CheckpointReader:
         """One tensor, mapped from its shard.
 
         Args:
+            name: without the reader's prefix.
             check: look at the values now; otherwise pages are read when touched, and `check_module` is the caller's.
 
         Raises:
@@ -256,6 +260,8 @@ class CheckpointReader:
         """Refuse values of one module's tensors (by suffix) that cannot be right; safe to call from any thread.
 
         Args:
+            module: name of the Linear or norm, without the reader's prefix.
+            stored: its tensors by suffix.
             values: look for NaN and Inf; False if `get` has done so.
 
         Raises:

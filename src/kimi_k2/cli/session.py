@@ -182,7 +182,17 @@ def open_session(
     """Load the model, or this process's part of it.
 
     Args:
+        checkpoint: directory of weights, or with `ranks` of the configuration alone.
+        config: of the checkpoint.
+        tokenizer: of the checkpoint.
+        params: how tokens are chosen, and when a reply ends.
+        dtype: of activations and float weights.
+        device: `cpu` or `cuda`.
+        keep_quantized: keep weights as they are stored.
         kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
+        ranks: output of `convert --target cuda`, of which this process takes its file.
+        stop: strings that end a reply.
+        chunk_size: see `engine.generate.prefill`.
         neuron: the NxDI model instead of the plain one.
 
     Raises:

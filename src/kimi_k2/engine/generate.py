@@ -41,6 +41,7 @@ def prefill(
     """Run prompts of any lengths through the model, filling the cache.
 
     Args:
+        model: plain model, or a rank's part of it.
         prompts: token ids, at least one a prompt.
         cache: with room for the longest prompt.
         chunk_size: tokens a sequence and forward pass; None for the whole prompt at once.
@@ -156,7 +157,9 @@ def stream(
     """Generate step by step; the first step contains the prefill.
 
     Args:
+        model: plain model, or a rank's part of it.
         prompts: token ids a sequence; lengths may differ.
+        params: how tokens are chosen, and when a sequence ends.
         chunk_size: see `prefill`.
         cache: to use, whose entries are overwritten; None makes one that just fits.
         decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
@@ -198,6 +201,7 @@ def token_steps(
 
     Args:
         lengths: tokens of each prompt.
+        params: when a sequence ends.
         begin: runs the prompts; the first new token of each, int64 [B].
         advance: the next tokens from these at their positions, int64 [B] each.
         start: when the first step began, by `time.perf_counter`; None is now.

@@ -129,6 +129,11 @@ class KimiK2ForCausalLM(nn.Module):
         """Stream a checkpoint directory into a new model.
 
         Args:
+            directory: of config.json, index and shards.
+            dtype: of activations and float weights.
+            device: where the model lives.
+            keep_quantized: keep weights as they are stored and dequantize them at each use.
+            attention_form: see the class.
             on_tensor: called with (name, bytes) after each tensor, for a progress bar.
 
         Raises:

@@ -56,7 +56,10 @@ def cpu_deployment(
     Kept are its experts' format, expert parallelism, and flash decoding where there are ranks to split the cache over.
 
     Args:
+        preset: what is brought down.
         length: cache slots a sequence, and the longest prompt; rounded up to what flash decoding can divide.
+        batch_size: sequences at once.
+        dtype: `float32` or `bfloat16`.
         sampling: on-device sampling; None returns logits.
 
     Raises:

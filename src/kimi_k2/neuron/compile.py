@@ -134,6 +134,10 @@ def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides
     neuronx-cc's cache keeps graphs that were finished before.
 
     Args:
+        preset: what is compiled.
+        model: checkpoint directory, or name of a published configuration.
+        out: directory for graphs and weights.
+        say: called with each line of progress.
         overrides: further arguments of KimiK2NeuronConfig.
     """
     config = KimiK2Config.load(model)

@@ -65,6 +65,7 @@ def routed_experts(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk
 
     Args:
         x: [T, H].
+        experts: weights of the experts that are here, and which of the model's they are.
         topk_indices: int64 [T, k], numbers of the model's experts.
         topk_weights: [T, k].
 

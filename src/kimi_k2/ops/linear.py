@@ -37,6 +37,7 @@ def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: f
         x: [B, K].
         weight: [N, K].
         norm_weight: [K]; None leaves the norm out.
+        eps: of the norm.
 
     Returns:
         [B, N].
@@ -51,9 +52,11 @@ def add_project(
     """linear(rms_norm(x + delta)) and x + delta for few tokens.
 
     Args:
-        x, delta: [B, K]; None is no delta.
+        x: [B, K].
+        delta: [B, K]; None is no delta.
         weight: [N, K].
         norm_weight: [K].
+        eps: of the norm.
 
     Returns:
         [B, N] and [B, K].

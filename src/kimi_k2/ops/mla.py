@@ -19,7 +19,9 @@ def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> tuple[Ten
 
     Args:
         q: [B, S, H, nope + rope], not rotated.
-        cos, sin: [B, S, rope / 2].
+        nope: qk_nope_head_dim.
+        cos: cosines of the positions' angles, [B, S, rope / 2].
+        sin: their sines, of the same shape.
 
     Returns:
         [B, S, H, nope] and [B, S, H, rope].
@@ -34,7 +36,8 @@ def cache_entries(latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> T
     Args:
         latent: [B, S, rank], normed.
         k_rope: [B, S, rope], not rotated.
-        cos, sin: [B, S, rope / 2].
+        cos: cosines of the positions' angles, [B, S, rope / 2].
+        sin: their sines, of the same shape.
 
     Returns:
         [B, S, rank + rope].
@@ -58,6 +61,7 @@ def causal_softmax(scores: Tensor, positions: Tensor, softmax_scale: float) -> T
     Args:
         scores: [B, H, S, T] unscaled; overwritten.
         positions: int64 [B, S]; padding (negative) attends to slot 0 so that its row stays finite.
+        softmax_scale: factor of the scores.
 
     Returns:
         [B, H, S, T], computed in float32 or wider, in the scores' dtype.
@@ -104,6 +108,7 @@ def mla_naive_attention(
         cache: [B, T, kv_lora_rank + qk_rope_head_dim].
         kv_b: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV for each head.
         positions: int64 [B, S], see `causal_softmax`.
+        softmax_scale: factor of the scores.
 
     Returns:
         [B, S, H, v_head_dim].

@@ -40,10 +40,12 @@ def absorb_and_store(
         q: [B, H * (nope + rope)], not rotated.
         kv_a: [B, rank + rope], the latent before its norm, then the key before RoPE.
         norm_weight: [rank].
-        cos, sin: [B, rope / 2] at `positions`.
+        cos: [B, rope / 2] at `positions`.
+        sin: [B, rope / 2] at `positions`.
         positions: int64 [B], slots to write; a negative one writes nothing.
         w_uk: [H, nope, rank].
         cache: [B, T, rank + rope], written.
+        eps: of the latent's norm.
 
     Returns:
         [B, H, rank + rope], W_UK^T q_nope, then the rotated part.
@@ -77,7 +79,14 @@ def query_and_entry(
         qkv_a: [B, q_lora_rank + rank + rope], q_a and kv_a side by side.
         q_norm: [q_lora_rank].
         q_b: [H * (nope + rope), q_lora_rank].
-        kv_norm .. cache: as `absorb_and_store` takes them.
+        kv_norm: `norm_weight` of `absorb_and_store`, [rank].
+        cos: as `absorb_and_store` takes it.
+        sin: as `absorb_and_store` takes it.
+        positions: as `absorb_and_store` takes them.
+        w_uk: as `absorb_and_store` takes it.
+        cache: as `absorb_and_store` takes it, written.
+        q_eps: epsilon of the queries' norm.
+        kv_eps: epsilon of the latent's norm.
 
     Returns:
         [B, H, rank + rope].

@@ -124,7 +124,9 @@ class Operation(Generic[P, R]):
             name: of the entry, unique in its operation.
             takes: whether the function takes such arguments.
             before: the entry that it comes before; None for the last place before the plain function.
-            joins, prepare, optional: see `Entry`.
+            joins: see `Entry`.
+            prepare: see `Entry`.
+            optional: see `Entry`.
 
         Raises:
             KernelError: the operation has an entry of this name, or none called `before`.

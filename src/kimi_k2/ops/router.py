@@ -43,6 +43,11 @@ def noaux_tc_gate(
     Args:
         logits: float32 (or float64) [T, E].
         e_score_correction_bias: [E], used for the choice only.
+        top_k: experts a token.
+        n_group: groups of equally many experts.
+        topk_group: groups that take part.
+        norm_topk_prob: whether a token's weights add up to routed_scaling_factor.
+        routed_scaling_factor: factor of the weights.
 
     Returns:
         (topk_indices int64 [T, top_k], topk_weights [T, top_k] in the logits' dtype), by falling biased score.
@@ -105,9 +110,14 @@ def add_norm_route(
     """Residual sum, norm and routing between attention and the experts.
 
     Args:
-        x, delta: [T, H].
+        x: [T, H].
+        delta: [T, H].
         norm_weight: [H].
-        weight .. options: as `route` takes them.
+        eps: of the norm.
+        weight: as `route` takes it.
+        e_score_correction_bias: as `route` takes it.
+        top_k: as `route` takes it.
+        options: as `route` takes them.
 
     Returns:
         (x + delta [T, H], its norm [T, H], topk_indices int64 [T, top_k], topk_weights [T, top_k]).

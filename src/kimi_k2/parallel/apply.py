@@ -51,6 +51,8 @@ def parallelize(
         model: from `KimiK2ForCausalLM(config, ...)` under `torch.device("meta")`, with `keep_quantized` if the layout's
             experts are `stored`.
         layout: of the ranks, `target="cuda"`.
+        rank: which part.
+        device: where the part lives.
         group: of all ranks; None for the default one.
         communicate: False leaves the sums out: one rank stands for many in a benchmark, with meaningless results.
 

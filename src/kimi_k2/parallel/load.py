@@ -32,7 +32,13 @@ def load_rank(
 
     Args:
         directory: output of `kimi-k2 convert --target cuda`.
+        config: of the checkpoint that was converted.
+        layout: that it was converted for.
+        rank: which part.
         dtype: of activations and float weights.
+        device: where the part lives.
+        group: of all ranks; None for the default one.
+        attention_form: see `KimiK2ForCausalLM`.
 
     Raises:
         ConfigError: converted from another model or for another layout.

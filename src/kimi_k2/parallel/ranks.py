@@ -86,6 +86,7 @@ def load_ranks(directory: Path, config: KimiK2Config, dtype: torch.dtype, device
 
     Args:
         directory: output of `kimi-k2 convert --target cuda`.
+        config: of the checkpoint that was converted.
         dtype: of activations and float weights.
         device: `cuda` or `cpu`.
 

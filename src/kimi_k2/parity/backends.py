@@ -116,6 +116,8 @@ def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambd
     """The plain model, on the device it is on.
 
     Args:
+        model: what is run.
+        inputs: tokens, and which points are kept.
         combine: gives the whole of a point from a rank's part, see `parity.ranks`.
     """
     recorder, length = _Recorder(inputs, combine), len(inputs.prompt) + len(inputs.forced)

@@ -68,6 +68,9 @@ def compare(actual: Trace, expected: Trace, config: KimiK2Config, dtype: str = "
     """Compare the points that both runs have.
 
     Args:
+        actual: the run that is judged.
+        expected: the golden run.
+        config: of the model; it gives the order of the points.
         dtype: the less exact of the two runs'.
 
     Raises:

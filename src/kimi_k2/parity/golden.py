@@ -84,6 +84,11 @@ def save_golden(
     """Write both files, each under a temporary name first; the description last, so that it stands for a whole pair.
 
     Args:
+        directory: where both files go.
+        trace: what is kept.
+        config: of the model.
+        backend: name of what made the trace.
+        dtype: name of what it computed in.
         checkpoint: the directory that the weights came from.
     """
     directory = Path(directory)

@@ -55,6 +55,8 @@ def run_nxdi(
     """Prefill and forced decode steps.
 
     Args:
+        checkpoint: directory of the weights.
+        inputs: tokens, and which points are kept.
         dtype: of CPU mode, float32 or bfloat16 (one rank); compiled graphs have their own.
         preset: its experts' format and expert parallelism; None holds the checkpoint's values in `dtype`.
         compiled: what `kimi-k2 compile --capture-layers` wrote for `preset` and the same layers; None is CPU mode.

@@ -36,10 +36,15 @@ def run(
     """The trace of a checkpoint on `backend`, computed in `dtype`.
 
     Args:
+        backend: `cpu`, `cuda`, `transformers` or `nxdi`.
+        checkpoint: directory of the weights.
+        inputs: tokens, and which points are kept.
+        dtype: name of a float type.
         greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
         ranks: output of `convert --target cuda`, of which each process of torchrun takes its file (plain model only);
             all get the same trace.
-        preset, compiled: of `nxdi`, see `run_nxdi`.
+        preset: of `nxdi`, see `run_nxdi`.
+        compiled: of `nxdi`, see `run_nxdi`.
 
     Raises:
         ParityError: there is no such backend, or it cannot run here.

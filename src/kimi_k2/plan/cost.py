@@ -21,6 +21,9 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     """One token for each sequence.
 
     Args:
+        config: of the model.
+        target: batch, cache and dtypes.
+        plan: which slices of which tensors a rank holds.
         context: cache slots that the graph reads; the target's whole cache if None. (On Neuron, the bucket.)
     """
     slots = target.context if context is None else context

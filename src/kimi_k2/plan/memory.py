@@ -140,6 +140,8 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     """One rank's memory; tensors are counted exactly, scratch is modelled on Trainium and left to `room` on a GPU.
 
     Args:
+        config: of the model.
+        target: layout, batch, cache and dtypes.
         plan: of `make_plan(config, target.layout)`, if it is at hand.
 
     Raises:

@@ -92,6 +92,8 @@ def quantize_int4_group(
 
     Args:
         weight: floating [..., N, K], K a multiple of `group_size`.
+        group_size: input columns that share a scale.
+        scale_dtype: of the scales.
 
     Returns:
         (weight_packed int32 [..., N, K / 8], weight_scale [..., N, K / group_size], weight_shape int32 [2]).

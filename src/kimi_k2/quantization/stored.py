@@ -137,6 +137,10 @@ class StoredFormat(BaseModel, ABC):
         """One stored tensor of a random weight with standard deviation `std`.
 
         Args:
+            suffix: which of the Linear's tensors.
+            rows: of the weight.
+            columns: of the weight.
+            std: of the weight's values.
             generator: a random generator of the tensor with the suffix; that of "" is the same for all of a Linear.
         """
         return self.quantize(torch.randn(rows, columns, generator=generator("")).mul_(std))[suffix]

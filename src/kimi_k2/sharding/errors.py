@@ -70,6 +70,9 @@ def halving_error(
     """Error of `halve_blocks` for a block-FP8 weight [N, K] with scales [N / rows, K / columns].
 
     Args:
+        weight: float8_e4m3fn, before it was halved.
+        scale: float32, before it was doubled.
+        block: rows and columns that share a scale.
         places: where in the flattened weight it rounds.
     """
     columns = weight.shape[1]

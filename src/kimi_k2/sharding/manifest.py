@@ -34,6 +34,8 @@ def describe(config: KimiK2Config, layout: Layout, source: Mapping[str, Any]) ->
     """Source, options and tool version.
 
     Args:
+        config: of the checkpoint.
+        layout: options of the conversion.
         source: what `source.identify` gave of the checkpoint.
     """
     return {
@@ -107,6 +109,9 @@ def write_manifest(
     """Write what a finished conversion consists of, with a checksum of its own; returns the content.
 
     Args:
+        output: directory of the conversion.
+        made_from: what `describe` gave.
+        plan: of the files.
         errors: by layer.
         checksums: by rank and tensor.
         checksum: their kind.

@@ -27,6 +27,8 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     """The plan of a model.
 
     Args:
+        config: of the model.
+        layout: ranks and formats.
         experts: of the routed experts for neuron; None for the layout's own.
 
     Raises:

@@ -31,6 +31,9 @@ def write_vision(
     """Copy tower and projector as they are stored; None if the model has none.
 
     Args:
+        reader: of the checkpoint, tower included.
+        config: of the checkpoint.
+        output: directory of the conversion.
         digest: of the checksums.
         on_bytes: called with the bytes of each tensor.
 

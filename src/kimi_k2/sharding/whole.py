@@ -27,6 +27,7 @@ def whole_state_dict(
     """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
 
     Args:
+        config: of the model.
         dtype: of float weights.
         experts: how the routed experts are held.
         names: stored names, without prefix; all that `config` implies and no others.

@@ -33,6 +33,7 @@ def shard_plan(config: KimiK2Config, shards: int | None = None) -> list[list[Ten
     A vision tower has a file of its own at the end.
 
     Args:
+        config: of the model.
         shards: number of files; None for one a layer. Fewer merge neighbouring layers, more split by size.
     """
     specs = list(all_tensors(config))

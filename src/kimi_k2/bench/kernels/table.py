@@ -47,6 +47,7 @@ def run(
         out: JSON file to write; None for none.
         say: takes each line.
         drawn: so many drawn batches of MLA decode instead of the standard rows, the same for a seed.
+        seed: of the drawn batches.
 
     Raises:
         KernelError: there is no CUDA device, or no such operation.
