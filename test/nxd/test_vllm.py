@@ -55,15 +55,20 @@ def expected(model: Any, job: list[dict[str, Any]]) -> list[list[int]]:
     ]
 
 
-def serve(directory: Path, override: dict[str, Any], job: list[dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
-    """What vllm_worker.py answers for a directory of links: the plugin puts its artifacts beside config.json."""
+def serve(
+    directory: Path, override: dict[str, Any], job: list[dict[str, Any]], tmp_path: Path, **more: Any
+) -> dict[str, Any]:
+    """What vllm_worker.py answers for a directory of links: the plugin puts its artifacts beside config.json.
+
+    `more` are further arguments of vLLM.
+    """
     model = tmp_path / "model"
     model.mkdir()
     for path in directory.iterdir():
         (model / path.name).symlink_to(path)
     arguments = {
         "tensor_parallel_size": 1, "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "dtype": "float32",
-        "enable_prefix_caching": False, "skip_tokenizer_init": True,
+        "enable_prefix_caching": False, "skip_tokenizer_init": True, **more,
     }  # fmt: skip
     given = {"directory": str(model), "arguments": arguments, "override": {"on_cpu": True, **override}}
     path, output = tmp_path / "job.json", tmp_path / "output.json"
@@ -94,3 +99,15 @@ def test_eight_requests_at_random_times(checkpoints: dict[str, Path], tmp_path: 
     else:
         model = plain_model(checkpoints[name])
     assert answer["tokens"] == expected(model, job)
+
+
+def test_cached_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """vLLM's own block tables and hashes: prompts that begin like earlier ones are prefilled behind their blocks."""
+    job = requests(seed=5)
+    for number, one in enumerate(job):
+        one["prompt"] = (job[number % 2]["prompt"][:16] + one["prompt"])[:44]
+    override = {"context_encoding_buckets": [16, 48], "prefix_buckets": [16, 48], "token_generation_buckets": [64]}
+    blocks = {"enable_prefix_caching": True, "block_size": 8, "num_gpu_blocks_override": 40}
+    answer = serve(checkpoints["bf16"], {**override, "max_context_length": 48}, job, tmp_path, **blocks)
+    assert sum(count >= 8 for count in answer["cached"]) >= 4, answer["cached"]
+    assert answer["tokens"] == expected(plain_model(checkpoints["bf16"]), job)

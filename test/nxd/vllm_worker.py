@@ -26,6 +26,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     engine: Any = llm.llm_engine
     waiting, step, most = list(enumerate(job["requests"])), 0, 0
     tokens: dict[str, list[int]] = {}
+    cached: dict[str, int] = {}
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
             number, request = waiting.pop(0)
@@ -37,11 +38,13 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         for output in engine.step():
             if output.finished:
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached[output.request_id] = output.num_cached_tokens
         step += 1
     runner = engine.model_executor.driver_worker.worker.model_runner
     neuron = runner.model.neuron_config
     return {
         "tokens": [tokens[str(number)] for number in range(len(job["requests"]))],
+        "cached": [cached[str(number)] for number in range(len(job["requests"]))],
         "most_at_once": most,
         "platform": type(current_platform).__name__,
         "runner": type(runner).__module__,
