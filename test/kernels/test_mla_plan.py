@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.kernels.attention.mla_plan import COSTS, SOME_PARTS, Costs, plan_rows
+from kimi_k2.kernels.attention.mla_plan import COSTS, MAX_BATCH, SOME_PARTS, Costs, pays, plan_rows
 from kimi_k2.kernels.common.build import KERNELS, source_of
 
 COMPILER = shutil.which("g++")
@@ -197,6 +197,11 @@ def test_one_long_context_among_short_ones(library: ctypes.CDLL) -> None:
     for name in ("one long", "one long last"):
         plan = planned(library, CASES[name], 131072)
         assert time_of(plan.blocks(), COSTS[True, False]) < even_split(CASES[name], COSTS[True, False]) / 15
+
+
+def test_a_plan_is_made_where_it_pays() -> None:
+    assert [pays(batch, 8192) for batch in (0, 1, 2, MAX_BATCH, MAX_BATCH + 1)] == [False, False, True, True, False]
+    assert pays(1, 131072) and not pays(2, 0)
 
 
 def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:

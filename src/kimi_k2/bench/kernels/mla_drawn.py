@@ -12,7 +12,7 @@ import torch
 from kimi_k2.bench.kernels import mla
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention.mla_decode import LATENT, ROW
-from kimi_k2.kernels.attention.mla_plan import available
+from kimi_k2.kernels.attention.mla_plan import available, pays
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
 HEADS = (8, 16, 64)
@@ -69,10 +69,11 @@ def drawn_cases(count: int, seed: int) -> list[Case]:
 
 
 def drawn_rows(count: int, seed: int, with_peers: bool) -> Iterator[Row]:
-    """Each case by plan, by an even split, and by the peers that take it."""
-    calls = [("ours", mla.by_plan), ("ours, even split", mla.ours)] if available() else [("ours", mla.ours)]
+    """Each case as a decode step runs it, by an even split, and by the peers that take it."""
     others = [(name, call) for name, call in mla.peers() if name != "triton"] if with_peers else []
     for case in drawn_cases(count, seed):
+        even = not available() or not pays(len(case.lengths), max(case.lengths))
+        calls = [("ours", mla.ours)] if even else [("ours", mla.by_plan), ("ours, even split", mla.ours)]
         dtype, rows = torch.float8_e4m3fn if case.fp8 else torch.bfloat16, sum(case.lengths)
         moved = rows * ROW * dtype.itemsize + len(case.lengths) * case.heads * (ROW + LATENT) * 2
         flops = 2 * rows * case.heads * (ROW + LATENT)

@@ -39,16 +39,10 @@ def mla_absorbed_attention(
     return out.unsqueeze(1)
 
 
-# Slots from which a plan is worth its launch for one sequence, too: more than 64 parts.
-PLANNED_ALONE = 2**15
-
-
 def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
     """Several sequences, or a long one; a short one is split by the capacity alone, without another launch."""
-    batch, capacity = seq_lens.shape[0], cache.shape[1]
     return (
-        batch <= mla_plan.MAX_BATCH
-        and ((batch > 1 and capacity > 0) or capacity >= PLANNED_ALONE)
+        mla_plan.pays(seq_lens.shape[0], cache.shape[1])
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )

@@ -22,6 +22,7 @@ from kimi_k2.kernels.common.operation import kernel_operation
 
 MAX_BATCH = 1024
 FEW_HEADS = 8
+PLANNED_ALONE = 2**15  # rows
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ SOME_PARTS = {True: 5, False: 9}
 def available() -> bool:
     """Whether a plan can be made and followed here: it is CUDA C++."""
     return find_nvcc() is not None
+
+
+def pays(batch: int, capacity: int) -> bool:
+    """Whether a plan is worth its launch: for several sequences, and for one that may have more than 64 parts."""
+    if batch == 1:
+        return capacity >= PLANNED_ALONE
+    return 1 < batch <= MAX_BATCH and capacity > 0
 
 
 def plan_rows(batch: int, blocks: int) -> int:
