@@ -16,10 +16,11 @@ NXD_PYTHON ?= python
 NXD_1 := application commands registration options patches compiler_args
 NXD_2 := parity experts sharding_nxd published_port modes parity_tool
 NXD_TESTS := $(patsubst test/nxd/test_%.py,%,$(wildcard test/nxd/test_*.py))
-NXD_3 := $(filter-out $(NXD_1) $(NXD_2),$(NXD_TESTS))
+NXD_3 := deployed deployed_fp8 drawn every_position executed_layouts long_positions mutations real_width splits
+NXD_4 := $(filter-out $(NXD_1) $(NXD_2) $(NXD_3),$(NXD_TESTS))
 PART ?= 1
 
-test-nxd:  ## PART=1, 2 or 3 of the tests that need NxD importable
+test-nxd:  ## PART=1, 2, 3 or 4 of the tests that need NxD importable
 	OMP_NUM_THREADS=1 $(NXD_PYTHON) -m pytest -q -n 2 $(patsubst %,test/nxd/test_%.py,$(NXD_$(PART)))
 
 # For an environment where vLLM is importable (docs/engines.md).

@@ -10,6 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import environment
 
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
 HERE = Path(__file__).parent
 
 
@@ -26,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 if environment.missing() is None:
     environment.prepare()
+
+
+@pytest.fixture(scope="session")
+def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in BF16, three layers, positions up to 262144."""
+    directory = tmp_path_factory.mktemp("long")
+    write_synthetic_checkpoint(directory, with_format(tiny_config(max_position_embeddings=262144), "bf16"), seed=7)
+    return directory
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -116,10 +116,10 @@ class NxdModel:
             for name, (dtype, shape) in graph.states.items():
                 self.parts[name] = put([torch.zeros(shape, dtype=dtype)] * self.ranks)
 
-    def fill(self, states: dict[str, torch.Tensor]) -> None:
-        """Give every rank these states, by name."""
-        for name, tensor in states.items():
-            self.parts[name] = put([tensor] * self.ranks)
+    def fill(self, states: dict[str, list[torch.Tensor]]) -> None:
+        """Give the ranks these states, by name: one tensor a rank, or one for all."""
+        for name, tensors in states.items():
+            self.parts[name] = put(tensors if len(tensors) > 1 else tensors * self.ranks)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         """One step; the outputs of rank 0 without the caches, a single one bare, as NxD's packer gives it."""

@@ -2,7 +2,8 @@
 
 XLA_FLAGS=--xla_force_host_platform_device_count=2 python executed_worker.py job.json
 
-The job is cpu_worker.py's: checkpoint, neuron config, cases, output. All ranks run in this one process.
+The job is cpu_worker.py's: checkpoint, neuron config, cases, output. All ranks run in this one process. A case may also
+be a prompt whose captured hidden states are wanted, or steps from given caches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ environment.prepare(cpu=False)
 import executed  # noqa: E402
 import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import decode_from, run, run_drafted  # noqa: E402
+from steps import decode_from, hidden_states, run, run_drafted  # noqa: E402
 
 
 def load(app: Any) -> None:
@@ -78,6 +79,8 @@ def main() -> None:
         elif "accepted" in case:
             width = app.neuron_config.speculation_length
             results.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
+        elif "capture" in case:
+            results.append(hidden_states(app, case["capture"]))
         else:
             results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
     graphs = [

@@ -14,20 +14,10 @@ import torch
 from harness import execute, expected_logits, neuron_config, plain_model
 
 from kimi_k2.parity.reference import load_transformers_model
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
 
 LENGTH = 4096
 PROMPTS = (24, 1500, 4072)
 STEPS = 16
-
-
-@pytest.fixture(scope="module")
-def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model in BF16, three layers, positions up to 262144."""
-    directory = tmp_path_factory.mktemp("long")
-    write_synthetic_checkpoint(directory, with_format(tiny_config(max_position_embeddings=262144), "bf16"), seed=7)
-    return directory
 
 
 def cases() -> list[dict[str, Any]]:
