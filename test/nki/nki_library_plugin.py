@@ -108,6 +108,8 @@ def _neuron_dtypes() -> ModuleType:
 class Orchestrator:
     """Runs a kernel on the emulator and compares it as their OutputValidator does."""
 
+    trace_mode = None
+
     def execute(self, kernel_args: Any) -> None:
         """Run `kernel_args.kernel_func` and raise AssertionError where its results leave the tolerance."""
         max_all_close = import_module("test.integration.nkilib.utils.comparators").maxAllClose
@@ -180,6 +182,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(ranges.RANGE_TEST_FIXTURE_NAME, cases, ids=ids)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep at most NKI_EACH cases of a test function, spread over its list, and none that nothing parametrizes."""
     each = int(os.environ.get("NKI_EACH", "0"))
