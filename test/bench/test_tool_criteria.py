@@ -1,0 +1,118 @@
+"""K2-Vendor-Verifier's criteria: validity against jsonschema, F1 against a reference computed by sets."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.bench.endpoint.client import Endpoint
+from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.tools.criteria import Outcome, judge, problem, summarize
+from kimi_k2.bench.tools.verify import OUTCOMES, read_outcomes, verify
+from kimi_k2.cli import app
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+          "required": ["city"], "additionalProperties": False}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+         {"type": "function", "function": {"name": "now"}}]  # fmt: skip
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(("name", "arguments", "wrong"), [
+    ("weather", '{"city": "Oslo"}', None), ("weather", '{"city": "Oslo", "days": 2}', None), ("now", "{}", None),
+    ("weather", '{"days": 2}', "'city' is a required property"), ("weather", '{"city": 2}', "not of type"),
+    ("weather", '{"city": "Oslo", "x": 1}', "Additional properties"), ("weather", '{"city": "Os', "no JSON"),
+    ("weather", "", "no JSON"), ("now", "[]", "not of type"), ("news", "{}", "no tool is called 'news'"),
+])  # fmt: skip
+def test_problems(name: str, arguments: str, wrong: str | None) -> None:
+    found = problem(call(name, arguments), TOOLS)
+    assert found is None if wrong is None else wrong in str(found)
+
+
+def answer(reason: str, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"choices": [{"finish_reason": reason, "message": {"content": None, "tool_calls": list(calls)}}]}
+
+
+def test_an_answer_is_valid_if_all_its_calls_are() -> None:
+    good, bad = call("now", "{}"), call("weather", "{}")
+    request = {"tools": TOOLS}
+    assert judge(1, request, answer("tool_calls", good, good)).problems == ()
+    assert len(judge(1, request, answer("tool_calls", good, bad, bad)).problems) == 2
+    assert judge(1, request, answer("tool_calls")).problems
+    assert not judge(1, request, answer("stop")).triggers
+
+
+def test_f1_is_that_of_sets() -> None:
+    draw = random.Random(0)
+    ours = [Outcome(i, draw.choice(["tool_calls", "stop", "length"])) for i in range(200)]
+    theirs = [Outcome(i, draw.choice(["tool_calls", "stop"])) for i in range(200)]
+    found = summarize(ours, theirs)
+    mine, wanted = {o.index for o in ours if o.triggers}, {o.index for o in theirs if o.triggers}
+    assert (found["TP"], found["FP"], found["FN"]) == (len(mine & wanted), len(mine - wanted), len(wanted - mine))
+    assert found["TN"] == 200 - len(mine | wanted)
+    assert found["tool_call_f1"] == pytest.approx(2 * len(mine & wanted) / (len(mine) + len(wanted)))
+
+
+def test_nothing_to_count() -> None:
+    assert summarize([Outcome(1, "stop")])["schema_accuracy"] is None
+    assert summarize([Outcome(1, "tool_calls")], [Outcome(1, "stop")])["tool_call_f1"] == 0.0
+    assert summarize([Outcome(1, "stop")], [])["tool_call_f1"] is None
+    found = summarize([Outcome(1, error="500"), Outcome(2, "tool_calls", ("bad",))], [Outcome(2, "tool_calls")])
+    assert (found["failures"], found["schema_accuracy"], found["tool_call_f1"]) == (1, 0.0, 1.0)
+
+
+async def server(request: httpx2.Request) -> httpx2.Response:
+    """Calls the tool that the user names, with the arguments that the user gives."""
+    if request.url.path == "/v1/models":
+        return httpx2.Response(200, json={"data": [{"id": "served"}]})
+    fields = json.loads(request.content)
+    assert (fields["model"], fields["stream"]) == ("served", False)
+    text = fields["messages"][-1]["content"]
+    if text == "fail":
+        return httpx2.Response(500, text="broken")
+    name, _, arguments = text.partition(" ")
+    return httpx2.Response(200, json=answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
+
+
+def requests_file(path: Path, *texts: str) -> Path:
+    lines = [{"messages": [{"role": "user", "content": text}], "tools": TOOLS, "stream": True} for text in texts]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_run_against_a_reference(tmp_path: Path) -> None:
+    asked = requests_file(tmp_path / "asked.jsonl", "now {}", "weather {}", "hello", "fail", 'weather {"city": "A"}')
+    endpoint = Endpoint("http://server", transport=httpx2.MockTransport(server))
+    first = verify(endpoint, asked, tmp_path / "first")
+    assert first == {"requests": 5, "failures": 1, "count_finish_reason_tool_calls": 3,
+                     "count_successful_tool_call": 2, "schema_accuracy": pytest.approx(2 / 3)}  # fmt: skip
+    assert [outcome.index for outcome in read_outcomes(tmp_path / "first" / OUTCOMES)] == [1, 2, 3, 4, 5]
+    endpoint = Endpoint("http://server", transport=httpx2.MockTransport(server))
+    again = verify(endpoint, asked, tmp_path / "second", reference=tmp_path / "first" / OUTCOMES)
+    assert (again["compared"], again["tool_call_f1"]) == (4, 1.0)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    for text, told in (("{}\n[1]\n", "line 2: expected an object"), ("{\n", "line 1: no JSON")):
+        path.write_text(text)
+        with pytest.raises(SweepError, match=told):
+            verify(Endpoint("http://server"), path, tmp_path / "out")
+    path.write_text('{"finish_reason": "stop"}\n')
+    with pytest.raises(SweepError, match="a line has no"):
+        read_outcomes(path)
+
+
+def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:
+    asked = requests_file(tmp_path / "asked.jsonl", "hello")
+    done = CliRunner().invoke(app, ["verify-tools", "http://127.0.0.1:9", str(asked), "--out", str(tmp_path / "o")])
+    assert done.exit_code != 0

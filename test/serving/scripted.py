@@ -1,0 +1,82 @@
+"""Checkpoints for servers: a tokenizer that Hugging Face's loaders read, and weights that write a given text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+from kimi_k2.tokenization.special_tokens import (
+    ARGUMENT_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    IM_END,
+    IM_MIDDLE,
+    SECTION_BEGIN,
+    SECTION_END,
+    THINK,
+    THINK_END,
+    special_tokens,
+)
+from kimi_k2.tokenization.tokenizer import PATTERN, KimiTokenizer
+
+# What the scripted model writes after every prompt: no token twice, as each one is chosen by the one before.
+SCRIPT = f"{THINK}Why{THINK_END}So{SECTION_BEGIN}{CALL_BEGIN}run:0{ARGUMENT_BEGIN}{{}}{CALL_END}{SECTION_END}{IM_END}"
+
+
+def write_hf_tokenizer(directory: Path) -> None:
+    """`tokenizer.json` of the checkpoint's tiktoken vocabulary, with transformers' converter."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    tokenizer = KimiTokenizer.from_pretrained(directory)
+    base = tokenizer.vocab_size - 256
+    names = [name for name, _ in sorted(special_tokens(base).items(), key=lambda item: item[1])]
+    made = TikTokenConverter(
+        str(directory / "tiktoken.model"), pattern=PATTERN, extra_special_tokens=names, additional_special_tokens=names
+    ).converted()
+    template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="[BOS]", eos_token=IM_END, pad_token="[PAD]", chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    fast.save_pretrained(directory)
+    for text in ("Hello é 漢 123", SCRIPT):
+        assert fast.encode(text) == tokenizer.encode(text, allow_special=True)
+
+
+def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking") -> None:
+    """Random weights, in BF16, with a tokenizer."""
+    write_synthetic_checkpoint(directory, with_format(tiny_config(model), "bf16"), seed=11)
+    write_hf_tokenizer(directory)
+
+
+def write_scripted_checkpoint(directory: Path) -> None:
+    """K2-Thinking whose layers add nothing, and whose head names the token after the last one of SCRIPT."""
+    config = with_format(tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2), "bf16")
+    write_synthetic_checkpoint(directory, config, seed=1)
+    write_hf_tokenizer(directory)
+    tokenizer = KimiTokenizer.from_pretrained(directory)
+    script = tokenizer.encode(IM_MIDDLE + SCRIPT, allow_special=True)
+    assert len(set(script)) == len(script), "a token occurs twice"
+    head = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+    for before, after in itertools.pairwise(script):
+        head[after, before] = 1.0
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in set(index.values()):
+        weights = load_file(directory / file)
+        for name, tensor in weights.items():
+            if name == "lm_head.weight":
+                weights[name] = head
+            elif name == "model.embed_tokens.weight":
+                weights[name] = torch.eye(*tensor.shape, dtype=tensor.dtype)
+            elif name == "model.norm.weight":
+                weights[name] = torch.ones_like(tensor)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                weights[name] = torch.zeros_like(tensor)
+        save_file(weights, directory / file, metadata={"format": "pt"})

@@ -1,0 +1,156 @@
+"""A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
+
+KIMI_K2_SOAK_SECONDS sets how long (30).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+SECONDS = float(os.environ.get("KIMI_K2_SOAK_SECONDS", "30"))
+CLIENTS = 6
+LONGEST = 2048  # --max-model-len of the server
+LEAK = 64 * 2**20  # bytes that a server may have grown by, after warming up
+REFUSED = (400, 404, 422)
+
+
+def post(url: str, body: bytes) -> Any:
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(asked, timeout=120)
+
+
+def memory(parent: int) -> int:
+    """Resident bytes of a process's children, all of them."""
+    import psutil
+
+    return sum(child.memory_info().rss for child in psutil.Process(parent).children(recursive=True))
+
+
+class Soak:
+    """Clients of one server, and what they met.
+
+    Args:
+        known: prompts and the model's tokens for them.
+    """
+
+    def __init__(self, url: str, known: list[tuple[list[int], list[int]]], until: float) -> None:
+        self.url, self.known, self.until = url, known, until
+        self.met: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self.client, args=(seed,)) for seed in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def client(self, seed: int) -> None:
+        draw = random.Random(seed)
+        kinds = [self.tokens] * 4 + [self.given_up] * 2 + [self.huge, self.too_long, self.bad_json, self.bad_fields]
+        while time.monotonic() < self.until and not self.problems:
+            kind = draw.choice(kinds)
+            try:
+                kind(draw)
+            except Exception as error:
+                self.problems.append(f"{kind.__name__}: {error!r}")
+            self.met[kind.__name__] += 1
+
+    def completion(self, prompt: list[int], count: int, **options: Any) -> bytes:
+        fields = {"model": "kimi", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        return json.dumps({**fields, "return_token_ids": True, **options}).encode()
+
+    def tokens(self, draw: random.Random) -> None:
+        prompt, wanted = draw.choice(self.known)
+        count = draw.randint(1, len(wanted))
+        with post(f"{self.url}/completions", self.completion(prompt, count)) as answer:
+            found = json.load(answer)["choices"][0]["token_ids"]
+        if found != wanted[:count]:
+            self.problems.append(f"wrong tokens: {found} for {wanted[:count]}")
+
+    def given_up(self, draw: random.Random) -> None:
+        prompt, _ = draw.choice(self.known)
+        with post(f"{self.url}/completions", self.completion(prompt, 400, stream=True)) as stream:
+            for _ in range(draw.randint(0, 6)):
+                stream.readline()
+
+    def huge(self, draw: random.Random) -> None:
+        prompt = [draw.randrange(500) for _ in range(draw.randint(LONGEST // 2, LONGEST - 10))]
+        with post(f"{self.url}/completions", self.completion(prompt, 5)) as answer:
+            assert len(json.load(answer)["choices"][0]["token_ids"]) == 5
+
+    def too_long(self, draw: random.Random) -> None:
+        self.refused(self.completion([1] * (LONGEST + draw.randint(0, 5000)), 5))
+
+    def bad_json(self, draw: random.Random) -> None:
+        whole = self.completion([1, 2, 3], 5)
+        self.refused(whole[: draw.randint(1, len(whole) - 1)])
+
+    def bad_fields(self, draw: random.Random) -> None:
+        wrong: dict[str, Any] = draw.choice([{"max_tokens": -1}, {"temperature": "hot"}, {"model": "none"}, {"n": 0}])
+        self.refused(self.completion([1, 2, 3], 5, **wrong))
+
+    def refused(self, body: bytes) -> None:
+        try:
+            with post(f"{self.url}/completions", body) as answer:
+                self.problems.append(f"took {body[:80]!r}: {answer.status}")
+        except urllib.error.HTTPError as error:
+            json.load(error)
+            if error.code not in REFUSED:
+                self.problems.append(f"{error.code} for {body[:80]!r}")
+
+
+def references(directory: Path) -> list[tuple[list[int], list[int]]]:
+    from kimi_k2.engine.generate import generate
+    from kimi_k2.engine.sampler import SamplingParams
+    from kimi_k2.model.decoder import KimiK2ForCausalLM
+
+    model, draw = KimiK2ForCausalLM.from_pretrained(directory), random.Random(0)
+    prompts = [[draw.randrange(500) for _ in range(draw.randint(2, 120))] for _ in range(12)]
+    return [(prompt, generate(model, [prompt], SamplingParams(48, ignore_eos=True)).token_ids[0]) for prompt in prompts]
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=30) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_random_requests(tmp_path: Path) -> None:
+    from scripted import write_random_checkpoint
+    from vllm_server import serving
+
+    write_random_checkpoint(tmp_path / "model")
+    known = references(tmp_path / "model")
+    with serving(tmp_path / "model", tmp_path / "log") as url:
+        Soak(url, known, time.monotonic() + SECONDS / 6).run()  # warm: allocators, caches of compiled things
+        before = memory(os.getpid())
+        soak = Soak(url, known, time.monotonic() + SECONDS)
+        soak.run()
+        assert soak.problems == []
+        for _ in range(120):
+            if metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0:
+                break
+            time.sleep(0.5)
+        assert metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0
+        assert metric(url, "vllm:kv_cache_usage_perc") == 0
+        grown = memory(os.getpid()) - before
+        assert grown < LEAK
+        Soak(url, known, time.monotonic()).tokens(random.Random(1))
+    print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; {grown / 2**20:.1f} MiB more")
+    assert set(soak.met) == {"tokens", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or SECONDS < 20
