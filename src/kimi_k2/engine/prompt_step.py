@@ -19,7 +19,7 @@ from kimi_k2.errors import GenerationError
 # Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
 MAX_CAPTURED = 4096
 # Graphs kept, the last used; each holds the memory of its own intermediate values.
-MAX_GRAPHS = 8
+MAX_GRAPHS = 4
 NARROWEST = 16
 
 
