@@ -53,9 +53,9 @@ def part_of_the_lines(checkpoint: str, model: Any) -> float:
     return worst
 
 
-def several_tokens(checkpoint: str, model: Any) -> float:
-    """Four tokens at once over a split cache, also over the positions of refused drafts."""
-    app = build(checkpoint, "flash TP4", 1, enable_bucketing=False, speculation_length=4)
+def several_tokens(checkpoint: str, model: Any, name: str) -> float:
+    """Four tokens at once, also over the positions of refused drafts."""
+    app = build(checkpoint, name, 1, enable_bucketing=False, speculation_length=4)
     (row, drafts), worst = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(3)).tolist(), 0.0
     at = 11
     prefill(app, row[:11])
@@ -70,7 +70,8 @@ def several_tokens(checkpoint: str, model: Any) -> float:
 CASES: dict[str, Callable[[str, Any], float]] = {
     **{name: partial(layout, name=name) for name in LAYOUTS},
     "flash part of the lines": part_of_the_lines,
-    "flash several tokens": several_tokens,
+    "flash several tokens": partial(several_tokens, name="flash TP4"),
+    "sequence several tokens": partial(several_tokens, name="sequence TP2"),
 }
 
 
