@@ -49,7 +49,7 @@ def main() -> None:
             width = app.neuron_config.speculation_length
             results.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
         else:
-            results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
+            results.append(run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters")))
     if torch.distributed.get_rank() == 0:
         torch.save(results, job["output"])
     torch.distributed.barrier()

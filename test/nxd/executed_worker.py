@@ -82,7 +82,7 @@ def main() -> None:
         elif "capture" in case:
             results.append(hidden_states(app, case["capture"]))
         else:
-            results.append(run(app, case["prompts"], case["forced"], case.get("arrival")))
+            results.append(run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters")))
     graphs = [
         {
             "stage": graph.stage,

@@ -8,12 +8,20 @@ import torch
 
 
 @torch.inference_mode()
-def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: list[int] | None = None) -> torch.Tensor:
+def run(
+    app: Any,
+    prompts: list[list[int]],
+    forced: list[list[int]],
+    arrival: list[int] | None = None,
+    adapters: list[int] | None = None,
+) -> torch.Tensor:
     """Logits [steps, B, vocab] of the last prompt token and of each forced token.
 
     With `arrival` the sequences are prefilled one by one in that order, each into its own cache line (continuous
     batching); otherwise all at once.
+    `adapters` are the sequences' LoRA adapters.
     """
+    more = {} if adapters is None else {"adapter_ids": torch.tensor(adapters)}
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
@@ -22,7 +30,7 @@ def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: li
     # NxDI's convention for right padding: position 1 marks a pad.
     positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
     if arrival is None:
-        logits = [app(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1]]
+        logits = [app(input_ids=ids, attention_mask=mask, position_ids=positions, **more).logits[:, -1]]
     else:
         rows: dict[int, torch.Tensor] = {}
         for row in arrival:
@@ -41,7 +49,7 @@ def run(app: Any, prompts: list[list[int]], forced: list[list[int]], arrival: li
         total = int(at.max()) + 1
         mask = (torch.arange(total) < at[:, None]).to(torch.int32)
         tokens = torch.tensor([[row[step]] for row in forced])
-        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None])
+        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None], **more)
         logits.append(out.logits[:, -1])
     return torch.stack(logits)
 

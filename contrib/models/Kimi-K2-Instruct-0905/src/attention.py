@@ -21,6 +21,7 @@ from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
 from .flash_decoding import combine, group_heads
+from .lora import project
 from .norm import make_rms_norm
 from .products import dot_float32
 
@@ -79,6 +80,7 @@ class KimiK2Attention(nn.Module):
         active_mask: Tensor | None = None,
         cos_cache: Tensor | None = None,
         sin_cache: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """Attend.
@@ -93,6 +95,7 @@ class KimiK2Attention(nn.Module):
             active_mask: bool [B, 1, S, S] between the pass's own tokens; None for a single one. With flash decoding
                 also of a single one, and True only where the key's position is this rank's.
             cos_cache, sin_cache: the rotation, once a layer has computed it.
+            adapter_ids: [B], each sequence's LoRA adapter, where there are any.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
@@ -103,7 +106,7 @@ class KimiK2Attention(nn.Module):
         batch, length = hidden_states.shape[:2]
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         q_down, latent, k_rope = self.qkv_a_proj(hidden_states).split(widths, dim=-1)
-        q = self.q_b_proj(self.q_a_layernorm(q_down))
+        q = project(self.q_b_proj, self.q_a_layernorm(q_down), adapter_ids)
         q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
         q_nope, q_rope = q.split([hf.qk_nope_head_dim, hf.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
@@ -141,7 +144,7 @@ class KimiK2Attention(nn.Module):
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
         out = torch.einsum("bhsr,hvr->bshv", summed.to(hidden_states.dtype), w_uv)
-        out = self.o_proj(out.reshape(batch, length, self.num_heads * hf.v_head_dim))
+        out = project(self.o_proj, out.reshape(batch, length, self.num_heads * hf.v_head_dim), adapter_ids)
         return out, (k_rope.unsqueeze(1), latent.unsqueeze(1)), cos_cache, sin_cache
 
     @staticmethod

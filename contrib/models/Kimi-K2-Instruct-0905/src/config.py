@@ -13,7 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import quantization_types
 
-from . import options
+from . import lora, options
 from .quantized import MODULES_TO_NOT_CONVERT
 
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
@@ -60,6 +60,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
+        lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}

@@ -110,6 +110,7 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
     wrapper = wrappers[stage]
     sizes = buckets(app, stage)
     rank = len(sizes) - 1 if bucket is None else sizes.index(bucket)
+    examples = wrapper.input_generator()  # first: it also tells LoRA's modules which stage they are made for
     with mocked_ranks(wrapper.neuron_config):
         instance = wrapper.get_model_instance()
         initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
@@ -120,7 +121,7 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
         aliases = {name: outputs_of[id(p)] for name, p in module.named_parameters() if id(p) in outputs_of}
         placed = _place(module)
         inputs = []
-        for number, example in enumerate(wrapper.input_generator()[rank]):
+        for number, example in enumerate(examples[rank]):
             if example.numel():
                 example = placed[f"input.{number}"] = _placeholder(example)
             inputs.append(example)

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from kimi_k2.sharding.experts.format import held_format
 
-from . import cpu_mode, patches
+from . import cpu_mode, lora, patches
 from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
@@ -248,6 +248,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         with self._models_of_their_own():
             cpu_mode.load(self, super().to_cpu)
         cpu_mode.follow_prefixes(self.models)
+        if self.neuron_config.lora_config is not None:
+            lora.follow_stages({id(wrapper.model): wrapper.model for wrapper in self.models}.values())
         if self.neuron_config.flash_decoding_enabled:  # ModelBuilder makes the groups where there is a device
             parallel_state.initialize_kv_group(self.config.num_cores_per_group, sequential_ranks_in_group=True)
         if self.neuron_config.tensor_capture_config is not None:
@@ -270,8 +272,13 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
 
     def _copy_past_key_values(self, outputs: list[Tensor]) -> None:
         """In CPU mode, hand a pass's caches, which are its last outputs, to every submodel."""
-        count = len(self.models[0].model.kv_mgr.past_key_values)
-        cpu_mode.copy_caches(self.models, outputs[-count:])
+        model = self.models[0].model
+        states = [*model.kv_mgr.past_key_values]
+        if self.neuron_config.lora_config is not None:  # the chosen adapters follow the caches
+            states += model.lora_weight_manager.get_lora_tensors()
+        for held, new in zip(states, outputs[-len(states) :], strict=True):
+            held.data = new
+        cpu_mode.copy_caches(self.models, list(model.kv_mgr.past_key_values))
 
     def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
         """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""

@@ -17,11 +17,11 @@ TESTED = frozenset((
     "apply_seq_ids_mask", "async_mode", "batch_size", "blockwise_matmul_config", "buckets",
     "context_encoding_buckets", "ctx_batch_size", "disable_argmax_kernel", "enable_bucketing",
     "flash_decoding_enabled", "is_block_kv_layout", "is_continuous_batching", "is_prefix_caching",
-    "kv_cache_batch_size", "max_batch_size", "max_context_length", "max_length", "modules_to_not_convert",
-    "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions", "normalize_top_k_affinities",
-    "on_cpu", "on_device_sampling_config", "output_logits", "pa_block_size", "pa_num_blocks",
-    "prefix_buckets", "quantization_block_axis", "quantization_block_size", "quantization_dtype",
-    "quantization_type", "quantized", "quantized_checkpoints_path", "router_config",
+    "kv_cache_batch_size", "lora_config", "max_batch_size", "max_context_length", "max_length",
+    "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions",
+    "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config", "output_logits", "pa_block_size",
+    "pa_num_blocks", "prefix_buckets", "quantization_block_axis", "quantization_block_size",
+    "quantization_dtype", "quantization_type", "quantized", "quantized_checkpoints_path", "router_config",
     "save_sharded_checkpoint", "seq_len", "sequence_parallel_enabled", "speculation_length",
     "tensor_capture_config", "tkg_batch_size", "token_generation_buckets", "torch_dtype", "tp_degree",
     "world_size",
@@ -47,7 +47,10 @@ INHERITED = frozenset((
 
 _KERNEL = "the model has no such NKI kernel"
 _CACHE = "the compressed cache is one line a sequence, whole on every rank"
-_DRAFT = "drafts inside the graph are not implemented; see speculation_length"
+_DRAFT = (
+    "a draft inside the graph needs a second checkpoint in the state dict (models/application_base.py:660), which the"
+    " loader does not stream; a draft beside it works, see speculation_length"
+)
 _ATTENTION = "the latent attention is split by heads only"
 _CHUNKED = (
     "NxDI 0.9 refuses it itself (NeuronBaseForCausalLM.__init__, models/model_base.py:3054); with is_prefix_caching a"
@@ -101,7 +104,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_tiling": ((False,), _CACHE),
     "kv_quant_config": ((None,), _CACHE),
     "layer_boundary_markers": ((False,), "the layers do not update their caches themselves, which markers ask for"),
-    "lora_config": ((None,), "no adapter was tested with the latent attention or the experts"),
     "medusa_speculation_length": ((0,), _DRAFT),
     "medusa_tree": ((None,), _DRAFT),
     "mlp_cp_degree": ((1,), _ATTENTION),
