@@ -1,0 +1,105 @@
+"""Points inside the vision tower, so that a difference is put down to the first module that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.parity.reference_vision import transformers_features
+from kimi_k2.parity.trace import ParityError
+from kimi_k2.vision_config import Grid
+
+# Points of a block in the order of computation: ours, and transformers' modules that give the same.
+BLOCK_POINTS = {"norm0": "norm1", "wo": "attn", "norm1": "norm2", "mlp": "mlp", "": ""}
+
+
+def tower_points(layers: int) -> dict[str, tuple[str, str]]:
+    """Every point in the order of computation, with the module that gives it here and in transformers."""
+    points = {"patch_embed": ("vision_tower.patch_embed", "vision_tower.patch_embed")}
+    for layer in range(layers):
+        ours, theirs = f"vision_tower.encoder.blocks.{layer}", f"vision_tower.layers.{layer}"
+        for point, module in BLOCK_POINTS.items():
+            name = f"blocks.{layer}.{point or 'output'}"
+            points[name] = (f"{ours}.{point}".rstrip("."), f"{theirs}.{module}".rstrip("."))
+    points["final_layernorm"] = ("vision_tower.encoder.final_layernorm", "vision_tower.final_layernorm")
+    points["pre_norm"] = ("mm_projector.pre_norm", "mm_projector.pre_norm")
+    points["mm_projector"] = ("mm_projector", "mm_projector")
+    return points
+
+
+def trace_plain(model: VisionModel, pixels: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+    """Every point of the plain tower, [rows, width] in float32 on the CPU, for images one by one."""
+    modules = {point: ours for point, (ours, _) in tower_points(model.config.num_hidden_layers).items()}
+    with _kept(model, modules) as kept:
+        for part, grid in zip(pixels.split([grid.patches for grid in grids]), grids, strict=True):
+            model(part, [grid])
+    return _joined(kept)
+
+
+def trace_transformers(reference: Any, pixels: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+    """The same of `transformers_kimi_k25`."""
+    layers = len(reference.model.vision_tower.layers)
+    modules = {point: theirs for point, (_, theirs) in tower_points(layers).items()}
+    with _kept(reference.model, modules) as kept:
+        transformers_features(reference, pixels, grids)
+    return _joined(kept)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first point at which two traces differ.
+
+    Attributes:
+        point: its name.
+        relative: L2 norm of the difference over that of the reference.
+    """
+
+    point: str
+    relative: float
+
+
+def first_divergence(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-5
+) -> Divergence | None:
+    """The first point in `wanted`'s order whose relative L2 exceeds the tolerance; None if there is none.
+
+    Raises:
+        ParityError: a point is missing or has another shape.
+    """
+    for point, value in wanted.items():
+        if point not in found or found[point].shape != value.shape:
+            shape = list(found[point].shape) if point in found else None
+            raise ParityError(f"{point}: expected {list(value.shape)}, got {shape}")
+        relative = float((found[point].double() - value.double()).norm() / value.double().norm())
+        if not relative <= tolerance:
+            return Divergence(point, relative)
+    return None
+
+
+@contextmanager
+def _kept(root: nn.Module, modules: Mapping[str, str]) -> Iterator[dict[str, list[Tensor]]]:
+    kept: dict[str, list[Tensor]] = {point: [] for point in modules}
+
+    def keep(point: str) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            kept[point].append(value.detach().to("cpu", torch.float32).flatten(0, -2))
+
+        return hook
+
+    handles = [root.get_submodule(name).register_forward_hook(keep(point)) for point, name in modules.items()]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _joined(kept: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {point: torch.cat(values) for point, values in kept.items()}
