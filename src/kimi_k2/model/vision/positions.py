@@ -59,12 +59,14 @@ def rotation(config: VisionConfig, grids: Sequence[Grid]) -> tuple[Tensor, Tenso
     """
     axis = config.head_dim // 2
     frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis))
-    parts = []
+    made: dict[Grid, Tensor] = {}
     for grid in grids:
+        if grid in made:
+            continue
         rows, columns = (torch.arange(side, dtype=torch.float32) for side in (grid.height, grid.width))
         by_row, by_column = torch.outer(rows, frequencies), torch.outer(columns, frequencies)
         shape = (grid.height, grid.width, len(frequencies))
         both = torch.stack((by_column[None].expand(shape), by_row[:, None].expand(shape)), dim=-1)
-        parts.append(both.flatten(2).flatten(0, 1).repeat(grid.frames, 1))
-    angles = torch.cat(parts)
+        made[grid] = both.flatten(2).flatten(0, 1).repeat(grid.frames, 1)
+    angles = torch.cat([made[grid] for grid in grids])
     return angles.cos(), angles.sin()
