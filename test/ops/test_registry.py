@@ -58,6 +58,7 @@ def test_the_order_is_the_tables() -> None:
         "mla_absorbed_attention": ["mla_decode", "plain"],
         "mla_decode": ["mla_decode", "plain"],
         "mla_naive_attention": ["mla_prefill", "plain"],
+        "paged_mla_decode": ["mla_decode", "plain"],
         "project": ["fused_linear", "block_gemm", "e4m3", "plain"],
         "query_and_entry": ["cuda", "plain"],
         "rms_norm": ["triton", "plain"],

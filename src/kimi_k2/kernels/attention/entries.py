@@ -11,6 +11,7 @@ from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
+from kimi_k2.ops import mla_paged
 from kimi_k2.ops.weights import Weight
 
 ops_mla.mla_naive_attention.entry("mla_prefill", takes=mla_prefill.supports_mla_naive_attention)(
@@ -67,6 +68,21 @@ def decode_attention(
 ) -> Tensor:
     """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere."""
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
+    return out
+
+
+def _supports_pages(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int
+) -> bool:
+    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
+
+
+@mla_paged.paged_mla_decode.entry("mla_decode", takes=_supports_pages)
+def paged_decode_attention(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int
+) -> Tensor:
+    """`mla_decode` over pages of 64 slots."""
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table)
     return out
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -26,7 +26,7 @@ class Batch:
     Attributes:
         query_start: where each sequence's new tokens begin, on the host, and where the last ends.
         seq_lens: int32 [B], tokens in the cache once the new ones are stored.
-        lengths: the same on the host.
+        lengths: the same on the host, of the sequences with more than one new token.
         block_table: int32 [B, P], pages of each sequence.
         slots: int64 [T], where each new token is stored; negative for padding.
         decodes: sequences with one new token.
@@ -44,6 +44,8 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     """Makes a `Batch` of what vLLM's runner says of a step."""
 
     reorder_batch_threshold: int = 1
+    # A batch of decodes alone reads nothing back, so vLLM may capture it.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -56,7 +58,8 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         return Batch(
             query_start=common.query_start_loc_cpu.tolist(),
             seq_lens=common.seq_lens,
-            lengths=common.seq_lens.tolist(),
+            # On a GPU this waits for the device, and a batch of decodes alone has nothing to wait for.
+            lengths=common.seq_lens[decodes : common.num_reqs].tolist() if decodes < common.num_reqs else [],
             block_table=common.block_table_tensor,
             slots=common.slot_mapping,
             decodes=decodes,

@@ -8,7 +8,6 @@ from torch import Tensor
 from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
 from kimi_k2.model.attention import absorbed_is_cheaper
 from kimi_k2.model.decoder import DecoderLayer
-from kimi_k2.ops.cache import to_cache
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla import (
     absorb,
@@ -18,7 +17,8 @@ from kimi_k2.ops.mla import (
     rotated_queries,
     value_heads,
 )
-from kimi_k2.ops.mla_decode import attend_values
+from kimi_k2.ops.mla_decode import value_rows
+from kimi_k2.ops.mla_paged import gather_pages, paged_mla_decode, store_pages
 from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.vllm.attention import Batch, LatentAttention
 
@@ -49,7 +49,7 @@ class PagedLayer(LayerStep):
             return project(q_nope.new_zeros(len(x), self.w_uv.shape[0] * config.v_head_dim), self.o), x
         normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
         entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-        store_pages(cache, entries, batch.slots)
+        store_pages(cache, entries[: len(batch.slots)], batch.slots)
         values = self._values(q_nope.squeeze(1), q_rope.squeeze(1), cache, batch)
         return project(values, self.o), x
 
@@ -59,15 +59,13 @@ class PagedLayer(LayerStep):
         out = q_nope.new_zeros(len(q_nope), self.w_uv.shape[0], self.w_uv.shape[1]).flatten(1)
         if one:
             query = torch.cat((absorb(q_nope[:one].unsqueeze(1), self.w_uk).squeeze(1), q_rope[:one]), dim=-1)
-            slots = gather_pages(cache, batch.block_table[:one], max(batch.lengths[:one])).to(query.dtype)
-            # A sequence of no tokens is padding; it attends to one slot, and nobody reads the result.
-            seq_lens = batch.seq_lens[:one].clamp(min=1)
-            out[:one] = attend_values(query, slots, seq_lens, self.w_uv, scale)
-        for sequence in range(one, len(batch.lengths)):
+            table, seq_lens = batch.block_table[:one], batch.seq_lens[:one]
+            summed = paged_mla_decode(query, cache, table, seq_lens, scale, self.w_uv.shape[-1])
+            out[:one] = value_rows(summed, self.w_uv)
+        for sequence, length in enumerate(batch.lengths, start=one):
             rows = slice(batch.query_start[sequence], batch.query_start[sequence + 1])
             if rows.stop > rows.start:
-                length, pages = batch.lengths[sequence], batch.block_table[sequence : sequence + 1]
-                slots = gather_pages(cache, pages, length).to(q_nope.dtype)
+                slots = gather_pages(cache, batch.block_table[sequence : sequence + 1], length).to(q_nope.dtype)
                 out[rows] = self._sequence(q_nope[rows].unsqueeze(0), q_rope[rows].unsqueeze(0), slots, length)
         return out
 
@@ -82,18 +80,3 @@ class PagedLayer(LayerStep):
         kv_b = torch.cat((self.w_uk, self.w_uv), dim=1)
         values = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
         return values.flatten(2).squeeze(0)
-
-
-def store_pages(cache: Tensor, entries: Tensor, slots: Tensor) -> None:
-    """Put entries [T, C] into slots int64 [T] of cache [pages, slots a page, C]; negative ones into none."""
-    kept = slots[: len(entries)]
-    entries = to_cache(entries[: len(kept)], cache.dtype)
-    stored = kept >= 0
-    pages, place = kept.div(cache.shape[1], rounding_mode="floor"), kept % cache.shape[1]
-    cache[pages[stored], place[stored]] = entries[stored]
-
-
-def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """The first `length` slots of each sequence: [B, length, C], a copy."""
-    count = -(-max(length, 1) // cache.shape[1])
-    return cache[block_table[:, :count].long()].flatten(1, 2)[:, : max(length, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ NEEDED = (
     ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     ("vllm.model_executor.models.registry", "ModelRegistry"),
     ("vllm.v1.attention.backend", "AttentionBackend"),
+    ("vllm.v1.attention.backend", "AttentionCGSupport"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
     ("vllm.v1.attention.backends.utils", "split_decodes_and_prefills"),
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
 )
+ON_GPU = "KIMI_K2_VLLM_GPU"
+PAGE = 64  # slots of a page, of `paged_mla_decode` on a GPU
 AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausalLM("),)
 
 
@@ -68,7 +72,11 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         ("LoRA", vllm_config.lora_config is not None),
         ("speculative decoding", vllm_config.speculative_config is not None),
         (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
-        ("a device other than the CPU: decode over pages has no kernel yet", not _on_cpu(vllm_config)),
+        (f"a GPU, where this is not measured yet; {ON_GPU}=1 takes it", _on_gpu(vllm_config) and not _wanted_on_gpu()),
+        (
+            f"pages of {cache.block_size} tokens, the kernel takes {PAGE} (--block-size {PAGE})",
+            _on_gpu(vllm_config) and cache.block_size != PAGE,
+        ),
     ):
         if holds:
             return reason
@@ -79,5 +87,9 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     return None
 
 
-def _on_cpu(vllm_config: Any) -> bool:
-    return str(vllm_config.device_config.device_type) == "cpu"
+def _on_gpu(vllm_config: Any) -> bool:
+    return str(vllm_config.device_config.device_type) != "cpu"
+
+
+def _wanted_on_gpu() -> bool:
+    return os.environ.get(ON_GPU) == "1"
