@@ -75,7 +75,9 @@ def test_layout_is_hugging_faces(checkpoints: dict[str, Path]) -> None:
     assert index["metadata"]["total_size"] == total
     assert all(re.match(r"model\.layers\.1\.", name) for name in load_file(directory / "model-2-of-3.safetensors"))
     wrapped = json.loads((checkpoints["k2.5"] / "model.safetensors.index.json").read_text())
-    assert all(name.startswith("language_model.") for name in wrapped["weight_map"])
+    towers = {name for name in wrapped["weight_map"] if name.startswith(("vision_tower.", "mm_projector."))}
+    assert all(name.startswith("language_model.") for name in wrapped["weight_map"].keys() - towers)
+    assert {wrapped["weight_map"][name] for name in towers} == {"model-4-of-4.safetensors"}
 
 
 def test_same_seed_same_bytes_other_seed_other_bytes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
