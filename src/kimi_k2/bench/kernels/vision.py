@@ -77,7 +77,7 @@ def measure(sides: tuple[int, ...] = SIDES, patches: int = 4 * PACK_PATCHES) -> 
         packs = packed(media, PACK_PATCHES)
         times = event_times(lambda packs=packs: [run_pack(ours, pack) for pack in packs], 15, 5)  # type: ignore[misc]
         row = {"side": side, "images": count, "ours": count / (sorted(times)[len(times) // 2] * 1e-6)}
-        grid = torch.tensor([list(media[0].grid)])
+        grid = torch.tensor([list(media[0].grid)], device="cuda")
         pixels = torch.cat([one.patches for one in media]).to(torch.bfloat16) / 127.5 - 1
         for name, model in theirs.items():
             best = 0.0

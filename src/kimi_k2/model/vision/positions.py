@@ -39,9 +39,20 @@ class PositionEmbedding(nn.Module):
         """The map for a grid of `size` (height, width), in float32: [height * width, D]."""
         learned = self.weight.to(torch.float32)
         if size != tuple(learned.shape[:2]):
-            planes = learned.permute(2, 0, 1).unsqueeze(0)
-            learned = F.interpolate(planes, size=size, mode="bicubic", align_corners=False)[0].permute(1, 2, 0)
+            # By rows, then by columns, as two GEMMs: `upsample_bicubic2d` of 1152 channels took 10 ms a map on an H200,
+            # half the time of images of 448 pixels.
+            height, width = learned.shape[:2]
+            rows = bicubic_matrix(height, size[0], learned.device)
+            columns = bicubic_matrix(width, size[1], learned.device)
+            learned = torch.einsum("hi,ijd->hjd", rows, learned)
+            learned = torch.einsum("wj,hjd->hwd", columns, learned)
         return learned.reshape(-1, learned.shape[-1])
+
+
+def bicubic_matrix(given: int, wanted: int, device: torch.device) -> Tensor:
+    """float32 [wanted, given]: `F.interpolate(mode="bicubic", align_corners=False)` of one axis, as a matrix."""
+    identity = torch.eye(given, device=device)[None, None]
+    return F.interpolate(identity, size=(wanted, given), mode="bicubic", align_corners=False)[0, 0]
 
 
 def time_embedding(frames: int, width: int) -> Tensor:
