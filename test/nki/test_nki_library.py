@@ -20,7 +20,7 @@ TESTS = "test/integration/nkilib"
 
 # kernel: (file of theirs, which of its cases, how many of each test function)
 KERNELS = {
-    "attention_tkg": ("core/attention/test_attention_tkg.py", "", 12),
+    "attention_tkg": ("core/attention/test_attention_tkg.py", "test_attn_tkg_fast", 12),
     "cascaded_max": ("core/max/test_cascaded_max.py", "", 8),
     "cross_partition_copy": ("core/utils/test_cross_partition_copy.py", "", 6),
     "cumsum": ("core/cumsum/test_cumsum.py", "", 3),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +36,26 @@ def test_router_at_real_size(tokens: int, dtype: torch.dtype, cores: int) -> Non
     assert ((got - wanted).norm() / wanted.norm()).item() < 1e-6
     dense = torch.zeros(tokens, EXPERTS, dtype=torch.float64).scatter(1, wanted_index, wanted)
     assert ((torch.from_numpy(affinities).double() - dense).norm() / dense.norm()).item() < 1e-6
+
+
+def test_the_form_that_the_nxdi_class_calls() -> None:
+    """RouterKernel of the contrib model, loaded without NxD."""
+    file = Path(__file__).parents[2] / "contrib/models/Kimi-K2-Instruct-0905/src/kernels.py"
+    spec = importlib.util.spec_from_file_location("contrib_kernels", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x, weight, bias = draw(4, torch.float32)
+    kernel = module.RouterKernel(2)
+    assert kernel.takes(x[None])
+    assert not kernel.takes(x[None].repeat(1, 40, 1))  # 160 tokens
+    assert not kernel.takes(x[None].to("meta"))
+    logits, affinities, index = kernel(x, weight, bias, 4, True, SCALE)
+    wanted_index, wanted = route(x, weight, bias, 4, routed_scaling_factor=SCALE)
+    assert torch.equal(index, wanted_index)
+    assert torch.allclose(logits, x @ weight.T, atol=1e-4)
+    assert torch.allclose(affinities, torch.zeros(4, EXPERTS).scatter(1, wanted_index, wanted), rtol=1e-4)
 
 
 def test_equal_scores_go_to_the_lower_index() -> None:

@@ -30,7 +30,7 @@ def install() -> bool:
     """
     present = sys.modules.get("nki")
     if present is not None:
-        if getattr(present, "is_emulator", False):
+        if getattr(present, "is_emulator", None) is True:
             return True
         if type(present).__name__ != "InertModule":
             return False

@@ -20,12 +20,18 @@ from .quantized import MODULES_TO_NOT_CONVERT
 HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
 
 
+# Operations that can run as NKI kernels; docs/nki.md.
+NKI_KERNELS = ("router",)
+
+
 class KimiK2NeuronConfig(MoENeuronConfig):
     """MoENeuronConfig with what Kimi-K2's router and experts need.
 
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
+        nki_kernels: operations of decode that run as NKI kernels of ours (`router`): where `nki` is importable, and in
+            CPU mode on its emulator; elsewhere the PyTorch form runs.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -38,11 +44,15 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self,
         *,
         router_bias_before_sigmoid: bool = False,
+        nki_kernels: Sequence[str] = (),
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
     ) -> None:
         options.check(kwargs)
+        unknown = sorted(set(nki_kernels) - set(NKI_KERNELS))
+        if unknown:
+            raise ConfigError(f"expected some of {', '.join(NKI_KERNELS)}, got {unknown[0]!r}", field="nki_kernels")
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
@@ -63,6 +73,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
+        self.nki_kernels = list(nki_kernels)
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 

@@ -111,6 +111,7 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
     router = KimiK2Router(
         hf,
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
+        kernel_cores=neuron.logical_nc_config if "router" in neuron.nki_kernels else 0,
         sequence_parallel_enabled=False,  # it is given the gathered tokens
         sequence_dimension=1,
         dtype=neuron.torch_dtype,

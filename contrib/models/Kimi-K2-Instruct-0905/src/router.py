@@ -13,6 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.router import NORM_GUARD
 
+from .kernels import RouterKernel
 from .products import dot_float32
 
 
@@ -26,12 +27,15 @@ class KimiK2Router(RouterTopK):
     Args:
         config: the validated Hugging Face configuration.
         bias_before_sigmoid: the published port's mistake, for measuring it only.
+        kernel_cores: cores (1 or 2) of the NKI kernel that routes up to 128 tokens; 0 for the PyTorch form.
 
     Raises:
         ConfigError: `n_group` is not 1 (no member of the family groups its experts).
     """
 
-    def __init__(self, config: KimiK2Config, *, bias_before_sigmoid: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, config: KimiK2Config, *, bias_before_sigmoid: bool = False, kernel_cores: int = 0, **kwargs: Any
+    ) -> None:
         if config.n_group != 1:
             raise ConfigError(f"expected 1, got {config.n_group}", field="n_group")
         super().__init__(
@@ -44,6 +48,7 @@ class KimiK2Router(RouterTopK):
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.bias_before_sigmoid = bias_before_sigmoid
+        self.kernel = RouterKernel(kernel_cores) if kernel_cores and not bias_before_sigmoid else None
         # Not zeros: a constant would be folded into the graph, and the loaded values would have no effect.
         bias = torch.linspace(-1.0, 1.0, config.n_routed_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -71,6 +76,16 @@ class KimiK2Router(RouterTopK):
             router_logits float32 [T, E]; expert_affinities float32 [T, E], the final weights at the chosen experts and
             0 elsewhere; expert_index int64 [T, top_k].
         """
+        if self.kernel is not None and self.kernel.takes(hidden_states):
+            tokens = hidden_states.reshape(-1, self.hidden_size)
+            return self.kernel(
+                tokens,
+                self.linear_router.weight,
+                self.e_score_correction_bias,
+                self.top_k,
+                self.norm_topk_prob,
+                self.routed_scaling_factor,
+            )
         router_logits = self.get_router_logits(hidden_states)
         bias = self.e_score_correction_bias.to(torch.float64)
         if self.bias_before_sigmoid:

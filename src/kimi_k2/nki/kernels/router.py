@@ -16,7 +16,9 @@ from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 # Stands for an expert that was chosen, in a copy of the biased scores; no score plus bias reaches it.
 _CHOSEN = -3.0e38
 _NORM_GUARD = 1e-20
-_TOP_K = 8
+# Values that the Vector Engine finds at once.
+_FOUND = 8
+_NO_SCORE = 3.0e38
 # Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
 _TILES_A_DMA = 7
 
@@ -28,7 +30,9 @@ def noaux_tc_router(
     e_score_correction_bias: Any,
     routed_scaling_factor: float,
     norm_topk_prob: bool = True,
-) -> tuple[Any, Any, Any]:
+    top_k: int = 8,
+    return_logits: bool = False,
+) -> tuple[Any, ...]:
     """Logits, choice and weights of T tokens; at LNC=2 each core reads one half of the weight.
 
     Args:
@@ -38,10 +42,13 @@ def noaux_tc_router(
         e_score_correction_bias: float32 [1, E].
         routed_scaling_factor: of the configuration.
         norm_topk_prob: divide the weights by their sum + 1e-20.
+        top_k: at most 8.
+        return_logits: store the logits too.
 
     Returns:
-        (expert_index int32 [T, 8] by falling biased score, equal ones by the lower index; expert_weights float32
-        [T, 8]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere).
+        (expert_index int32 [T, top_k] by falling biased score, equal ones by the lower index; expert_weights float32
+        [T, top_k]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere; with
+        return_logits, float32 [T, E]).
     """
     tokens, size = hidden.shape
     experts = weight_t.shape[1]
@@ -53,13 +60,13 @@ def noaux_tc_router(
     nisa.dma_copy(dst=choice, src=e_score_correction_bias.ap(pattern=[[0, tokens], [1, experts]]))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
 
-    best = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.sbuf)
-    index = nl.ndarray((tokens, _TOP_K), dtype=nl.uint32, buffer=nl.sbuf)
+    best = nl.ndarray((tokens, _FOUND), dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray((tokens, _FOUND), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.max8(dst=best, src=choice)
     nisa.nc_find_index8(dst=index, data=choice, vals=best)
 
-    weights = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.nc_n_gather(dst=weights, data=scores, indices=index)
+    weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.nc_n_gather(dst=weights, data=scores, indices=index[:, 0:top_k])
     factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
     if norm_topk_prob:
         nisa.tensor_reduce(dst=factor, op=nl.add, data=weights, axis=1)
@@ -71,22 +78,30 @@ def noaux_tc_router(
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=factor)
 
     # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
+    if top_k < _FOUND:
+        nisa.memset(dst=best[:, top_k:_FOUND], value=_NO_SCORE)
     nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
     nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
     nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
 
-    expert_index = nl.ndarray((tokens, _TOP_K), dtype=nl.int32, buffer=nl.shared_hbm)
-    expert_weights = nl.ndarray((tokens, _TOP_K), dtype=nl.float32, buffer=nl.shared_hbm)
+    expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
+    expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
     expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    signed = nl.ndarray((tokens, _TOP_K), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=signed, src=index)
+    signed = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=signed, src=index[:, 0:top_k])
     # Both cores hold all results; each stores some.
     if nl.program_id() == 0:
         nisa.dma_copy(dst=expert_index, src=signed)
         nisa.dma_copy(dst=expert_weights, src=weights)
     if nl.program_id() == nl.num_programs() - 1:
         nisa.dma_copy(dst=expert_affinities, src=scores)
-    return expert_index, expert_weights, expert_affinities
+    results = (expert_index, expert_weights, expert_affinities)
+    if not return_logits:
+        return results
+    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=router_logits, src=logits)
+    return (*results, router_logits)
 
 
 def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int) -> Any:
