@@ -1,0 +1,1 @@
+"""Plugins of SGLang; `plugin.register` is the entry point."""

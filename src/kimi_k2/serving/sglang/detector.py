@@ -1,0 +1,78 @@
+"""`--tool-call-parser kimi_k2_stream`: the parser of `tokenization.tool_calls` behind SGLang's interface.
+
+SGLang hands text alone, so every spelling of a marker counts as one; and it makes ids of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.kimik2_detector import KimiK2Detector
+
+from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart
+from kimi_k2.tokenization.lexer import SPELLINGS
+from kimi_k2.tokenization.tool_calls import ToolCallStream
+
+
+class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has no types for mypy here
+    """One reply's tool calls; the grammar for forced calls is that of SGLang's own parser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream: ToolCallStream | None = None
+
+    def has_tool_call(self, text: str) -> bool:
+        """Whether the text has any marker: without one SGLang shows it as it is."""
+        return any(spelling in text for spelling in SPELLINGS)
+
+    def detect_and_parse(self, text: str, tools: Sequence[Any]) -> Any:
+        """Parse a whole reply: its calls, each in one item, and its content."""
+        stream = ToolCallStream(_definitions(tools))
+        found = _result([*stream.feed(text), *stream.flush()])
+        calls: dict[int, Any] = {}
+        for item in found.calls:
+            if item.tool_index in calls:
+                calls[item.tool_index].parameters += item.parameters
+            else:
+                calls[item.tool_index] = item
+        return StreamingParseResult(normal_text=found.normal_text, calls=list(calls.values()))
+
+    def parse_streaming_increment(self, new_text: str, tools: Sequence[Any]) -> Any:
+        """What this text adds."""
+        if self._stream is None:
+            self._stream = ToolCallStream(_definitions(tools))
+        return self._kept(self._stream.feed(new_text))
+
+    def finish(self, tools: Sequence[Any]) -> Any:
+        """What was held back, at the end of the reply."""
+        return StreamingParseResult() if self._stream is None else self._kept(self._stream.flush())
+
+    def _kept(self, deltas: Iterable[Delta]) -> Any:
+        """The result; and a record that leaves nothing for SGLang's server to add at the end."""
+        result = _result(deltas)
+        for item in result.calls:
+            if item.name is not None:
+                self.current_tool_id = item.tool_index
+                self.prev_tool_call_arr.append({"name": item.name, "arguments": ""})
+                self.streamed_args_for_tool.append("")
+            self.streamed_args_for_tool[item.tool_index] += item.parameters
+        return result
+
+
+def _definitions(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    return [tool.model_dump() for tool in tools]
+
+
+def _result(deltas: Iterable[Delta]) -> Any:
+    content: list[str] = []
+    calls: list[Any] = []
+    for delta in deltas:
+        if isinstance(delta, Content):
+            content.append(delta.text)
+        elif isinstance(delta, ToolCallStart):
+            calls.append(ToolCallItem(tool_index=delta.index, name=delta.name, parameters=""))
+        elif isinstance(delta, ToolCallArguments):
+            calls.append(ToolCallItem(tool_index=delta.index, parameters=delta.text))
+    return StreamingParseResult(normal_text="".join(content), calls=calls)

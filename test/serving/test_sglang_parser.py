@@ -1,0 +1,59 @@
+"""Our parser of tool calls behind SGLang's own FunctionCallParser, registered as its loader of plugins does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from typing import Any
+
+import peer_cases
+import pytest
+from parser_cases import cut
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
+
+CASES = {f"{case.name} {number}": case for number, case in enumerate((*peer_cases.VLLM, *peer_cases.SGLANG))}
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
+
+    from kimi_k2.serving.sglang.plugin import PARSER, register
+
+    register()
+    register()
+    assert TOOL_CALL_PARSER_NAMES.count(PARSER) == 1
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
+    another = {**other, "function": {**other["function"], "name": "another"}}  # type: ignore[dict-item]
+
+    def new(tools: list[dict[str, Any]] | None) -> Any:
+        return FunctionCallParser([Tool(**tool) for tool in tools or [other, another]], PARSER)
+
+    return new
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peers_case(name: str, parser: Any) -> None:
+    case = CASES[name]
+    if case.reasoning or case.prefilled:
+        pytest.skip("SGLang takes the reasoning away before")
+    wanted = [(call[1], call[2]) for call in case.calls]
+    content, calls = parser(case.tools).parse_non_stream(case.text)
+    assert (content, [(call.name, call.parameters) for call in calls]) == (case.content, wanted)
+    draw = random.Random(name)
+    for _ in range(50):
+        places = [draw.randrange(len(case.text) + 1) for _ in range(draw.choice((1, 2, 5, 30)))]
+        used = parser(case.tools)
+        parts = [used.parse_stream_chunk(piece) for piece in cut(case.text, places)] + [used.parse_stream_end()]
+        found: list[tuple[str, str]] = []
+        for _, items in parts:
+            for item in items:
+                if item.name is not None:
+                    assert item.tool_index == len(found)
+                    found.append((item.name, ""))
+                found[item.tool_index] = (found[item.tool_index][0], found[item.tool_index][1] + item.parameters)
+        assert ("".join(text for text, _ in parts), found) == (case.content, wanted)
