@@ -134,6 +134,20 @@ def test_tiles_at_one_address_share_their_memory() -> None:
     assert np.array_equal(kernel(data), np.abs(data))
 
 
+def test_a_pattern_on_a_slice_may_count_in_its_width() -> None:
+    @nki.jit
+    def kernel(data: NkiTensor) -> NkiTensor:
+        out = nl.ndarray((64, 8), dtype=nl.float32, buffer=nl.shared_hbm)
+        part = nl.load(data)[:, 16:32]
+        copy = nl.ndarray((64, 8), dtype=nl.float32)
+        nisa.tensor_copy(copy, part.ap(pattern=[[16, 64], [1, 8]], offset=4))
+        nl.store(out, copy)
+        return out
+
+    data = draw(64, 48)
+    assert np.array_equal(kernel(data), data[:, 20:28])
+
+
 def test_search_instructions_break_ties_as_documented() -> None:
     @nki.jit
     def kernel(data: NkiTensor, vals: NkiTensor) -> tuple[NkiTensor, NkiTensor]:

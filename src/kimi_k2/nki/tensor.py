@@ -282,7 +282,15 @@ class NkiTensor:
                 raise self._fail("ap", "vector_offset along dimension 0 of a tensor in HBM")
             index = scalar_offset if vector_offset is None else vector_offset
             place = Indirect(index, stride, self.shape[indirect_dim], a_partition=vector_offset is not None)
-        view = cast.with_layout(shape, strides, cast.offset + (offset or 0), indirect_place=place)
+        start = offset or 0
+        narrow = math.prod(cast.shape[1:])
+        if cast.buffer.on_chip and cast.dtype == self.dtype and narrow != cast.row and strides[0] == narrow:
+            # On a slice the partition step may be the slice's own width, if it is dense (docs/nki.md).
+            if not cast.is_contiguous():
+                raise self._fail("ap", "a dense slice, for a pattern in its own width", self.get_pattern())
+            start = start // narrow * cast.row + start % narrow
+            strides = (cast.row, *strides[1:])
+        view = cast.with_layout(shape, strides, cast.offset + start, indirect_place=place)
         if self.buffer.on_chip and shape[0] > 1 and strides[0] != view.row:
             rule = f"a partition step of the whole row ({view.row} elements)"
             raise ShapeError("nki.language.NkiTensor.ap", "pattern", rule, list(pattern))
