@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import environment
 import pytest
 import torch
 from harness import plain_model
@@ -19,6 +18,7 @@ from test_experts import requantized
 
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.sharding.experts.per_channel import ChannelExperts
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ABSENT = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
@@ -95,7 +95,7 @@ def test_eight_requests_at_random_times(checkpoints: dict[str, Path], tmp_path: 
     assert answer["most_at_once"] >= MAX_NUM_SEQS  # else nothing was batched
     if quantization == "expert_wise_per_channel_symmetric":
         # Requantized: the plain model must hold the same values to choose the same tokens.
-        model = requantized(checkpoints[name], environment.contrib("quantized").ChannelFp8Experts())
+        model = requantized(checkpoints[name], ChannelExperts())
     else:
         model = plain_model(checkpoints[name])
     assert answer["tokens"] == expected(model, job)
