@@ -90,6 +90,12 @@ def test_synthetic_checkpoint_states_its_tower(checkpoints: dict[str, Path]) -> 
     assert config.vision.image_token_id == 768 - 256 + 21  # <|media_pad|> of the shrunk vocabulary
 
 
+def test_a_tower_is_read_back_from_json() -> None:
+    """NxDI saves a model's fields as JSON, which has lists where the configuration has tuples."""
+    saved = json.loads(json.dumps(VisionConfig(num_hidden_layers=2).model_dump()))
+    assert VisionConfig.model_validate(saved) == VisionConfig(num_hidden_layers=2)
+
+
 def test_reader_checks_the_towers_tensors(checkpoints: dict[str, Path]) -> None:
     config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
     assert config.vision is not None

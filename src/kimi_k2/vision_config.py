@@ -7,9 +7,9 @@ its `Kimi_K25VisionConfig` does (`hidden_size`, `pos_emb_height`); both are read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.limits import VISION_FIELDS
@@ -75,7 +75,8 @@ class VisionConfig(BaseModel):
     pos_emb_height: PositiveInt = 64
     pos_emb_width: PositiveInt = 64
     pos_emb_time: PositiveInt = 4
-    merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
+    # JSON has lists alone: here, and in the file that NxDI saves beside a compiled model.
+    merge_kernel_size: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (2, 2)
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     rope_theta: PositiveFloat = 10000.0
     projection_layer_norm_eps: PositiveFloat = 1e-5
@@ -155,8 +156,6 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
     for published, ours in _PUBLISHED.items():
         if published in raw and raw.get(ours, raw[published]) != raw[published]:
             raise ConfigError(f"is {raw[ours]!r} but {published} is {raw[published]!r}", field=f"vision_config.{ours}")
-    if isinstance(flat.get("merge_kernel_size"), list):
-        flat["merge_kernel_size"] = tuple(flat["merge_kernel_size"])
     rope = flat.get("rope_parameters")
     if isinstance(rope, Mapping):
         flat.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
