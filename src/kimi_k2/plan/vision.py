@@ -24,7 +24,8 @@ class ImageCost:
     Attributes:
         grid: of its patches.
         tokens: that it takes in the prompt, begin and end left out.
-        flops: of tower and projector; a multiply-add is two.
+        flops: of tower and projector; a multiply-add is two. Resampling the learned positions, under a thousandth of
+            them at real sizes, is left out: a deployment may do it once for each grid.
         activations: bytes at the peak in BF16, inside the feed-forward.
     """
 
