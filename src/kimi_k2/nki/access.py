@@ -64,6 +64,11 @@ class Call:
             rule = "in " + " or ".join(region.value for region in allowed)
             raise self.fail(operand, rule, tensor.buffer.value, PlaceError)
 
+    def tiles(self, **operands: Any) -> None:
+        """`tile` for each operand, by its name."""
+        for operand, tensor in operands.items():
+            self.tile(operand, tensor)
+
     def tile(self, operand: str, tensor: Any) -> NkiTensor:
         """Check what every engine demands of a tile: on chip, partitions, start, dimensions."""
         if not isinstance(tensor, NkiTensor):

@@ -47,8 +47,7 @@ def tensor_tensor(
     operator = need_operator(call, "op", op)
     if operator.unary:
         raise call.fail("op", "a binary operator", operator, NkiError)
-    for operand, tensor in (("dst", dst), ("data1", data1), ("data2", data2)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data1=data1, data2=data2)
     same_sizes(call, dst=dst, data1=data1, data2=data2)
     not_both_in_psum(call, data1, data2, "data2")
     if operator.bits:
@@ -135,8 +134,7 @@ def scalar_tensor_tensor(
 ) -> None:
     """(data <op0> operand0) <op1> operand1, where operand1 is a tile."""
     call = Call("scalar_tensor_tensor", "vector")
-    for operand, tensor in (("dst", dst), ("data", data), ("operand1", operand1)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data=data, operand1=operand1)
     same_sizes(call, dst=dst, data=data, operand1=operand1)
     not_both_in_psum(call, data, operand1, "operand1")
     first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
@@ -307,8 +305,7 @@ def select_reduce(
 ) -> None:
     """on_true where the predicate holds, on_false elsewhere; optionally the maximum."""
     call = Call("select_reduce", "vector")
-    for operand, tensor in (("dst", dst), ("predicate", predicate), ("on_true", on_true)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, predicate=predicate, on_true=on_true)
     same_sizes(call, dst=dst, predicate=predicate, on_true=on_true)
     call.need_dtype("predicate", predicate, ("int8", "uint8", "int16", "uint16"))
     not_both_in_psum(call, on_true, predicate, "predicate")

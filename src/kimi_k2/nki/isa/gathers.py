@@ -25,8 +25,7 @@ def local_gather(
 ) -> None:
     """Gather within groups of 16 partitions: one list of indices a group, read partition first."""
     call = Call("local_gather", "gpsimd")
-    for operand, tensor in (("dst", dst), ("src_buffer", src_buffer), ("index", index)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, src_buffer=src_buffer, index=index)
     call.need_dtype("index", index, ("uint16",))
     if dst.dtype != src_buffer.dtype:
         raise call.fail("dst", f"dtype {src_buffer.dtype} of src_buffer", dst.dtype, DtypeError)
@@ -52,8 +51,7 @@ def local_gather(
 def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> None:
     """Gather within each partition."""
     call = Call("nc_n_gather", "gpsimd")
-    for operand, tensor in (("dst", dst), ("data", data), ("indices", indices)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data=data, indices=indices)
     call.need_dtype("indices", indices, ("uint32",))
     if dst.dtype != data.dtype:
         raise call.fail("dst", f"dtype {data.dtype} of data", dst.dtype, DtypeError)
@@ -111,8 +109,7 @@ def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> None:
 def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> None:
     """Where each of 8 values occurs first; equal values take successive occurrences."""
     call = Call("nc_find_index8", "vector")
-    for operand, tensor in (("dst", dst), ("data", data), ("vals", vals)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data=data, vals=vals)
     call.need_dtype("dst", dst, ("uint16", "uint32"))
     _need_columns(call, "data", data)
     call.need(vals.free_size == 8, "vals", "8 elements a partition", vals.shape)
@@ -142,8 +139,7 @@ def nc_match_replace8(
 ) -> None:
     """Replace the first occurrence of each of 8 values; repeated values are paired from the last column."""
     call = Call("nc_match_replace8", "vector")
-    for operand, tensor in (("dst", dst), ("data", data), ("vals", vals)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data=data, vals=vals)
     same_sizes(call, dst=dst, data=data)
     call.need(vals.free_size == 8, "vals", "8 elements a partition", vals.shape)
     values, wanted = rows(call.read32("data", data)).copy(), rows(call.read32("vals", vals))

@@ -140,8 +140,7 @@ def tensor_tensor_scan(
 ) -> None:
     """result[i] = (data0[i] <op0> result[i - 1]) <op1> data1[i] along each partition."""
     call = Call("tensor_tensor_scan", "vector")
-    for operand, tensor in (("dst", dst), ("data0", data0), ("data1", data1)):
-        call.tile(operand, tensor)
+    call.tiles(dst=dst, data0=data0, data1=data1)
     same_sizes(call, dst=dst, data0=data0, data1=data1)
     not_both_in_psum(call, data0, data1, "data1")
     first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
