@@ -275,11 +275,12 @@ def _parse_compressed_tensors(raw: Mapping[str, Any], field: str) -> Int4GroupFo
     if not isinstance(ignore, (list, tuple, type(None))) or not all(isinstance(name, str) for name in ignore or ()):
         raise ConfigError(f"expected a list of names, got {ignore!r:.100}", field=f"{field}.ignore")
     for name in ignore or ():
+        if not name.startswith("re:"):
+            continue
         try:
-            re.compile(name.removeprefix("re:"))
+            re.compile(name[3:])
         except (re.error, RecursionError, OverflowError) as error:
-            if name.startswith("re:"):
-                raise ConfigError(f"{name!r:.100} is no regular expression: {error}", field=f"{field}.ignore") from None
+            raise ConfigError(f"{name!r:.100} is no regular expression: {error}", field=f"{field}.ignore") from None
     keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
     return Int4GroupFormat.model_validate(
         {

@@ -18,12 +18,10 @@ from kimi_k2.quantization.fp8_block import expand_block_scale, has_nan
 NEURON_E4M3_MAX = 240.0
 _EXPONENT = 0x78
 _NAN = 0x7F
-# Magnitude codes below this are multiples of 2^-9, as are their halves if they are even.
-_LINEAR = 16
-
-
 _MANTISSA_BITS = 3
-_LINEAR_BITS = 0x08  # of the exponent: what is below _LINEAR has no other bit of it
+# Codes below 16, without their sign, are multiples of 2^-9, as are their halves if they are even;
+# of the exponent they have only this bit.
+_LINEAR_BITS = 0x08
 # Values that are worked on at a time stay in a core's cache.
 _CHUNK = 2**18
 
@@ -113,9 +111,3 @@ def halve_blocks(
     halved, inexact = _halve(weight, allow_nan=allow_nan)
     doubled = expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
     return HalvedBlocks(halved, doubled, inexact)
-
-
-def inexact_codes(weight: Tensor) -> Tensor:
-    """Which values of a float8_e4m3fn tensor `halve_codes` has to round: bool, same shape."""
-    magnitude = weight.view(torch.uint8) & _NAN
-    return (magnitude < _LINEAR) & ((magnitude & 1) == 1)
