@@ -85,7 +85,7 @@ class HalvedBlocks(NamedTuple):
 
     Attributes:
         weight: float8_e4m3fn [N, K].
-        scale: float32 [N / block, K / block].
+        scale: float32, one a block.
         inexact: where in the flattened weight the halves are rounded.
     """
 
@@ -95,19 +95,26 @@ class HalvedBlocks(NamedTuple):
 
 
 def halve_blocks(
-    weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int], block: int, *, allow_nan: bool = False
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    block_size: tuple[int, int],
+    block: int | tuple[int, int],
+    *,
+    allow_nan: bool = False,
 ) -> HalvedBlocks:
     """A block-FP8 weight for Trainium2: halved codes, doubled scales, each scale repeated for blocks of `block`.
 
     Args:
-        weight: float8_e4m3fn [N, K], N and K multiples of `block`.
+        weight: float8_e4m3fn [N, K], multiples of `block`.
         weight_scale_inv: float32, one scale a block of `block_size`.
         block_size: the checkpoint's block; `block` divides both sides.
-        block: side of a square block of the result, so that a rank's slice begins and ends on a block's border.
+        block: of the result, rows and columns or the side of a square. They divide the checkpoint's, so that a rank's
+            slice begins and ends on a block's border.
         allow_nan: as in `halve_codes`.
     """
-    grid = torch.Size(size // block for size in weight.shape)
-    repeats = (block_size[0] // block, block_size[1] // block)
+    sides = (block, block) if isinstance(block, int) else block
+    grid = torch.Size(size // side for size, side in zip(weight.shape, sides, strict=True))
+    repeats = (block_size[0] // sides[0], block_size[1] // sides[1])
     halved, inexact = _halve(weight, allow_nan=allow_nan)
     doubled = expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
     return HalvedBlocks(halved, doubled, inexact)

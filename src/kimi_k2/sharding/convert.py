@@ -13,15 +13,13 @@ from torch import Tensor
 from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.quantization.rows import new_matrix
 from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats
+from kimi_k2.sharding.input_first import input_first
 from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
 from kimi_k2.sharding.planned import PlannedTensor
 
-_ROWS = 32
-_TILE = 2**19  # bytes that are transposed at a time: twice as many fit a core's cache
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -124,8 +122,11 @@ class Converter:
         if name.endswith(".mlp.gate"):
             router = name.removesuffix("gate") + "router"
             bias = stored[module]["e_score_correction_bias"].to(torch.float32)
+            weight = stored[module]["weight"].to(self.layout.dtype)
+            if self.experts is not None and self.experts.tiles:
+                weight = weight.T.contiguous()
             return [
-                Part(f"{router}.linear_router.weight", None, stored[module]["weight"].to(self.layout.dtype)),
+                Part(f"{router}.linear_router.weight", None, weight),
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
         return [Part(f"{name}.weight", None, self._float(stored[module]))]
@@ -160,10 +161,10 @@ class Converter:
             # The plain model's buffers are named without `.weight`.
             name = f"{root}.{projection}" + (f".{suffix}" if neuron else suffix.removeprefix("weight"))
             tensor = self.planned[name]
-            if not neuron:
+            if self.experts is None or not neuron:
                 made = tensor.by_rank(torch.cat(matrices) if matrices[1:] else matrices[0])
-            elif tensor.dim == 2:
-                made = input_first(*matrices, parts=tensor.parts)
+            elif len(matrices) == 2:
+                made = self.experts.fuse(suffix, *matrices, parts=tensor.parts)
             else:
                 made = tensor.by_rank(input_first(*matrices)[0])
             return Part(name, unit.expert, made)
@@ -180,53 +181,3 @@ class Converter:
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
         rows, columns = (hidden, width) if module.endswith("down_proj") else (width, hidden)
         return self.experts.convert(Matrix(stored, source, rows, columns), self.layout.dtype, error)
-
-
-def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:
-    """[N, K] matrices of one shape to [parts, K, columns]: of each matrix a part's columns, side by side."""
-    dtype = matrices[0].dtype
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    rows, columns = matrices[0].shape
-    width = rows // parts
-    out = new_matrix((parts, columns, width * len(matrices)), dtype)
-    if dtype.itemsize == 1:
-        _bytes_input_first([matrix.view(torch.uint8) for matrix in matrices], out.view(torch.uint8))
-        return out
-    target = out.view(bits).numpy()
-    for place, matrix in enumerate(matrices):
-        source = matrix.contiguous().view(bits).numpy().reshape(parts, width, columns)
-        # A few rows at a time, so that each cache line is read and written once; torch walks the whole matrix.
-        for first in range(0, width, _ROWS):
-            some = source[:, first : first + _ROWS]
-            column = place * width + first
-            target[:, :, column : column + some.shape[1]] = some.transpose(0, 2, 1)
-    return out
-
-
-def _bytes_input_first(matrices: list[Tensor], out: Tensor) -> None:
-    """`input_first` of uint8, into `out`."""
-    parts, columns, together = out.shape
-    rows = together // len(matrices)
-    for part in range(parts):
-        held = [matrix[part * rows : (part + 1) * rows] for matrix in matrices]
-        if together * columns <= _TILE:
-            out[part] = _transposed(torch.cat(held))
-            continue
-        step = max(1, _TILE // columns)
-        for place, matrix in enumerate(held):
-            for first in range(0, rows, step):
-                tile = _transposed(matrix[first : first + step].contiguous())
-                column = place * rows + first
-                out[part, :, column : column + tile.shape[1]] = tile
-
-
-def _transposed(tile: Tensor) -> Tensor:
-    """A contiguous uint8 [N, K] as [K, N].
-
-    Of all that torch and NumPy offer, the shuffle of channels alone transposes bytes with vector instructions: N groups
-    of K channels, the channels last, become K groups of N.
-    """
-    rows, columns = tile.shape
-    size = rows * columns
-    pixel = tile.view(-1).as_strided((1, size, 1, 1), (size, 1, size, size))
-    return torch.native_channel_shuffle(pixel, rows).view(columns, rows)

@@ -26,7 +26,8 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
         return
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
-    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, (count, hidden), layer)
+    gate = (hidden, count) if experts.tiles else (count, hidden)
+    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
     mlps = f"{root}.mlp.expert_mlps"
     if layout.has_spmd_rank:
@@ -39,8 +40,9 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     up, down = experts.specs(width, hidden, dtype), experts.specs(hidden, width, dtype)
     for suffix in up:
         held, (rows, columns) = up[suffix]
-        fused = (count, columns, 2 * rows)
-        yield PlannedTensor(f"{mlps}.mlp_op.gate_up_proj.{suffix}", held, fused, layer, 2, 2, tp, ep)
+        fused, cut = experts.fused_shape(suffix, rows, columns)
+        name = f"{mlps}.mlp_op.gate_up_proj.{suffix}"
+        yield PlannedTensor(name, held, (count, *fused), layer, cut + 1, 2, tp, ep)
         held, (rows, columns) = down[suffix]
         dim = 1 if columns > 1 else None  # a scale of whole channels is every rank's
         name = f"{mlps}.mlp_op.down_proj.{suffix}"

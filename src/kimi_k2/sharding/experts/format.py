@@ -15,6 +15,7 @@ from torch import Tensor
 from kimi_k2.quantization.registry import Registry
 from kimi_k2.quantization.stored import Stored, StoredFormat
 from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.input_first import input_first
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -40,10 +41,13 @@ class ExpertFormat(ABC):
     Attributes:
         name: the project's name, as in `convert --experts`.
         quantization_type: NxD's name, an option of MoENeuronConfig; None for float weights.
+        tiles: for the NKI kernels (option `expert_tiles`): gate and up are held in their tiles, and the router's weight
+            as [hidden, experts].
     """
 
     name: ClassVar[str]
     quantization_type: ClassVar[str | None] = None
+    tiles: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -67,6 +71,17 @@ class ExpertFormat(ABC):
     def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
         """Tensors by suffix; what is requantized adds its error to `error`."""
 
+    def fused_shape(self, suffix: str, rows: int, columns: int) -> tuple[tuple[int, ...], int]:
+        """Shape of one expert's gate and up as one tensor, each [rows, columns], and its dimension that ranks cut.
+
+        A rank has its part of gate, and after it that of up.
+        """
+        return (columns, 2 * rows), 1
+
+    def fuse(self, suffix: str, gate: Tensor, up: Tensor, *, parts: int) -> Tensor:
+        """One expert's gate and up [rows, columns] in `fused_shape`, of each of `parts` ranks, contiguous."""
+        return input_first(gate, up, parts=parts)
+
 
 _REGISTRY: Registry[ExpertFormat] = Registry("kimi_k2.sharding.experts")
 register = _REGISTRY.register
@@ -84,12 +99,13 @@ def held_format(neuron_config: Any) -> ExpertFormat:
         ValueError: there is none with its `quantization_type`.
     """
     wanted = neuron_config.quantization_type if neuron_config.quantized else None
+    tiles = getattr(neuron_config, "expert_tiles", False)
     for one in expert_formats().values():
-        if one.quantization_type == wanted:
+        if (one.quantization_type, one.tiles) == (wanted, tiles):
             return one.from_neuron_config(neuron_config)
     raise ValueError(f"quantization_type: expected {' or '.join(quantization_types())}, got {wanted!r}")
 
 
 def quantization_types() -> list[str]:
     """NxD's names of all quantized formats."""
-    return [one.quantization_type for one in expert_formats().values() if one.quantization_type]
+    return sorted({one.quantization_type for one in expert_formats().values() if one.quantization_type})

@@ -1,0 +1,52 @@
+"""Experts in the model's own float type, in tiles for the NKI kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kimi_k2.quantization.stored import Stored
+from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.experts.format import Matrix, register
+from kimi_k2.sharding.experts.tiled import TiledExperts, check_width
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
+    from kimi_k2.sharding.layout import Layout
+
+
+@register
+@dataclass(frozen=True)
+class FloatTiles(TiledExperts):
+    """Dequantized weights in the model's dtype."""
+
+    name = "bf16_tiles"
+
+    @classmethod
+    def for_layout(cls, config: KimiK2Config, layout: Layout) -> FloatTiles:
+        """Nothing depends on sizes, but the kernel takes some alone.
+
+        Raises:
+            ConfigError: see `check_width`.
+        """
+        check_width(config, layout)
+        return cls()
+
+    @classmethod
+    def from_neuron_config(cls, neuron_config: Any) -> FloatTiles:
+        """No options."""
+        return cls()
+
+    def neuron_options(self) -> dict[str, Any]:
+        """Tiles."""
+        return {"expert_tiles": True}
+
+    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """`weight`."""
+        return {"weight": (dtype, (rows, columns))}
+
+    def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
+        """The dequantized weight; its rounding is the model's, not the conversion's."""
+        return {"weight": matrix.dequantized(dtype)}
