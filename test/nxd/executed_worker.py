@@ -3,7 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=2 python executed_worker.py job.json
 
 The job is cpu_worker.py's: checkpoint, neuron config, cases, output. All ranks run in this one process. A case may also
-be a prompt whose captured hidden states are wanted, or steps from given caches.
+be a prompt whose captured tensors are wanted, or steps from given caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ environment.prepare(cpu=False)
 import executed  # noqa: E402
 import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import decode_from, hidden_states, run, run_drafted  # noqa: E402
+from steps import captured, decode_from, run, run_drafted  # noqa: E402
 
 
 def load(app: Any) -> None:
@@ -61,28 +61,35 @@ def loaded_types(app: Any) -> dict[str, str]:
     return {name: str(tensor.dtype) for name, tensor in tensors if tensor.is_floating_point()}
 
 
+def results(app: Any, cases: list[dict[str, Any]]) -> list[Any]:
+    """What each case gives, each from empty caches; `app` is loaded."""
+    device = app.traced_model.nxd_model
+    found: list[Any] = []
+    for case in cases:
+        app.reset()
+        device.clear()
+        if "caches" in case:
+            device.fill(torch.load(case["caches"]))
+            found.append(decode_from(app, case["start"], case["forced"]))
+        elif "script" in case:
+            found.append(torch.stack(prefix.run(app, case["script"])))
+        elif "accepted" in case:
+            width = app.neuron_config.speculation_length
+            found.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
+        elif "capture" in case:
+            found.append(captured(app, case["capture"]))
+        else:
+            found.append(run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters")))
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     job = json.loads(Path(sys.argv[1]).read_text())
     app = build(job)
     device = executed.load(app).nxd_model
-    results = []
-    for case in job["cases"]:
-        app.reset()
-        device.clear()
-        if "caches" in case:
-            device.fill(torch.load(case["caches"]))
-            results.append(decode_from(app, case["start"], case["forced"]))
-        elif "script" in case:
-            results.append(torch.stack(prefix.run(app, case["script"])))
-        elif "accepted" in case:
-            width = app.neuron_config.speculation_length
-            results.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
-        elif "capture" in case:
-            results.append(hidden_states(app, case["capture"]))
-        else:
-            results.append(run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters")))
+    found = results(app, job["cases"])
     graphs = [
         {
             "stage": graph.stage,
@@ -92,7 +99,7 @@ def main() -> None:
         }
         for graph in device.graphs
     ]
-    facts = {"logits": results, "graphs": graphs, "calls": device.calls, "loaded": loaded_types(app)}
+    facts = {"logits": found, "graphs": graphs, "calls": device.calls, "loaded": loaded_types(app)}
     torch.save(facts, job["output"])
 
 

@@ -91,9 +91,8 @@ def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def hidden_states(app: Any, prompt: list[int]) -> torch.Tensor:
-    """What the first captured module gave at every position of a prompt, [S, width]."""
+def captured(app: Any, prompt: list[int]) -> list[torch.Tensor]:
+    """What each captured module gave at every position of a prompt, [S, width]."""
     ids = torch.tensor([prompt])
     out = app(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(len(prompt))[None])
-    captured: torch.Tensor = out.captured_tensors[0][0, : len(prompt)]
-    return captured
+    return [tensor.reshape(-1, tensor.shape[-1])[: len(prompt)] for tensor in out.captured_tensors]
