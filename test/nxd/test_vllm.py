@@ -111,3 +111,13 @@ def test_cached_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     answer = serve(checkpoints["bf16"], {**override, "max_context_length": 48}, job, tmp_path, **blocks)
     assert sum(count >= 8 for count in answer["cached"]) >= 4, answer["cached"]
     assert answer["tokens"] == expected(plain_model(checkpoints["bf16"]), job)
+
+
+def test_prompts_longer_than_a_prefill(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """vLLM hands over whole prompts; they go through a prefill graph of 16 tokens in parts."""
+    job = requests(seed=6)
+    override = {"context_encoding_buckets": [16], "prefix_buckets": [16, 48], "token_generation_buckets": [64]}
+    blocks = {"enable_prefix_caching": True, "block_size": 8, "num_gpu_blocks_override": 40}
+    answer = serve(checkpoints["bf16"], {**override, "max_context_length": 16}, job, tmp_path, **blocks)
+    assert sum(len(one["prompt"]) > 16 for one in job) >= 4
+    assert answer["tokens"] == expected(plain_model(checkpoints["bf16"]), job)

@@ -20,7 +20,7 @@ from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
-from .flash_decoding import combine, group_heads
+from .flash_decoding import combine, group_heads, own_tokens
 from .lora import project
 from .norm import make_rms_norm
 from .products import dot_float32
@@ -81,6 +81,7 @@ class KimiK2Attention(nn.Module):
         cos_cache: Tensor | None = None,
         sin_cache: Tensor | None = None,
         adapter_ids: Tensor | None = None,
+        own: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """Attend.
@@ -96,6 +97,8 @@ class KimiK2Attention(nn.Module):
                 also of a single one, and True only where the key's position is this rank's.
             cos_cache, sin_cache: the rotation, once a layer has computed it.
             adapter_ids: [B], each sequence's LoRA adapter, where there are any.
+            own: with flash decoding behind a cached prefix, int64 [S / ranks], the pass's tokens that this rank attends
+                to; `active_mask` is not looked at then.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
@@ -124,8 +127,8 @@ class KimiK2Attention(nn.Module):
             return (over_positions(q_latent, latents, 2) + over_positions(q_rope, keys, 2)) * hf.softmax_scale
 
         if past_key_value is None:
-            own = scores(k_rope, latent)
-            weights = self._masked(own, attention_mask).softmax(dim=-1).to(hidden_states.dtype)
+            present = scores(k_rope, latent)
+            weights = self._masked(present, attention_mask).softmax(dim=-1).to(hidden_states.dtype)
             summed = over_positions(weights, latent, 1)
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
@@ -134,13 +137,16 @@ class KimiK2Attention(nn.Module):
                 q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
                 attention_mask = attention_mask[..., : keys.shape[1]]  # without the reserved slots
             prior = self._masked(scores(keys, latents), attention_mask)
-            own = scores(k_rope, latent)
+            active = (k_rope, latent)
+            if own is not None:
+                active, active_mask = own_tokens(active, own)
+            present = scores(*active)
             if active_mask is not None:
-                own = self._masked(own, active_mask)
-            both = torch.cat((prior, own), dim=-1)
+                present = self._masked(present, active_mask)
+            both = torch.cat((prior, present), dim=-1)
             weights = both.softmax(dim=-1).to(hidden_states.dtype)
             past = prior.shape[-1]
-            summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], latent, 1)
+            summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], active[1], 1)
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
         out = torch.einsum("bhsr,hvr->bshv", summed.to(hidden_states.dtype), w_uv)

@@ -3,6 +3,10 @@
 Positions lie round the group as NxDI lays them (`modules/flashdecode/utils.py`): position p on the rank whose number in
 its group is p % g, in slot p // g. NxDI makes the masks of a step by that rule and reserves slots behind the last one,
 where a rank writes what belongs to another.
+
+With prefix caching the same rule holds within each block, whose size the group divides: a slot of the block cache is on
+the rank that its position is on. A prompt's part behind a cached prefix is then computed like a step: all heads of the
+group attend to the rank's own positions, of the prefix and of the part.
 """
 
 from __future__ import annotations
@@ -52,8 +56,7 @@ def own_positions(entries: Tensor, rank: Tensor, ranks: int) -> Tensor:
         rank: this rank's number, int [1].
         ranks: size of the group; divides S.
     """
-    first = torch.arange(0, entries.shape[2], ranks, device=entries.device)
-    return entries.index_select(2, first + torch.remainder(rank, ranks).to(first.dtype))
+    return entries.index_select(2, every_nth(entries.shape[2], rank, ranks))
 
 
 def slots_to_write(position_ids: Tensor, owned: Tensor, seq_ids: Tensor, ranks: int, slots: int) -> Tensor:
@@ -75,3 +78,36 @@ def slots_to_write(position_ids: Tensor, owned: Tensor, seq_ids: Tensor, ranks: 
     written = torch.logical_and(owned.to(torch.bool), (seq_ids >= 0).reshape(-1, 1))
     place = torch.div(position_ids, ranks, rounding_mode="floor").to(torch.long)
     return torch.where(written, place, torch.full_like(place, slots - 1))
+
+
+def own_block_slots(slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Slots of this rank's part of the block cache, int [B, S]; -1 for what it does not hold.
+
+    Args:
+        slots: int [B, S] of the whole block cache, negative for padding.
+        rank: this rank's number, int [1].
+        ranks: size of the group; divides the block size.
+    """
+    owned = torch.logical_and(slots >= 0, torch.remainder(slots, ranks) == torch.remainder(rank, ranks).to(slots.dtype))
+    return torch.where(owned, torch.div(slots, ranks, rounding_mode="floor"), torch.full_like(slots, -1))
+
+
+def every_nth(count: int, rank: Tensor, ranks: int) -> Tensor:
+    """This rank's of `count` things that lie round the group, int64 [count / ranks]."""
+    first = torch.arange(0, count, ranks, device=rank.device)
+    return first + torch.remainder(rank, ranks).to(first.dtype)
+
+
+def own_tokens(entries: tuple[Tensor, Tensor], own: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Of a part's entries, each [B, S, x], this rank's, [B, S / ranks, x]; and the causal mask of all tokens to them.
+
+    Args:
+        entries: rotated keys and latents.
+        own: int64 [S / ranks], the tokens that this rank attends to: each is one rank's, no matter whose.
+
+    Returns:
+        (the entries, bool [1, 1, S, S / ranks]).
+    """
+    keys, latents = (one.index_select(1, own) for one in entries)
+    tokens = torch.arange(entries[0].shape[1], device=own.device)
+    return (keys, latents), (own <= tokens[:, None])[None, None]

@@ -32,13 +32,14 @@ from torch.nn import functional as F
 
 from kimi_k2.sharding.experts.format import held_format
 
-from . import cpu_mode, lora, patches
+from . import cpu_mode, lora, patches, prefill
 from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
 from .experts import KimiK2ExpertMLPs
+from .flash_decoding import every_nth
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
 from .presharding import preshard
@@ -205,9 +206,27 @@ class NeuronKimiK2Model(NeuronBaseModel):
         self.kv_mgr = manager(config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util)
 
     def _create_context_attn_mask(self, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-        """The base's; of a prefill behind a cached prefix it is over the prefix, bool [B, 1, 1, prefix]."""
+        """The base's; of a prefill behind a cached prefix it is over the prefix, bool [B, 1, 1, prefix].
+
+        With flash decoding that is over this rank's positions of the prefix.
+        """
         mask: Tensor = super()._create_context_attn_mask(attention_mask, **kwargs)
-        return mask[:, None, None, :].to(torch.bool) if mask.dim() == 2 else mask
+        if mask.dim() != 2:
+            return mask
+        if self.neuron_config.flash_decoding_enabled:
+            mask = mask.index_select(1, self._own(mask.shape[1]))
+        return mask[:, None, None, :].to(torch.bool)
+
+    def get_model_output(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's; behind a cached prefix under flash decoding the layers are told which tokens are this rank's."""
+        split = self.neuron_config.flash_decoding_enabled and self.is_prefix_caching
+        if split and kwargs["is_for_context_encoding"] and self.prefix_size:
+            kwargs["own"] = self._own(kwargs["input_ids"].shape[1])
+        return super().get_model_output(*args, **kwargs)
+
+    def _own(self, count: int) -> Tensor:
+        """Which of `count` positions are this rank's, int64."""
+        return every_nth(count, self.rank_util.get_rank(), self.num_cores_per_group)
 
     def bfloat16(self) -> NeuronKimiK2Model:
         """The cast of a graph (DecoderModelInstance.load_module), for CPU mode: FP8 and its float32 scales stay.
@@ -230,6 +249,24 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     def get_model_wrapper_cls(self) -> type[ModelWrapper]:
         """NxDI's, mended for CPU mode."""
         return cpu_mode.KimiK2ModelWrapper
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        seq_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """NxDI's; with prefix caching a prompt longer than the largest prefill graph goes through it in parts.
+
+        Raises:
+            ValueError: such a prompt comes together with others.
+        """
+        given = {"seq_ids": seq_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
+        for part in prefill.parts(self.neuron_config, {"input_ids": input_ids, **given}):
+            out = super().forward(**part)
+        return out
 
     def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
         """Add the prefill submodel, with compiler arguments of its own."""

@@ -219,8 +219,8 @@ def cores_per_group(config: Any, asked: int | None) -> int:
     if cores < 2 or ranks % cores:
         expected = f"a divisor of tp_degree ({ranks}) above 1"
         raise ConfigError(f"expected {expected}, got {cores}", field="num_cores_per_group")
-    names = ("seq_len", "max_context_length", "context_encoding_buckets", "token_generation_buckets")
-    _check_lengths(config, names, cores)
+    names = ["seq_len", "max_context_length", "context_encoding_buckets", "token_generation_buckets"]
+    _check_lengths(config, [*names, "pa_block_size"] if config.is_prefix_caching else names, cores)
     return cores
 
 
@@ -247,7 +247,7 @@ def _check_blocks(config: Any) -> None:
             " speculation_length replaces (models/model_base.py, _get_model_outputs)",
             field="speculation_length",
         )
-    for name in ("async_mode", "flash_decoding_enabled", "sequence_parallel_enabled"):
+    for name in ("async_mode", "sequence_parallel_enabled"):
         if getattr(config, name):
             raise ConfigError("expected False: not followed together with is_prefix_caching", field=name)
     block = config.pa_block_size

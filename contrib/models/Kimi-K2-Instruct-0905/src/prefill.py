@@ -1,0 +1,49 @@
+"""Prompts longer than a prefill graph, with prefix caching: one part after the other, each behind those before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def parts(neuron_config: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The passes of one call.
+
+    Args:
+        neuron_config: whose largest context encoding bucket is what one pass takes.
+        arguments: NxDI's, by name. With prefix caching a prompt is whole in input_ids and position_ids [1, S]; the
+            first `computed_context_lens` of its `full_context_lens` tokens are cached, the others have their slots in
+            slot_mapping [1, .].
+
+    Yields:
+        The arguments of each pass; the last one's result is the call's. One pass, as it is, of what fits.
+
+    Raises:
+        ValueError: a prompt that does not fit comes together with others.
+    """
+    most = max(neuron_config.context_encoding_buckets or [neuron_config.max_context_length])
+    if not neuron_config.is_prefix_caching or arguments.get("full_context_lens") is None:
+        yield arguments
+        return
+    computed: Tensor = arguments["computed_context_lens"]
+    full: Tensor = arguments["full_context_lens"]
+    if int((full - computed).max()) <= most:
+        yield arguments
+        return
+    if len(full) > 1:
+        raise ValueError(f"expected prompts of more than {most} tokens one at a time, got {len(full)} prompts")
+    start, end = int(computed), int(full)
+    slots: Tensor = arguments["slot_mapping"]
+    for first in range(start, end, most):
+        last = min(first + most, end)
+        whole = ("input_ids", "position_ids", "attention_mask")
+        cut = {name: arguments[name][:, :last] for name in whole if arguments[name] is not None}
+        yield {
+            **arguments,
+            **cut,
+            "slot_mapping": slots[:, first - start : last - start],
+            "full_context_lens": full.new_full(full.shape, last),
+            "computed_context_lens": full.new_full(full.shape, first),
+        }
