@@ -1,28 +1,21 @@
-"""Faults put into flash decoding and sequence parallelism one at a time, each with the executed case that sees it.
-
-python split_mutations_worker.py CHECKPOINT OUTPUT [NAME...]
-
-The cases are split_worker.py's; a fault is seen if its logits differ from the plain model's by more than 2e-5.
-"""
+"""Faults in flash decoding and sequence parallelism; the cases are those of test_splits, executed."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import environment
-import torch
+from faults import Case, Fault, edited, too_far
 from harness import plain_model
-from mutations_worker import Patch, edited
 from split_worker import CASES
 
-attention, modeling, kv_cache = (environment.contrib(name) for name in ("attention", "modeling_kimi_k2", "kv_cache"))
+attention, flash_decoding, modeling, kv_cache = (
+    environment.contrib(name) for name in ("attention", "flash_decoding", "modeling_kimi_k2", "kv_cache")
+)
 A, C = attention.KimiK2Attention, kv_cache.LatentKVCacheManager
 GROUPS, LINES, PAIR, SEQUENCE = "flash TP4 in groups of 2", "flash part of the lines", "flash TP2", "sequence TP2xEP2"
-MUTATIONS: dict[str, tuple[str, Callable[[], Patch]]] = {
+FAULTS: dict[str, Fault] = {
     "ranks' sums not weighed": (PAIR, lambda: edited(
         attention, "combine", "(logsumexp - total).exp()", "1.0")),
     "weighed by the rank's own scores": (PAIR, lambda: edited(
@@ -30,12 +23,12 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Patch]]] = {
     "largest score for the log-sum-exp": (PAIR, lambda: edited(
         A, "forward", "both.logsumexp(dim=-1, keepdim=True)", "both.amax(dim=-1, keepdim=True)")),
     "every rank counts the step's own token": (PAIR, lambda: edited(
-        A, "forward", "own = self._masked(own, active_mask)", "pass")),
+        A, "forward", "present = self._masked(present, active_mask)", "pass")),
     "prompt cut into pieces, not round the ranks": (PAIR, lambda: edited(
-        kv_cache, "own_positions", "first + torch.remainder(rank, ranks).to(first.dtype)",
-        "first // ranks + entries.shape[2] // ranks * torch.remainder(rank, ranks).to(first.dtype)")),
+        flash_decoding, "every_nth", "first + torch.remainder(rank, ranks).to(first.dtype)",
+        "first // ranks + count // ranks * torch.remainder(rank, ranks).to(first.dtype)")),
     "rank among all for the rank in its group": (GROUPS, lambda: edited(
-        kv_cache, "own_positions", "torch.remainder(rank, ranks)", "rank")),
+        flash_decoding, "every_nth", "torch.remainder(rank, ranks)", "rank")),
     "slot of the whole cache": (PAIR, lambda: edited(
         kv_cache, "slots_to_write", "torch.div(position_ids, ranks, rounding_mode=\"floor\")", "position_ids")),
     "every rank writes the step's token": (PAIR, lambda: edited(
@@ -60,26 +53,11 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Patch]]] = {
 }  # fmt: skip
 
 
-@torch.inference_mode()
-def main() -> None:
-    logging.disable(logging.WARNING)
-    checkpoint, output, *names = sys.argv[1:]
-    model = plain_model(Path(checkpoint))
-    table = {}
-    for case in sorted({case for case, _ in MUTATIONS.values()}) if not names else []:
-        table[f"none: {case}"] = CASES[case](checkpoint, model)
-    for name in names or MUTATIONS:
-        case, make = MUTATIONS[name]
-        owner, attribute, made = make()
-        with mock.patch.object(owner, attribute, made):
-            try:
-                table[name] = CASES[case](checkpoint, model)
-            except Exception as error:  # a fault that stops the run is seen, too
-                print(f"{name}: {error!r}", flush=True)
-                table[name] = float("inf")
-        print(f"{name}: {table[name]:.1e}", flush=True)
-        torch.save(table, output)
+def cases(checkpoint: Path) -> dict[str, Case]:
+    """test_splits' executed cases."""
+    model = plain_model(checkpoint)
 
+    def seen(name: str) -> list[str]:
+        return too_far(name, CASES[name](str(checkpoint), model))
 
-if __name__ == "__main__":
-    main()
+    return {name: partial(seen, name) for name in CASES}

@@ -34,11 +34,11 @@ def layout(checkpoint: str, model: Any, name: str) -> float:
     return float((logits - expected_logits(model, case)).abs().max())
 
 
-def part_of_the_lines(checkpoint: str, model: Any) -> float:
+def part_of_the_lines(checkpoint: str, model: Any, name: str) -> float:
     """Steps of short lines in a small bucket beside a long one that must keep its cache, then of all."""
     lengths: dict[str, Any] = dict.fromkeys(("seq_len", "n_positions", "max_context_length"), 512)
     lengths |= {"context_encoding_buckets": [32, 512], "token_generation_buckets": [32, 512]}
-    app = build(checkpoint, "flash TP2", **LINES, enable_bucketing=True, **lengths)
+    app = build(checkpoint, name, **LINES, enable_bucketing=True, **lengths)
     rows = torch.randint(0, 512, (4, 340), generator=torch.Generator().manual_seed(3)).tolist()
     at, worst = [300, 9, 20, 13], 0.0
     for line in (2, 0, 3, 1):
@@ -69,7 +69,8 @@ def several_tokens(checkpoint: str, model: Any, name: str) -> float:
 
 CASES: dict[str, Callable[[str, Any], float]] = {
     **{name: partial(layout, name=name) for name in LAYOUTS},
-    "flash part of the lines": part_of_the_lines,
+    "flash part of the lines": partial(part_of_the_lines, name="flash TP2"),
+    "sequence part of the lines": partial(part_of_the_lines, name="sequence TP2"),
     "flash several tokens": partial(several_tokens, name="flash TP4"),
     "sequence several tokens": partial(several_tokens, name="sequence TP2"),
 }

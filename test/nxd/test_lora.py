@@ -58,7 +58,12 @@ def merged(source: Path, adapter: Path) -> KimiK2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("lora")
+    return write_all(tmp_path_factory.mktemp("lora"))
+
+
+def write_all(root: Path) -> dict[str, Path]:
+    """Checkpoints and adapters by name."""
+    root.mkdir(exist_ok=True)
     write_synthetic_checkpoint(root / "source", with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=12)
     write_synthetic_checkpoint(root / "fp8", tiny_config(num_hidden_layers=2), seed=12)
     model = plain_model(root / "source")

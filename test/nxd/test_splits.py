@@ -28,7 +28,8 @@ CPU_MODE = (
     pytest.param("flash TP2xEP2", marks=SLOW),
     pytest.param("sequence TP4", marks=SLOW),
 )
-EXECUTED = (*LAYOUTS, "flash part of the lines", "flash several tokens", "sequence several tokens")
+LINES = ("flash part of the lines", "sequence part of the lines")
+EXECUTED = (*LAYOUTS, *LINES, "flash several tokens", "sequence several tokens")
 
 
 @pytest.mark.parametrize("name", CPU_MODE)
