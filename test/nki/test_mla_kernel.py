@@ -55,3 +55,25 @@ def test_attention_in_bfloat16_is_no_farther_than_pytorch(batch: int) -> None:
     error, plain_error = ((value - wanted).norm().item() for value in (got, plain))
     assert error <= plain_error
     assert error < 5e-3 * wanted.norm().item()
+
+
+@pytest.mark.parametrize(("heads", "cores"), [(8, 2), (2, 1)])
+def test_parts_of_four_ranks_merge_to_the_whole(heads: int, cores: int) -> None:
+    """Flash decoding: each rank has a quarter of the slots, one of them the new entry, and one rank none in use."""
+    ranks = 4
+    inputs = draw(2, 256 * ranks, heads, torch.float32)
+    lengths = torch.tensor([[256 * 3], [700]], dtype=torch.int32)  # the last rank holds nothing of either
+    wanted = reference(lengths, *(t.double() for t in inputs[:5]))
+    sums, logs = [], []
+    for rank in range(ranks):
+        slots = slice(256 * rank, 256 * (rank + 1))
+        mine = (lengths - 256 * rank).clamp(0, 256)
+        own = torch.tensor([[int(rank == 1)], [int(rank == 2)]], dtype=torch.int32)
+        cache = inputs[1][:, slots].contiguous(), inputs[2][:, slots].contiguous()
+        part = mla_decode[cores](inputs[0], *cache, *inputs[3:5], mine, SCALE, own, return_logsumexp=True)
+        sums.append(torch.from_numpy(part[0]).double())
+        logs.append(torch.from_numpy(part[1]).double())
+    shares = torch.stack(logs).softmax(0)
+    merged = (torch.stack(sums) * shares[..., None]).sum(0)
+    assert shares[3].max() == 0
+    assert ((merged - wanted).norm() / wanted.norm()).item() < 1e-5

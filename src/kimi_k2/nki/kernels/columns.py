@@ -1,0 +1,126 @@
+"""Rows of activations as columns: value c * 128 + p of a row lies on partition p, chunk c, ready to be contracted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+BLOCK = 128
+# Up to so many rows are loaded in pieces of 128 values, a piece a partition: one transpose turns 128 of them. More rows
+# are loaded whole, a row a partition: a piece of 256 bytes would leave the DMA engines half idle.
+_FEW_ROWS = 8
+
+
+def load_columns(rows: Any, identity: Any) -> Any:
+    """Rows in HBM [T, n * 128] as columns in SBUF: [128, n, T] (a view; dense as [128, T, n] for few rows).
+
+    Args:
+        rows: in HBM, T at most 128.
+        identity: [128, 128] of the same dtype.
+    """
+    count, width = rows.shape
+    chunks = width // BLOCK
+    if count > _FEW_ROWS:
+        whole = nl.ndarray((count, width), dtype=rows.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=whole, src=rows)
+        return turn_rows(whole, identity)
+    pieces = rows.reshape((count * chunks, BLOCK))
+    columns = nl.ndarray((BLOCK, count * chunks), dtype=rows.dtype, buffer=nl.sbuf)
+    for begin in range(0, count * chunks, BLOCK):
+        size = min(BLOCK, count * chunks - begin)
+        loaded = nl.ndarray((size, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=loaded, src=pieces[begin : begin + size])
+        turned = nl.ndarray((BLOCK, size), dtype=rows.dtype, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:size, 0:size], is_transpose=True)
+        nisa.tensor_copy(dst=columns[:, begin : begin + size], src=turned)
+    return columns.reshape((BLOCK, count, chunks)).permute((0, 2, 1))
+
+
+def turn_rows(rows: Any, identity: Any) -> Any:
+    """Rows in SBUF [T, n * 128] as columns [128, n, T]."""
+    count, width = rows.shape
+    chunks = width // BLOCK
+    columns = nl.ndarray((BLOCK, chunks, count), dtype=rows.dtype, buffer=nl.sbuf)
+    many = max(1, nl.tile_size.psum_bank_fmax // count)
+    for begin in range(0, chunks, many):
+        size = min(many, chunks - begin)
+        turned = nl.ndarray((BLOCK, size, count), dtype=rows.dtype, buffer=nl.psum)
+        for chunk in range(size):
+            place = (begin + chunk) * BLOCK
+            nisa.nc_matmul(
+                dst=turned[:, chunk, :],
+                stationary=rows[:, place : place + BLOCK],
+                moving=identity[0:count, 0:count],
+                is_transpose=True,
+            )
+        nisa.tensor_copy(dst=columns[:, begin : begin + size, :], src=turned)
+    return columns
+
+
+def turn_columns(columns: Any, identity: Any) -> Any:
+    """Columns [128, n, T] as rows in SBUF [T, n * 128], of the same dtype."""
+    _, chunks, count = columns.shape
+    rows = nl.ndarray((count, chunks, BLOCK), dtype=columns.dtype, buffer=nl.sbuf)
+    many = nl.tile_size.psum_bank_fmax // BLOCK
+    for begin in range(0, chunks, many):
+        size = min(many, chunks - begin)
+        turned = nl.ndarray((count, size, BLOCK), dtype=columns.dtype, buffer=nl.psum)
+        for chunk in range(size):
+            nisa.nc_matmul(
+                dst=turned[:, chunk, :], stationary=columns[:, begin + chunk, :], moving=identity, is_transpose=True
+            )
+        nisa.tensor_copy(dst=rows[:, begin : begin + size, :], src=turned)
+    return rows.reshape((count, chunks * BLOCK))
+
+
+def store_columns(out: Any, columns: Any, first: int, exact: Any) -> None:
+    """Columns float32 [128, n, T] to HBM [T, N, 128], to blocks `first` and on of each row: runs of 512 bytes.
+
+    Args:
+        exact: identity [128, 128], float32.
+    """
+    _, chunks, count = columns.shape
+    each = max(1, BLOCK // count)  # blocks of all rows that one transpose turns
+    for begin in range(0, chunks, each):
+        size = min(each, chunks - begin)
+        turned = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=columns[:, begin : begin + size, :], moving=exact, is_transpose=True)
+        rows = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=rows, src=turned)
+        target = out[:, first + begin : first + begin + size, :].permute((1, 0, 2))
+        nisa.dma_copy(dst=target, src=rows)
+
+
+def rms_norm(columns: Any, weight: Any, eps: float, ones: Any) -> Any:
+    """RMSNorm of columns [128, n, T] over the n * 128 values of each of T rows; computed in float32, same dtype.
+
+    Args:
+        weight: [128, n, 1] columns of the norm's weight.
+        ones: float32 [128, 128] of ones.
+    """
+    _, chunks, count = columns.shape
+    squares = nl.ndarray((BLOCK, count, chunks), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=squares, op=nl.square, data=columns.permute((0, 2, 1)))
+    by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=by_partition, op=nl.add, data=squares, axis=2)
+    total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=ones, moving=by_partition, accumulate=False)
+    factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=factor, data=total, op0=nl.multiply, operand0=1.0 / (chunks * BLOCK), op1=nl.add, operand1=eps
+    )
+    nisa.activation(dst=factor, op=nl.rsqrt, data=factor)
+    weighted = nl.ndarray((BLOCK, chunks, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=weighted, data1=columns, data2=weight.broadcast(2, count), op=nl.multiply)
+    normed = nl.ndarray((BLOCK, chunks, count), dtype=columns.dtype, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=normed, data1=weighted, data2=factor.expand_dim(1).broadcast(1, chunks), op=nl.multiply)
+    return normed
+
+
+def all_ones(dtype: Any = nl.float32) -> Any:
+    """[128, 128] of ones: as stationary operand it sums over partitions and gives every partition the sum."""
+    ones = nl.ndarray((BLOCK, BLOCK), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    return ones

@@ -1,0 +1,82 @@
+"""A linear layer over columns: weights stationary, so that few tokens cost few cycles; block scales after the PE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.columns import BLOCK
+
+
+def load_weight(tiles: Any) -> Any:
+    """A weight in HBM [P, K, N] in SBUF, a run a partition."""
+    tile = nl.ndarray(tiles.shape, dtype=tiles.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=tiles)
+    return tile
+
+
+def project(columns: Any, weight: Any, scales: Any, dtype: Any) -> Any:
+    """weight^T . columns: [min(N, 128), ceil(N / 128), T] of `dtype`, summed in float32.
+
+    Args:
+        columns: [P, K, T] in SBUF; P * K values of each of T tokens.
+        weight: [P, K, N] in SBUF, wide as the columns are or narrower.
+        scales: None, or float32 [min(N, 128), ceil(N / 128), K] in SBUF: of each output row and each chunk of inputs.
+        dtype: of the result.
+    """
+    count, width = columns.shape[2], weight.shape[2]
+    rows, pieces = min(width, BLOCK), -(-width // BLOCK)
+    if width > BLOCK and width % BLOCK:
+        raise ValueError(f"expected a weight of at most {BLOCK} or of a multiple of {BLOCK} columns, got {width}")
+    result = nl.ndarray((rows, pieces, count), dtype=dtype, buffer=nl.sbuf)
+    form = _summed if scales is None else _scaled
+    form(columns, weight, scales, result)
+    return result
+
+
+def _summed(columns: Any, weight: Any, _: Any, result: Any) -> None:
+    rows, pieces, count = result.shape
+    chunks = weight.shape[1]
+    many = nl.tile_size.psum_bank_fmax // count
+    for begin in range(0, pieces, many):
+        size = min(many, pieces - begin)
+        sums = nl.ndarray((rows, size, count), dtype=nl.float32, buffer=nl.psum)
+        for piece in range(size):
+            place = (begin + piece) * BLOCK
+            for chunk in range(chunks):
+                nisa.nc_matmul(
+                    dst=sums[:, piece, :],
+                    stationary=weight[:, chunk, place : place + rows],
+                    moving=columns[:, chunk, :],
+                    accumulate=chunk > 0,
+                )
+        nisa.tensor_copy(dst=result[:, begin : begin + size, :], src=sums)
+
+
+def _scaled(columns: Any, weight: Any, scales: Any, result: Any) -> None:
+    """Each chunk's sums lie side by side in PSUM, are scaled, and then added."""
+    rows, pieces, count = result.shape
+    chunks = weight.shape[1]
+    at_once = max(1, nl.tile_size.psum_bank_fmax // chunks)  # columns of the result a PSUM bank
+    for begin in range(0, count, at_once):
+        tokens = min(at_once, count - begin)
+        many = max(1, at_once // tokens)
+        for first in range(0, pieces, many):
+            size = min(many, pieces - first)
+            parts = nl.ndarray((rows, size, tokens, chunks), dtype=nl.float32, buffer=nl.psum)
+            for piece in range(size):
+                place = (first + piece) * BLOCK
+                for chunk in range(chunks):
+                    nisa.nc_matmul(
+                        dst=parts[:, piece, :, chunk],
+                        stationary=weight[:, chunk, place : place + rows],
+                        moving=columns[:, chunk, begin : begin + tokens],
+                        accumulate=False,
+                    )
+            scaled = nl.ndarray((rows, size, tokens, chunks), dtype=nl.float32, buffer=nl.sbuf)
+            factors = scales[:, first : first + size, :].expand_dim(2).broadcast(2, tokens)
+            nisa.tensor_tensor(dst=scaled, data1=parts, data2=factors, op=nl.multiply)
+            target = result[:, first : first + size, begin : begin + tokens]
+            nisa.tensor_reduce(dst=target, op=nl.add, data=scaled, axis=3)
