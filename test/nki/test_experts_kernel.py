@@ -92,3 +92,32 @@ def test_experts_of_other_ranks_cost_no_read() -> None:
     rank = Rank(64, 6, 6, "float8_e4m3")  # experts 6 to 11 of 24
     got, wanted, _ = run(rank, 3, torch.bfloat16, 24, 2)
     assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
+
+
+@pytest.mark.parametrize(("width", "tokens", "cores"), [(32, 3, 2), (64, 16, 1)])
+@pytest.mark.parametrize("form", ["float32", "float8_e4m3", "bfloat16"])
+def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form: str) -> None:
+    """Its weights with block scales, or (BF16, as in INT4 checkpoints) without; the routed ones are of other ranks."""
+    shared, routed = Rank(width, 1, 0, form), Rank(32, 2, 20, form)
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    gate_up, gate_up_scales, down, down_scales = (part[0] for part in shared.tiles())
+    if form == "bfloat16":
+        shared.gate_up, shared.down = (part / 512 for part in (shared.gate_up, shared.down))
+        shared.gate_up_scales, shared.down_scales = (
+            np.ones_like(s) for s in (shared.gate_up_scales, shared.down_scales)
+        )
+        gate_up, _, down, _ = (part[0] for part in shared.tiles())
+        gate_up_scales = down_scales = None
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype)
+    index, weights = torch.arange(8).repeat(tokens, 1), torch.ones(tokens, TOP_K)
+    got = selective_experts[cores](
+        x, *routed.tiles(), index.int(), weights, routed.first, 96, gate_up, gate_up_scales, down, down_scales
+    )
+    result = torch.from_numpy(got).view(tokens, HIDDEN).double()
+    one = torch.zeros(tokens, 1), torch.ones(tokens, 1)
+    wanted, plain = (shared.reference(x, one[0].int(), one[1], kind) for kind in (torch.float64, dtype))
+    error, plain_error = ((value - wanted).norm().item() for value in (result, plain))
+    if form == "float32":
+        assert error < 1e-5 * wanted.norm().item()
+    else:
+        assert error <= plain_error

@@ -1,8 +1,8 @@
-"""Routed experts of one decode step in NKI, loaded selectively: block-scaled FP8 (or BF16, float32) weights in tiles.
+"""Routed and shared experts of one decode step in NKI: block-scaled FP8 (or BF16, float32) weights in tiles.
 
 AWS's `moe_tkg` has scales by row, wants local expert numbers, and reads gate and up in runs of I values (32 to 64 bytes
 at the widths of a rank). Here scales are the checkpoint's blocks of 128, experts of other ranks cost no read, and every
-partition of a tile is one run.
+partition of a tile is one run. Experts narrower than the Tensor Engine share its columns and rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+from kimi_k2.nki.kernels.shared_expert import shared_expert
 
-_BLOCK = 128
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
 
@@ -31,11 +32,15 @@ def selective_experts(
     expert_weights: Any,
     first_expert: int,
     num_experts: int,
+    shared_gate_up_tiles: Any = None,
+    shared_gate_up_scales: Any = None,
+    shared_down_tiles: Any = None,
+    shared_down_scales: Any = None,
 ) -> Any:
-    """The sum over a token's 8 experts, of those that this rank holds: [T, H] float32.
+    """The sum over a token's 8 experts, of those that this rank holds, and of its share of the shared expert.
 
     Args:
-        hidden: [T, H], H a multiple of 128 (of 256 at LNC=2), BF16 (float32 with float32 weights).
+        hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), BF16 (float32 with float32 weights).
         gate_up_tiles: [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row j of gate (of up
             from I on) and column c * 128 + p.
         gate_up_scales: float32 [E_local, 2, H/128], of gate and of up by block of columns; the rank's rows lie in one
@@ -46,187 +51,224 @@ def selective_experts(
         expert_weights: float32 [T, 8], final.
         first_expert: global number of the rank's first expert.
         num_experts: of all ranks.
+        shared_gate_up_tiles: [128, H/128, 2 * I_shared], as one routed expert's, I_shared 32 or 64; None: without.
+        shared_gate_up_scales: float32 [2, H/128]; None for weights without scales.
+        shared_down_tiles: [I_shared, H].
+        shared_down_scales: float32 [H/128], or None.
 
     Returns:
         [T, H/128, 128] float32, to be summed over the ranks.
     """
-    tokens = hidden.shape[0]
-    slots = expert_index.shape[1]
-    local, _, blocks, double = gate_up_tiles.shape
-    width, skips = double // 2, local < num_experts
-    out = nl.ndarray((tokens, blocks, _BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
+    tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
+    out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
     first, count = share_of(blocks)
-    mine = slice(first, first + count)
-    identity = nl.shared_identity_matrix(_BLOCK, dtype=hidden.dtype)
-    exact = nl.shared_identity_matrix(_BLOCK, dtype=nl.float32)
-    halves = _halves(width)
-    ones = nl.ndarray((1, _BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
+    identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
+    routed = RoutedExperts(gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts)
 
-    gate_up = _Buffers(gate_up_tiles[:, :, mine, :], slots, skips)
-    down = _Buffers(down_tiles.reshape((local, width, blocks, _BLOCK))[:, :, mine, :], slots, skips)
-    scales = nl.ndarray((2, slots, count), dtype=nl.float32, buffer=nl.sbuf)
-    out_scales = nl.ndarray((1, slots, count), dtype=nl.float32, buffer=nl.sbuf)
-    if skips:
-        nisa.memset(dst=scales, value=0.0)
-        nisa.memset(dst=out_scales, value=0.0)
-
-    for token in range(tokens):
-        one = slice(token, token + 1)
-        places, weights = _local(expert_index[one], expert_weights[one], first_expert, local)
-        for slot in range(slots):
-            place = places[:, slot : slot + 1]
-            _load(scales[:, slot, :], gate_up_scales[:, :, mine], place, skips)
-            _load(out_scales[:, slot, :], down_scales[:, mine].expand_dim(1), place, skips)
-        column = _column(hidden[token], identity, blocks, first, count)
-        inner = _inner(column, gate_up, places, _spread(scales, halves), width)
-        weighted = nl.ndarray((1, slots, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=weighted, data1=out_scales, data2=weights.expand_dim(2).broadcast(2, count), op=nl.multiply
+    index = nl.ndarray(expert_index.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=index, src=expert_index)
+    weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=weights, src=expert_weights)
+    columns = load_columns(hidden, identity)[:, first : first + count, :]
+    shared = None
+    if shared_gate_up_tiles is not None:
+        shared = shared_expert(
+            columns, shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first
         )
-        total = _down(inner, down, places, _spread(weighted, ones))
-        turned = nl.ndarray((count, _BLOCK), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=turned, stationary=total, moving=exact, is_transpose=True)
-        result = nl.ndarray((count, _BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=result, src=turned)
-        nisa.dma_copy(dst=out[token, mine], src=result)
+    store_columns(out, routed.sum(columns, index, weights, first_expert, shared, exact), first, exact)
     return out
 
 
-class _Buffers(nl.NKIObject):  # type: ignore[misc]
-    """Tiles in SBUF for rows of a table of weights, used in turn: as many reads are under way as there are tiles.
+class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
+    """A rank's routed experts, and the tiles in SBUF that they are loaded into; arguments as `selective_experts`.
 
-    A skipped read leaves what is there, which must be a number: the tiles begin as zeros.
+    `per` experts lie side by side in a stationary tile of gate and up, and `stack` one above the other in one of down:
+    expert slot * per + s in columns s * 2I, expert slot * stack + k in rows k * I.
+
+    Args:
+        first, count: blocks of H of this core.
     """
 
-    def __init__(self, table: Any, slots: int, skips: bool) -> None:
-        self.table, self.skips = table, skips
-        tile_bytes = table.free_size // table.shape[1] * table.itemsize
-        self.tiles = []
-        for number in range(max(1, min(slots, _BUFFER_BYTES // tile_bytes))):
-            tile = nl.ndarray(table.shape[1:], dtype=table.dtype, buffer=nl.sbuf)
-            if skips:
-                # As 32-bit words, by two engines.
-                engine = nisa.engine.vector if number % 2 else nisa.engine.gpsimd
-                nisa.memset(dst=tile.view(nl.uint32), value=0, engine=engine)
-            self.tiles.append(tile)
-
-    def load(self, slot: int, places: Any) -> Any:
-        """The tile with the row of a slot's expert."""
-        tile = self.tiles[slot % len(self.tiles)]
-        _load(tile, self.table, places[:, slot : slot + 1], self.skips)
-        return tile
-
-
-def _halves(width: int) -> Any:
-    """[2, 2 * width] float32: row 0 is 1 at the first half, row 1 at the second."""
-    ones = nl.ndarray((2, 2 * width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    for offset, holds in ((0, nl.greater_equal), (-width, nl.less)):
-        nisa.affine_select(
-            dst=ones,
-            pattern=[[1, 2 * width]],
-            offset=offset,
-            channel_multiplier=-width,
-            on_true_tile=ones,
-            on_false_value=0.0,
-            cmp_op=holds,
+    def __init__(
+        self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
+        num_experts: int, slots: int = 8,
+    ) -> None:  # fmt: skip
+        self.local, _, blocks, double = gate_up.shape
+        self.width, self.count, self.slots = double // 2, count, slots
+        self.skips = self.local < num_experts
+        self.per, self.stack = max(1, BLOCK // double), BLOCK // self.width
+        mine = slice(first, first + count)
+        self.gate_up = gate_up[:, :, mine, :]
+        self.down = down.reshape((self.local, self.width, blocks, BLOCK))[:, :, mine, :]
+        self.gate_up_scales, self.down_scales = gate_up_scales[:, :, mine], down_scales[:, mine].expand_dim(1)
+        pairs, groups = slots // self.per, slots // self.stack
+        self._gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
+        self._down_tiles = self._buffers(groups, (BLOCK, count, BLOCK), down.dtype)
+        self._row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        self._out_scales = nl.ndarray((slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        if self.skips:
+            nisa.memset(dst=self._row_scales, value=0.0)
+            nisa.memset(dst=self._out_scales, value=0.0)
+        # Which row of scales goes to which partition: [2 * slots, pairs, 128] for gate and up, [slots, groups, 128].
+        self._spread_rows = _selector(
+            2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, self.width]], pairs
         )
-    return ones
+        self._spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, self.width]], groups)
+
+    def _buffers(self, wanted: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+        """Tiles used in turn. A skipped read leaves what is there, which must be a number: they begin as zeros."""
+        tiles: list[Any] = []
+        while len(tiles) < wanted:
+            tile = nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+            if tiles and (len(tiles) + 1) * tile.free_size * tile.itemsize > _BUFFER_BYTES:
+                break
+            if self.skips:
+                engine = nisa.engine.vector if len(tiles) % 2 else nisa.engine.gpsimd
+                nisa.memset(dst=tile.view(nl.bfloat16), value=0, engine=engine)
+            tiles.append(tile)
+        return tiles
+
+    def _load(self, tile: Any, table: Any, place: Any) -> None:
+        """Row `place` of a table in HBM; nothing where another rank holds it."""
+        mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
+        nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=mode)
+
+    def sum(self, columns: Any, index: Any, weights: Any, first_expert: int, shared: Any, exact: Any) -> Any:
+        """[128, count, T] float32: over each token's experts, with `shared` [128, count, T] where there is one.
+
+        Args:
+            columns: [128, count, T], this core's blocks of the tokens.
+            index: float32 [T, slots] in SBUF, global numbers.
+            weights: float32 [T, slots] in SBUF.
+            first_expert: global number of the first local expert.
+            shared: float32 in SBUF, or None.
+            exact: identity, float32 [128, 128].
+        """
+        tokens = columns.shape[2]
+        places, kept = self._places(index, weights, first_expert)
+        turned = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
+        by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=by_slot, src=turned)
+        result = nl.ndarray((BLOCK, self.count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        for token in range(tokens):
+            one = slice(token, token + 1)
+            place = [places[one, slot : slot + 1] for slot in range(self.slots)]
+            inner = self._inner(columns[:, :, one], place)
+            total = self._down(inner, place, by_slot[:, one], columns.dtype)
+            if shared is None:
+                nisa.tensor_copy(dst=result[:, :, token], src=total)
+            else:
+                nisa.tensor_tensor(dst=result[:, :, token], data1=total, data2=shared[:, :, token], op=nl.add)
+        return result
+
+    def _places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
+        """Local numbers int32 [T, slots], `local` where another rank holds the expert; weights, 0 there."""
+        shape = index.shape
+        places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+        if not self.skips:
+            nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=float(first_expert))
+            return places, weights
+        number = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        kept = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=float(first_expert))
+        nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=float(self.local))
+        nisa.scalar_tensor_tensor(
+            dst=held, data=number, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=held
+        )
+        # held ? number : local, as (number - local) * held + local
+        nisa.scalar_tensor_tensor(
+            dst=number, data=number, op0=nl.subtract, operand0=float(self.local), op1=nl.multiply, operand1=held
+        )
+        nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=float(self.local))
+        nisa.tensor_tensor(dst=kept, data1=weights, data2=held, op=nl.multiply)
+        return places, kept
+
+    def _inner(self, column: Any, place: list[Any]) -> Any:
+        """silu(gate) * up float32 [128, groups]: expert g * stack + k on partitions k * I and on."""
+        per, width, count, stack = self.per, self.width, self.count, self.stack
+        pairs, groups = self.slots // per, self.slots // stack
+        products = nl.ndarray((BLOCK, pairs, count), dtype=nl.float32, buffer=nl.psum)
+        for slot in range(self.slots):
+            self._load(self._row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
+        for pair in range(pairs):
+            tile = self._gate_up_tiles[pair % len(self._gate_up_tiles)]
+            for number in range(per):
+                self._load(tile[:, number], self.gate_up, place[pair * per + number])
+            for block in range(count):
+                nisa.nc_matmul(
+                    dst=products[:, pair, block : block + 1],
+                    stationary=tile[:, :, block, :],
+                    moving=column[:, block, :],
+                    accumulate=False,
+                )
+        scales = _spread(self._row_scales, self._spread_rows)
+        scaled = nl.ndarray((BLOCK, pairs, count), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
+        both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=both, op=nl.add, data=scaled, axis=2)
+        add_over_cores(both)
+        # Expert pair * per + s = g * stack + k: to the partitions that down's rows lie on.
+        gate = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
+        up = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
+        by_group = both.reshape((BLOCK, groups, stack // per))
+        for row in range(stack):
+            pair, number = divmod(row, per)
+            rows, source = slice(row * width, (row + 1) * width), number * 2 * width
+            nisa.activation(dst=gate[rows], op=nl.silu, data=by_group[source : source + width, :, pair])
+            nisa.tensor_copy(dst=up[rows], src=by_group[source + width : source + 2 * width, :, pair])
+        inner = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
+        return inner
+
+    def _down(self, inner: Any, place: list[Any], weights: Any, dtype: Any) -> Any:
+        """The sum over slots of weight * scale * (down . inner): [128, count] in PSUM.
+
+        Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
+        """
+        groups, count, width = inner.shape[1], self.count, self.width
+        for slot in range(self.slots):
+            self._load(self._out_scales[slot : slot + 1], self.down_scales, place[slot])
+        weighted = nl.ndarray((self.slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=weighted, data=self._out_scales, op0=nl.multiply, operand0=weights)
+        factors = _spread(weighted, self._spread_out)
+        moving = nl.ndarray((BLOCK, groups, count), dtype=dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=moving, data1=factors, data2=inner.expand_dim(2).broadcast(2, count), op=nl.multiply)
+        tiles = []
+        total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
+        for group in range(groups):
+            tile = self._down_tiles[group % len(self._down_tiles)]
+            for row in range(self.stack):
+                self._load(tile[row * width : (row + 1) * width], self.down, place[group * self.stack + row])
+            tiles.append(tile)
+            for block in range(count):
+                nisa.nc_matmul(
+                    dst=total[:, block : block + 1],
+                    stationary=tile[:, block, :],
+                    moving=moving[:, group, block : block + 1],
+                    accumulate=group > 0,
+                )
+        return total
 
 
-def _local(index: Any, weights: Any, first_expert: int, local: int) -> tuple[Any, Any]:
-    """Of one token: local expert numbers int32 [1, 8], `local` where another rank holds it; weights, 0 there."""
-    slots = index.shape[1]
-    number = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=number, src=index)
-    nisa.tensor_scalar(dst=number, data=number, op0=nl.subtract, operand0=float(first_expert))
-    held = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-    below = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=held, data=number, op0=nl.greater_equal, operand0=0.0)
-    nisa.tensor_scalar(dst=below, data=number, op0=nl.less, operand0=float(local))
-    nisa.tensor_tensor(dst=held, data1=held, data2=below, op=nl.multiply)
-    # held ? number : local, as (number - local) * held + local
-    nisa.scalar_tensor_tensor(
-        dst=number, data=number, op0=nl.subtract, operand0=float(local), op1=nl.multiply, operand1=held
+def _selector(rows: int, pattern: list[list[int]], groups: int) -> Any:
+    """float32 [rows, groups, 128]: 1 where the row's number plus the pattern's value is 0."""
+    chosen = nl.ndarray((rows, groups * BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=chosen, value=1.0)
+    nisa.affine_select(
+        dst=chosen, pattern=pattern, channel_multiplier=1, on_true_tile=chosen, on_false_value=0.0, cmp_op=nl.equal
     )
-    places = nl.ndarray((1, slots), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=float(local))
-    kept = nl.ndarray((1, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=kept, src=weights)
-    nisa.tensor_tensor(dst=kept, data1=kept, data2=held, op=nl.multiply)
-    return places, kept
-
-
-def _load(tile: Any, table: Any, place: Any, skips: bool) -> None:
-    """Row `place` of a table in HBM; with `skips` nothing where it is out of bounds."""
-    mode = nisa.oob_mode.skip if skips else nisa.oob_mode.error
-    nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=mode)
-
-
-def _column(row: Any, identity: Any, blocks: int, first: int, count: int) -> Any:
-    """[128, count, 1] of this core's blocks of a row [H]."""
-    rows = nl.ndarray((count, _BLOCK), dtype=row.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=rows, src=row.reshape((blocks, _BLOCK))[first : first + count])
-    turned = nl.ndarray((_BLOCK, count), dtype=row.dtype, buffer=nl.psum)
-    nisa.nc_matmul(dst=turned, stationary=rows, moving=identity[0:count, 0:count], is_transpose=True)
-    column = nl.ndarray((_BLOCK, count, 1), dtype=row.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=column, src=turned)
-    return column
+    return chosen.reshape((rows, groups, BLOCK))
 
 
 def _spread(rows: Any, selector: Any) -> Any:
-    """Rows [n, 8, count] to partitions: partition p gets the row whose selector [n, partitions] is 1 there; exact."""
-    _, slots, count = rows.shape
-    spread = nl.ndarray((selector.shape[1], slots, count), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=spread, stationary=selector, moving=rows, accumulate=False)
-    result = nl.ndarray((selector.shape[1], slots, count), dtype=nl.float32, buffer=nl.sbuf)
+    """Rows [n, count] to partitions, [128, groups, count] in SBUF: the row whose selector is 1 there; exact."""
+    groups, count = selector.shape[1], rows.shape[1]
+    spread = nl.ndarray((BLOCK, groups, count), dtype=nl.float32, buffer=nl.psum)
+    for group in range(groups):
+        nisa.nc_matmul(dst=spread[:, group, :], stationary=selector[:, group, :], moving=rows, accumulate=False)
+    result = nl.ndarray((BLOCK, groups, count), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=result, src=spread)
     return result
-
-
-def _inner(column: Any, gate_up: _Buffers, places: Any, scales: Any, width: int) -> Any:
-    """silu(gate) * up of every slot: [I, 8] in the input's dtype; blocks are summed in float32 after their scales."""
-    _, slots, count = scales.shape
-    products = nl.ndarray((2 * width, slots, count), dtype=nl.float32, buffer=nl.psum)
-    for slot in range(slots):
-        tile = gate_up.load(slot, places)
-        for block in range(count):
-            nisa.nc_matmul(
-                dst=products[:, slot, block : block + 1],
-                stationary=tile[:, block, :],
-                moving=column[:, block, :],
-                accumulate=False,
-            )
-    scaled = nl.ndarray((2 * width, slots, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-    both = nl.ndarray((2 * width, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=both, op=nl.add, data=scaled, axis=2)
-    add_over_cores(both)
-    gate = nl.ndarray((width, slots), dtype=nl.float32, buffer=nl.sbuf)
-    up = nl.ndarray((width, slots), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=gate, op=nl.silu, data=both[0:width])
-    nisa.tensor_copy(dst=up, src=both[width : 2 * width])
-    inner = nl.ndarray((width, slots), dtype=column.dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
-    return inner
-
-
-def _down(inner: Any, down: _Buffers, places: Any, scales: Any) -> Any:
-    """The sum over slots of scale * (down . inner): [128, count]."""
-    rows, slots, count = scales.shape
-    products = nl.ndarray((rows, slots, count), dtype=nl.float32, buffer=nl.psum)
-    for slot in range(slots):
-        tile = down.load(slot, places)
-        for block in range(count):
-            nisa.nc_matmul(
-                dst=products[:, slot, block : block + 1],
-                stationary=tile[:, block, :],
-                moving=inner[:, slot : slot + 1],
-                accumulate=False,
-            )
-    scaled = nl.ndarray((rows, slots, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-    total = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=total, op=nl.add, data=scaled.permute((0, 2, 1)), axis=2)
-    return total
