@@ -16,13 +16,18 @@ from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
-# name -> (experts, intermediate, top_k): the slice of a rank under TP8, and under EP8 with T pairs arriving.
-SHAPES = {"TP8": (384, 256, 8), "EP8": (48, 2048, 1)}
+# name -> (experts, intermediate, top_k): a rank's slice, under EP with the pairs of T tokens that arrive.
+SHAPES = {"TP8": (384, 256, 8), "EP8": (48, 2048, 1), "TP4": (384, 512, 8), "EP4": (96, 2048, 2)}
 HIDDEN = 7168
-TARGETS = {
+# Tokens -> microseconds to reach, if any.
+TARGETS: dict[str, dict[int, int | None]] = {
     "TP8": {1: 17, 8: 75, 64: 350, 512: 500, 4096: 950},
     "EP8": {1: 16, 8: 82, 64: 345, 512: 500, 4096: 800},
+    "TP4": {64: None, 512: None},
+    "EP4": {64: None, 512: None},
 }
+MANY = (8192, 16384, 32768)
+SKEWED = (16, 64)
 
 
 @dataclass(frozen=True)
@@ -93,14 +98,15 @@ def time_experts(
 
 
 def rows(with_peers: bool = True) -> Iterator[Row]:
-    """Both shapes with the tuned launches; at EP8, T pairs arrive on the rank."""
+    """Each shape with the tuned launches, and with all tokens sent to the same experts."""
     for name, (experts, inter, top_k) in SHAPES.items():
         weights = random_experts(experts, inter, HIDDEN)
-        for tokens, target in TARGETS[name].items():
-            timing = time_experts(weights, tokens, top_k)
+        uniform = [(tokens, target, False) for tokens, target in {**TARGETS[name], **dict.fromkeys(MANY)}.items()]
+        for tokens, target, same in [*uniform, *((tokens, None, True) for tokens in SKEWED)]:
+            timing = time_experts(weights, tokens, top_k, same=same)
             moved = timing.weight_bytes + 2 * tokens * HIDDEN * 2
             flops = 2 * tokens * top_k * 3 * HIDDEN * inter
-            case = f"{name}: {experts} x {inter}, T={tokens}"
+            case = f"{name}: {experts} x {inter}, T={tokens}{', all to the same' * same}"
             yield Row("FP8 experts", case, "ours", timing.microseconds, moved, flops, target)
         del weights
 
@@ -114,6 +120,7 @@ def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
         slabs = (1, 2) if inter > 512 else (1, 2, 4)
         found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in slabs]
     if tokens >= 8:
-        rows = (32,) if tokens <= 512 else (32, 64) if tokens <= 1024 else (64, 128)
-        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in ((1, 2) if inter > 512 else (1, 2, 4, 7))]
+        rows = (32,) if tokens <= 512 else (32, 64) if tokens <= 1024 else (64, 128, 256)
+        each = (1, 2, 7) if tokens > 1024 else (1, 2) if inter > 512 else (1, 2, 4, 7)
+        found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in each]
     return found

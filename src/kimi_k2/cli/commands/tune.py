@@ -18,7 +18,7 @@ def tune(
     shape: Annotated[
         list[str] | None, typer.Option(help="A rank's part (TP8, EP8, TP2-EP4 ...); all of 1 to 8 ranks if not given.")
     ] = None,
-    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 16384 if not given.")] = None,
+    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 32768 if not given.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the tuning files; the package's if not given.", file_okay=False)
     ] = None,

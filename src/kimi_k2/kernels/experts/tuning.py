@@ -34,7 +34,8 @@ class ExpertChoice:
 
     Attributes:
         fused: one launch that aligns and quantizes by itself (at most 512 pairs); otherwise prepare, main, combine.
-        max_tokens: tokens of one expert that share a pass over its weights: 16 fused; 32, 64 or 128 otherwise.
+        max_tokens: tokens of one expert that share a pass over its weights: 16 fused; 32, 64, 128 or (FP8 alone) 256
+            otherwise.
         splits1: parts of the hidden dimension that the first stage sums separately.
         splits2: parts of the intermediate dimension that the second stage sums separately.
         item_slabs: slabs of 256 output rows that one second-stage work item covers (at most, where FP8's launch sums
@@ -49,7 +50,7 @@ class ExpertChoice:
 
     def check(self, tokens: int, top_k: int, hidden: int, inter: int) -> None:
         """Raises KernelError naming the first field that this shape does not allow."""
-        allowed = (16,) if self.fused else (32, 64, 128)
+        allowed = (16,) if self.fused else (32, 64, 128, 256)
         if self.max_tokens not in allowed:
             raise KernelError(f"max_tokens is {self.max_tokens}, expected one of {allowed} with fused={self.fused}")
         if self.fused and tokens * top_k > MAX_FUSED_PAIRS:
@@ -104,7 +105,7 @@ def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: in
     # Enough first-stage items to occupy 132 SMs about once.
     splits1 = next((s for s in (1, 2, 4, 8) if cells * s >= 100), 8) if fused else 1
     per_expert = pairs / max(chosen, 1.0)
-    rows = 16 if fused else 32 if per_expert <= 20 else 64
+    rows = 16 if fused else 32 if per_expert <= 20 else 64 if per_expert <= 64 else 128
     slabs = hidden // 256
     item_slabs = 1 if inter > 512 else next(s for s in (2, 1) if slabs % s == 0)
     splits2 = min(4, inter // 128) if fused and chosen < 4 and inter > 512 else 1

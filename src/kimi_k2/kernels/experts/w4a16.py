@@ -137,6 +137,8 @@ def check_choice(choice: ExpertChoice) -> None:
     Raises:
         KernelError: naming the field.
     """
+    if choice.max_tokens > 128:
+        raise KernelError(f"max_tokens is {choice.max_tokens}, expected at most 128 for INT4")
     if choice.splits1 > 1 and choice.max_tokens > 32:
         raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
 

@@ -2,6 +2,7 @@
 #include "common/csrc/launch.cuh"
 #include "fp8_kernel.cuh"
 #include "fp8_prepare.cuh"
+#include "fp8_wide.cuh"
 
 namespace moe {
 
@@ -16,6 +17,17 @@ static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorM
   static_assert(sizeof(Fp8Smem<NMAX, STAGES, FUSED>) <= host::kMaxShared,
                 "a block does not have so much shared memory");
   return host::launch(kernel, {dim3(a.grid), main_threads(FUSED, NMAX), smem, stream, bool(a.pdl)}, m13, m2, a);
+}
+
+// Both stages; the second needs the whole of the first, and begins when it has ended.
+template <int CLUSTER>
+static int launch_wide(const Fp8Args& a, const CUtensorMap& m13, const CUtensorMap& m2, cudaStream_t stream) {
+  static_assert(sizeof(WideSmem) <= host::kMaxShared, "a block does not have so much shared memory");
+  if (a.splits1 > 1) return host::kBadSplits;
+  const host::Launch how{
+      dim3(a.grid / CLUSTER * CLUSTER), kWideThreads, sizeof(WideSmem), stream, bool(a.pdl), CLUSTER};
+  if (int rc = host::launch(moe_fp8_wide_kernel<CLUSTER, 0>, how, m13, a)) return rc;
+  return host::launch(moe_fp8_wide_kernel<CLUSTER, 1>, how, m2, a);
 }
 
 }  // namespace moe
@@ -33,7 +45,9 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   int rc = host::kNoInstance;
   if (a.nmax == 32) rc = launch_main<32, 5, false>(a, m13, m2, stream);
   if (a.nmax == 64) rc = launch_main<64, 4, false>(a, m13, m2, stream);
-  if (a.nmax == 128) rc = launch_main<128, 3, false>(a, m13, m2, stream);
+  if (a.nmax == kWideTokens) rc = launch_wide<1>(a, m13, m2, stream);
+  if (a.nmax == 2 * kWideTokens) rc = launch_wide<2>(a, m13, m2, stream);
   if (rc || a.top_k * a.splits2 == 1 || sums_slabwise(a)) return rc;
-  return host::launch(combine_kernel, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
+  const auto combine = a.nmax >= kWideTokens ? combine_kernel<true> : combine_kernel<false>;
+  return host::launch(combine, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
 }

@@ -80,6 +80,8 @@ __device__ __forceinline__ void wait_for_tile(const Fp8Args& a, int tile, int ep
 
 // Prepared mode: where the 32-byte unit `unit` of a slot's 128 outputs lies among its eight.
 __device__ __forceinline__ int output_unit(int unit, int slot) { return unit ^ ((slot >> 1) & 3); }
+// The same of 16-byte units where tiles have kWideTokens.
+__device__ __forceinline__ int wide_unit(int unit, int slot) { return unit ^ (slot & 7); }
 
 // One 128-value group of a bf16 row by one warp: lane holds 4 values.
 __device__ __forceinline__ uint32_t quantize_lane(uint2 raw, float& scale) {

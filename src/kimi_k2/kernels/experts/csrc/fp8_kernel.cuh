@@ -163,7 +163,6 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
       for (int slab = 0; slab < it.slabs; ++slab, ++it.group) {
         constexpr int kHalf = NMAX / 2;
         if (tile.z <= kHalf) process_item<kHalf>(a, s, it, tile, seq, events);
-        else if (NMAX == 128 && tile.z <= 96) process_item<(NMAX == 128 ? 96 : NMAX)>(a, s, it, tile, seq, events);
         else process_item<NMAX>(a, s, it, tile, seq, events);
       }
       if (slabwise && it.stage == 1) events = it.group;

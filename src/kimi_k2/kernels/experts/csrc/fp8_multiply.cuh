@@ -51,64 +51,28 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
       w1 = w.y;
     }
     const float* sb = s.sb[st];
-    if constexpr (NT <= 64) {
-      float t0[R], t1[R];
-      wgmma_fence();
+    float t0[R], t1[R];
+    wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t0, da + 2 * k, db + 2 * k, k > 0);
+    for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t0, da + 2 * k, db + 2 * k, k > 0);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t1, da + (kTileBytes >> 4) + 2 * k, db + 2 * k, k > 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      fence_regs(t0);
-      fence_regs(t1);
+    for (int k = 0; k < 4; ++k) WgmmaE4m3<NT>::go(t1, da + (kTileBytes >> 4) + 2 * k, db + 2 * k, k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_regs(t0);
+    fence_regs(t1);
 #pragma unroll
-      for (int j = 0; j < NT / 8; ++j) {
-        const float2 c = *reinterpret_cast<const float2*>(sb + 8 * j + 2 * q);
-        const float c0 = c.x * w0, c1 = c.y * w0, d0 = c.x * w1, d1 = c.y * w1;
-        acc[0][4 * j] += t0[4 * j] * c0;
-        acc[0][4 * j + 1] += t0[4 * j + 1] * c1;
-        acc[0][4 * j + 2] += t0[4 * j + 2] * c0;
-        acc[0][4 * j + 3] += t0[4 * j + 3] * c1;
-        acc[1][4 * j] += t1[4 * j] * d0;
-        acc[1][4 * j + 1] += t1[4 * j + 1] * d1;
-        acc[1][4 * j + 2] += t1[4 * j + 2] * d0;
-        acc[1][4 * j + 3] += t1[4 * j + 3] * d1;
-      }
-    } else {
-      // MMAs of 64 rows and up to 96 tokens, each promoted while the next is under way: NT = 128 in four halves.
-      constexpr int kPart = NT > 96 ? NT / 2 : NT, kParts = NT / kPart, kProducts = 2 * kParts;
-      float t[2][kPart / 2];
-      auto multiply = [&](int p) {
-        const uint64_t ap = da + p / kParts * (kTileBytes >> 4), bp = db + p % kParts * (kPart * 8);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) WgmmaE4m3<kPart>::go(t[p & 1], ap + 2 * k, bp + 2 * k, k > 0);
-        wgmma_commit();
-      };
-      multiply(0);
-#pragma unroll
-      for (int p = 0; p < kProducts; ++p) {
-        if (p + 1 < kProducts) {
-          multiply(p + 1);
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
-        fence_regs(t[p & 1]);
-        const float w = p / kParts ? w1 : w0;
-        const int j0 = p % kParts * (kPart / 8);
-#pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
-          const float2 c = *reinterpret_cast<const float2*>(sb + 8 * (j0 + j) + 2 * q);
-          const float c0 = c.x * w, c1 = c.y * w;
-          float* sum = acc[p / kParts] + 4 * (j0 + j);
-          sum[0] += t[p & 1][4 * j] * c0;
-          sum[1] += t[p & 1][4 * j + 1] * c1;
-          sum[2] += t[p & 1][4 * j + 2] * c0;
-          sum[3] += t[p & 1][4 * j + 3] * c1;
-        }
-      }
+    for (int j = 0; j < NT / 8; ++j) {
+      const float2 c = *reinterpret_cast<const float2*>(sb + 8 * j + 2 * q);
+      const float c0 = c.x * w0, c1 = c.y * w0, d0 = c.x * w1, d1 = c.y * w1;
+      acc[0][4 * j] += t0[4 * j] * c0;
+      acc[0][4 * j + 1] += t0[4 * j + 1] * c1;
+      acc[0][4 * j + 2] += t0[4 * j + 2] * c0;
+      acc[0][4 * j + 3] += t0[4 * j + 3] * c1;
+      acc[1][4 * j] += t1[4 * j] * d0;
+      acc[1][4 * j + 1] += t1[4 * j + 1] * d1;
+      acc[1][4 * j + 2] += t1[4 * j + 2] * d0;
+      acc[1][4 * j + 3] += t1[4 * j + 3] * d1;
     }
     __syncwarp();
     if (lane == 0) mbar_arrive(&s.empty[st]);

@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
     const int start = slots - n;
     if (tid == 1023 && blockIdx.x == 0) *a.num_tiles = cells;
     if (tid < kMaxExperts) count[tid] = start;
-    const int even = tiles ? min(a.nmax, ((n + tiles - 1) / tiles + 7) / 8 * 8) : 0;
+    // A wide tile's second warpgroup costs nothing where it has no tokens: whole tiles and a rest.
+    const int even = !tiles || a.nmax >= kWideTokens ? a.nmax : min(a.nmax, ((n + tiles - 1) / tiles + 7) / 8 * 8);
     for (int i = 0, off = 0; blockIdx.x == 0 && i < tiles; ++i, off += even)
       a.tiles[cells - tiles + i] = make_int4(tid, start + off, max(0, min(even, n - off)), 0);
     __syncthreads();
@@ -125,15 +126,17 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
 }
 
-// Prepared mode, last launch where the main one does not sum: a warp sums one slab of one token.
+// Prepared mode, last launch where the main one does not sum: a warp sums one slab of one token. `WIDE`: the main
+// launch was fp8_wide.cuh's.
 // The slabs written last come first: they may still be in the L2.
+template <bool WIDE>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp8Args a) {
   if (a.pdl) {
     pdl_launch();
     pdl_wait();
   }
   const int t = blockIdx.x * 8 + (threadIdx.x >> 5);
-  if (t < a.tokens) sum_slab(a, t, a.hidden / 256 - 1 - blockIdx.y, output_bytes(a) <= kCachedOutputBytes);
+  if (t < a.tokens) sum_slab<WIDE>(a, t, a.hidden / 256 - 1 - blockIdx.y, output_bytes(a) <= kCachedOutputBytes);
 }
 
 }  // namespace moe

@@ -6,12 +6,16 @@
 namespace moe {
 
 // out[t] = sum of the token's weighted parts, in order, by a warp. `discard`: the parts should not reach memory.
+template <bool WIDE>
 __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool discard) {
   const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
-  // A lane's eight values are half of a 32-byte unit of one warpgroup's 128.
+  // A lane's eight values are half of a 32-byte unit of one warpgroup's 128, or a 16-byte unit of 128 rows.
   const size_t pairs = (size_t)a.tokens * a.top_k;
-  const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.contrib) +
-                              (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128 + (lane & 1) * 8;
+  const __nv_bfloat16* from =
+      static_cast<const __nv_bfloat16*>(a.contrib) + (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128;
+  auto unit = [&](int slot) {
+    return WIDE ? wide_unit(lane & 15, slot) : output_unit((lane >> 1) & 7, slot) * 2 + (lane & 1);
+  };
   float acc[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
     // Lane i looks up part c0 + i.
@@ -27,9 +31,8 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
     for (int i = 0; i < 8; ++i) {
       const int r = __shfl_sync(0xffffffffu, row, i);
       const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
-      raw[i] = r >= 0
-                   ? __ldcg(reinterpret_cast<const uint4*>(from + place * 128 + output_unit((lane >> 1) & 7, r) * 16))
-                   : make_uint4(0, 0, 0, 0);
+      raw[i] =
+          r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(from + place * 128 + unit(r) * 8)) : make_uint4(0, 0, 0, 0);
     }
     add_parts(acc, raw, row, weight);
     __syncwarp();  // the parts are read; the next launch writes them before it reads them
@@ -39,11 +42,16 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
       discard_l2(static_cast<__nv_bfloat16*>(a.contrib) + place * 128 + (lane & 1) * 64);
     }
   }
+  __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256;
+  if constexpr (WIDE) {
+    reinterpret_cast<uint4*>(row)[lane] = make_uint4(pack_bf16(acc[0], acc[1]), pack_bf16(acc[2], acc[3]),
+                                                     pack_bf16(acc[4], acc[5]), pack_bf16(acc[6], acc[7]));
+    return;
+  }
   // A lane has rows r and r + 8, and those 128 further, of two adjacent r: acc[4 * (r & 1) + 2 * (+128) + (+8)].
   // Neighbouring lanes exchange, so that each stores four rows side by side.
   const bool odd = lane & 1;
-  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256 + (lane >> 2) * 16 +
-                       odd * 8 + (lane & 2) * 2;
+  __nv_bfloat16* out = row + (lane >> 2) * 16 + odd * 8 + (lane & 2) * 2;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const uint32_t low = pack_bf16(acc[2 * m], acc[4 + 2 * m]), high = pack_bf16(acc[2 * m + 1], acc[5 + 2 * m]);
@@ -63,7 +71,7 @@ __device__ __forceinline__ void sum_slabs(const Fp8Args& a, int warp, int tiles)
       while (ld_acquire(reinterpret_cast<const int*>(a.count2 + r.begin + r.count - 1)) != want) __nanosleep(500);
     named_sync(4, 128);
     for (int t = blockIdx.x * 4 + warp; t < a.tokens; t += gridDim.x * 4)
-      for (int i = 0; i < r.count; ++i) sum_slab(a, t, r.begin + i, true);
+      for (int i = 0; i < r.count; ++i) sum_slab<false>(a, t, r.begin + i, true);
   }
 }
 
