@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.nki.kernels.attention import attention_decode, attention_input
+from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
+from kimi_k2.nki.kernels.mla_decode import mla_decode
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128
@@ -222,3 +224,30 @@ def test_norm_and_down_projections(tokens: int, columns: int, groups: int, cores
         return
     plain = rms(hidden, gain) @ weight.to(dtype).T
     assert (got - exact).norm() <= (plain.double() - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_decoding_over_four_ranks_equals_one_kernel(dtype: torch.dtype) -> None:
+    """Queries, each rank's quarter of the slots, the merge, and o_proj; the last rank has no slot in use."""
+    ranks, heads = 4, 2
+    rank = Rank(3, 256 * ranks, heads, dtype, dtype)
+    rank.lengths = torch.tensor([[0], [300], [256 * 3]], dtype=torch.int32)
+    arguments = rank.arguments()
+    query, latent, key = attention_queries[2](*arguments[:7], arguments[11], EPS)
+    sums, logs = [], []
+    for number in range(ranks):
+        slots = slice(256 * number, 256 * (number + 1))
+        mine = (rank.lengths - 256 * number).clamp(0, 256)
+        own = torch.full((3, 1), int(number == 1), dtype=torch.int32)
+        cache = rank.latents[:, slots].contiguous(), rank.keys[:, slots].contiguous()
+        part = mla_decode[2](query, *cache, latent, key, mine, SCALE, own, return_logsumexp=True)
+        sums.append(part[0].reshape(3 * heads, -1))
+        logs.append(part[1].reshape(3 * heads))
+    kind = str(dtype).removeprefix("torch.")
+    out = attention_output[2](np.stack(sums), np.stack(logs, 1), *arguments[7:11], kind)
+    got = torch.from_numpy(out).view(3, HIDDEN).double()
+    exact, plain = rank.reference(torch.float64)[0], rank.reference(dtype)[0].double()
+    if dtype is torch.float32:
+        assert relative(got, exact) < 1e-5
+    else:
+        assert (got - exact).norm() <= (plain - exact).norm()

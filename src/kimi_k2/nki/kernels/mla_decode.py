@@ -11,6 +11,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries, copies_of_keys, normalized
+from kimi_k2.nki.kernels.projections import turn_short_rows
 
 
 @nki.jit
@@ -98,11 +99,3 @@ def _queries(query: Any, new_latents: Any, new_keys: Any, identity: Any, rank: i
     new_key = nl.ndarray((rope, batch), dtype=new_keys.dtype, buffer=nl.sbuf)
     turn_short_rows(key_rows, identity, new_key)
     return Queries(latent, rotated, turn_rows(new_rows, identity), new_row, new_key, heads)
-
-
-def turn_short_rows(rows: Any, identity: Any, out: Any) -> None:
-    """Rows in SBUF [T, n], n at most 128, as out [n, T]."""
-    count, size = rows.shape
-    turned = nl.ndarray((size, count), dtype=rows.dtype, buffer=nl.psum)
-    nisa.nc_matmul(dst=turned, stationary=rows, moving=identity[0:count, 0:count], is_transpose=True)
-    nisa.tensor_copy(dst=out, src=turned)

@@ -54,10 +54,41 @@ def noaux_tc_router(
     experts = weight_t.shape[1]
     logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
 
+    index, weights, scores = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
+    expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
+    expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
+    expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
+    signed = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=signed, src=index)
+    # Both cores hold all results; each stores some.
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=expert_index, src=signed)
+        nisa.dma_copy(dst=expert_weights, src=weights)
+    if nl.program_id() == nl.num_programs() - 1:
+        nisa.dma_copy(dst=expert_affinities, src=scores)
+    results = (expert_index, expert_weights, expert_affinities)
+    if not return_logits:
+        return results
+    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=router_logits, src=logits)
+    return (*results, router_logits)
+
+
+def choose(
+    logits: Any, bias: Any, routed_scaling_factor: float, norm_topk_prob: bool = True, top_k: int = 8
+) -> tuple[Any, Any, Any]:
+    """Choice and weights from logits [T, E] float32 in SBUF: uint32 [T, top_k], float32 [T, top_k], float32 [T, E].
+
+    Args:
+        bias: e_score_correction_bias, float32 [1, E] in HBM.
+        routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
+    """
+    tokens, experts = logits.shape
     scores = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scores, op=nl.sigmoid, data=logits)
     choice = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=choice, src=e_score_correction_bias.ap(pattern=[[0, tokens], [1, experts]]))
+    nisa.dma_copy(dst=choice, src=bias.ap(pattern=[[0, tokens], [1, experts]]))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
 
     best = nl.ndarray((tokens, _FOUND), dtype=nl.float32, buffer=nl.sbuf)
@@ -83,25 +114,7 @@ def noaux_tc_router(
     nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
     nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
     nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
-
-    expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
-    expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
-    expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    signed = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=signed, src=index[:, 0:top_k])
-    # Both cores hold all results; each stores some.
-    if nl.program_id() == 0:
-        nisa.dma_copy(dst=expert_index, src=signed)
-        nisa.dma_copy(dst=expert_weights, src=weights)
-    if nl.program_id() == nl.num_programs() - 1:
-        nisa.dma_copy(dst=expert_affinities, src=scores)
-    results = (expert_index, expert_weights, expert_affinities)
-    if not return_logits:
-        return results
-    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        nisa.dma_copy(dst=router_logits, src=logits)
-    return (*results, router_logits)
+    return index[:, 0:top_k], weights, scores
 
 
 def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int) -> Any:

@@ -1,0 +1,174 @@
+"""The projections on both sides of a decode step's attention, as parts of kernels: weights and their tiles in SBUF.
+
+Their weights are loaded when the parts are made, so that a kernel can have them on their way before its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.columns import BLOCK, load_columns, rms_norm, store_columns, turn_columns, turn_rows
+from kimi_k2.nki.kernels.exchange import share_of
+from kimi_k2.nki.kernels.latent_attention import Queries, copies_of_keys
+from kimi_k2.nki.kernels.linear import load_weight, project
+
+
+class QueryProjection(nl.NKIObject):  # type: ignore[misc]
+    """Norms, q_b, absorption and RoPE; arguments in HBM as those of `attention_decode`.
+
+    Attributes:
+        heads: of this rank.
+    """
+
+    def __init__(
+        self, q_norm_weight: Any, kv_norm_weight: Any, q_b_tiles: Any, q_b_scales: Any, w_uk_tiles: Any,
+        w_uk_scales: Any, rotation: Any, identity: Any, ones: Any, eps: float,
+    ) -> None:  # fmt: skip
+        self.identity, self.ones, self.eps = identity, ones, eps
+        self.heads, self.rank, self.rope = w_uk_tiles.shape[0], w_uk_tiles.shape[3], rotation.shape[1]
+        self.q_size = q_b_tiles.shape[1] * BLOCK
+        self.q_b, self.q_b_rows = load_weight(q_b_tiles), load_scales(q_b_scales)
+        self.w_uk = [load_weight(w_uk_tiles[head]) for head in range(self.heads)]
+        self.uk_rows = [None if w_uk_scales is None else load_weight(w_uk_scales[head]) for head in range(self.heads)]
+        self.rotation = nl.ndarray((self.rope, 2, rotation.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=self.rotation, src=rotation.permute((1, 0, 2)))
+        self.swap = _pair_swap(identity, self.rope)
+        self.q_gain = load_columns(q_norm_weight.reshape((1, self.q_size)), identity)
+        self.kv_gain = load_columns(kv_norm_weight.reshape((1, self.rank)), identity)
+
+    def queries(self, projected: Any) -> Queries:
+        """From [B, q_rank + rank + rope] in HBM."""
+        batch, dtype = projected.shape[0], projected.dtype
+        rows = nl.ndarray(projected.shape, dtype=dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=rows, src=projected)
+        columns = turn_rows(rows[:, 0 : self.q_size + self.rank], self.identity)
+        chunks = self.q_size // BLOCK
+        query = rms_norm(columns[:, 0:chunks, :], self.q_gain, self.eps, self.ones)
+        absorbed, rotated = self._heads(query)
+        latent = rms_norm(columns[:, chunks:, :], self.kv_gain, self.eps, self.ones)
+        unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
+        turn_short_rows(rows[:, self.q_size + self.rank :], self.identity, unrotated)
+        new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
+        self._rotate(unrotated, new_key)
+        new_row = _on_one_partition(turn_columns(latent, self.identity))
+        return Queries(absorbed, rotated, latent, new_row, new_key, self.heads)
+
+    def _heads(self, query: Any) -> tuple[Any, Any]:
+        """Absorbed queries [128, rank / 128, B * heads], and rotated ones [copies * rope, B * heads]."""
+        batch, dtype, heads, rope = query.shape[2], query.dtype, self.heads, self.rope
+        absorbed = nl.ndarray((BLOCK, self.rank // BLOCK, batch, heads), dtype=dtype, buffer=nl.sbuf)
+        plain = heads * BLOCK
+        rows = self.q_b_rows
+        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype)
+        for head in range(heads):
+            latent = project(nope[:, head : head + 1, :], self.w_uk[head], self.uk_rows[head], dtype)
+            nisa.tensor_copy(dst=absorbed[:, :, :, head], src=latent)
+        unrotated = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
+        for head in range(heads):
+            piece = self.q_b[:, :, plain + head * rope : plain + (head + 1) * rope]
+            nisa.tensor_copy(dst=unrotated[:, head, :], src=project(query, piece, self._rotary_scales(head), dtype))
+        turned = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
+        self._rotate(unrotated.reshape((rope, heads * batch)), turned.reshape((rope, heads * batch)))
+        copies, count = copies_of_keys(rope), batch * heads
+        rotated = nl.ndarray((copies * rope, batch, heads), dtype=dtype, buffer=nl.sbuf)
+        for copy in range(copies):
+            nisa.tensor_copy(dst=rotated[copy * rope : (copy + 1) * rope], src=turned.permute((0, 2, 1)))
+        return absorbed.reshape((BLOCK, self.rank // BLOCK, count)), rotated.reshape((copies * rope, count))
+
+    def _rotary_scales(self, head: int) -> Any:
+        """Scales of a head's rotary rows, on the partitions where the result lies: [rope, 1, q_rank / 128]."""
+        if self.q_b_rows is None:
+            return None
+        group, place = divmod(head * self.rope, BLOCK)
+        factors = nl.ndarray((self.rope, 1, self.q_size // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+        group += self.heads
+        nisa.tensor_copy(dst=factors, src=self.q_b_rows[place : place + self.rope, group : group + 1, :])
+        return factors
+
+    def _rotate(self, columns: Any, out: Any) -> None:
+        """Columns [rope, n * B] times cosines, and their pairs swapped times signed sines: out, of their dtype."""
+        rope, count = columns.shape
+        repeats = count // self.rotation.shape[2]
+        swapped = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=swapped, stationary=self.swap, moving=columns, accumulate=False)
+        parts = []
+        for part, values in enumerate((columns, swapped)):
+            scaled = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.sbuf)
+            factors = self.rotation[:, part, :].expand_dim(1).broadcast(1, repeats)
+            nisa.tensor_tensor(dst=scaled, data1=values, data2=factors, op=nl.multiply)
+            parts.append(scaled)
+        nisa.tensor_tensor(dst=out, data1=parts[0], data2=parts[1], op=nl.add)
+
+
+class OutputProjection(nl.NKIObject):  # type: ignore[misc]
+    """W_UV and this core's rows of o_proj; arguments in HBM as those of `attention_decode`."""
+
+    def __init__(self, w_uv_tiles: Any, w_uv_scales: Any, o_tiles: Any, o_scales: Any, exact: Any) -> None:
+        self.exact, self.heads = exact, o_tiles.shape[1]
+        self.w_uv = [load_weight(w_uv_tiles[head]) for head in range(self.heads)]
+        self.uv_rows = [None if w_uv_scales is None else load_weight(w_uv_scales[head]) for head in range(self.heads)]
+        self.blocks = o_tiles.shape[2] // BLOCK
+        self.first, count = share_of(self.blocks)
+        self.o_proj = load_weight(o_tiles[:, :, self.first * BLOCK : (self.first + count) * BLOCK])
+        self.o_rows = None if o_scales is None else load_weight(o_scales[:, self.first : self.first + count])
+
+    def store(self, summed: Any) -> Any:
+        """From columns [128, rank / 128, B * heads] to a new tensor in HBM, [B, H / 128, 128] float32."""
+        rows, chunks, count = summed.shape
+        batch = count // self.heads
+        by_head = summed.reshape((rows, chunks, batch, self.heads))
+        out = nl.ndarray((batch, self.blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
+        values = nl.ndarray((BLOCK, self.heads, batch), dtype=summed.dtype, buffer=nl.sbuf)
+        for head in range(self.heads):
+            value = project(by_head[:, :, :, head], self.w_uv[head], self.uv_rows[head], summed.dtype)
+            nisa.tensor_copy(dst=values[:, head, :], src=value)
+        store_columns(out, project(values, self.o_proj, self.o_rows, nl.float32), self.first, self.exact)
+        return out
+
+
+def load_scales(scales: Any) -> Any:
+    """A tile of scales, or None."""
+    return None if scales is None else load_weight(scales)
+
+
+def turn_short_rows(rows: Any, identity: Any, out: Any) -> None:
+    """Rows in SBUF [T, n], n at most 128, as out [n, T]."""
+    count, size = rows.shape
+    turned = nl.ndarray((size, count), dtype=rows.dtype, buffer=nl.psum)
+    nisa.nc_matmul(dst=turned, stationary=rows, moving=identity[0:count, 0:count], is_transpose=True)
+    nisa.tensor_copy(dst=out, src=turned)
+
+
+def store_entries(queries: Queries, identity: Any, rank: int, batch: int) -> tuple[Any, Any]:
+    """The new entries as new tensors in HBM, [B, rank] and [B, rope]; core 0 writes them."""
+    rope, dtype = queries.new_key.shape[0], queries.new_row.dtype
+    new_latents = nl.ndarray((batch, rank), dtype=dtype, buffer=nl.shared_hbm)
+    new_keys = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.shared_hbm)
+    if nl.program_id() == 0:
+        key_rows = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.sbuf)
+        turn_short_rows(queries.new_key, identity, key_rows)
+        nisa.dma_copy(dst=new_latents.reshape((1, batch, rank)), src=queries.new_row)
+        nisa.dma_copy(dst=new_keys, src=key_rows)
+    return new_latents, new_keys
+
+
+def _pair_swap(identity: Any, size: int) -> Any:
+    """[size, size]: the permutation that swaps the elements of each pair; its own transpose."""
+    swap = nl.ndarray((size, size // 2, 2), dtype=identity.dtype, buffer=nl.sbuf)
+    pairs = identity[0:size, 0:size].reshape((size, size // 2, 2))
+    for element in range(2):
+        nisa.tensor_copy(dst=swap[:, :, element], src=pairs[:, :, 1 - element])
+    return swap.reshape((size, size))
+
+
+def _on_one_partition(rows: Any) -> Any:
+    """[B, n] as [1, B, n] on partition 0."""
+    batch, size = rows.shape
+    if batch == 1:
+        return rows.reshape((1, 1, size))
+    moved = nl.ndarray((1, batch, size), dtype=rows.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=moved, src=rows)
+    return moved
