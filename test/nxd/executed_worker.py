@@ -77,7 +77,7 @@ def results(app: Any, cases: list[dict[str, Any]]) -> list[Any]:
             width = app.neuron_config.speculation_length
             found.append(run_drafted(app, case["prompts"], case["forced"], width, case["accepted"]))
         elif "capture" in case:
-            found.append(captured(app, case["capture"]))
+            found.append(captured(app, case["capture"], case.get("forced", [])))
         else:
             found.append(run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters")))
     return found

@@ -91,8 +91,13 @@ def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def captured(app: Any, prompt: list[int]) -> list[torch.Tensor]:
-    """What each captured module gave at every position of a prompt, [S, width]."""
+def captured(app: Any, prompt: list[int], forced: list[int]) -> list[torch.Tensor]:
+    """What each captured module gave at every position of a prompt and of forced tokens, [S, width]."""
     ids = torch.tensor([prompt])
     out = app(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(len(prompt))[None])
-    return [tensor.reshape(-1, tensor.shape[-1])[: len(prompt)] for tensor in out.captured_tensors]
+    found = [[tensor.reshape(-1, tensor.shape[-1])[: len(prompt)] for tensor in out.captured_tensors]]
+    for at, token in enumerate(forced, start=len(prompt)):
+        mask = torch.ones(1, at, dtype=torch.int32)
+        out = app(input_ids=torch.tensor([[token]]), attention_mask=mask, position_ids=torch.tensor([[at]]))
+        found.append([tensor.reshape(1, -1) for tensor in out.captured_tensors])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import SLOW, execute, expected_logits, neuron_config
+from harness import SLOW, execute, neuron_config
 
 from kimi_k2.parity.reference import load_transformers_model
 
@@ -82,49 +82,61 @@ def stated(name: str, found: torch.Tensor) -> str:
     return f"{name} {' / '.join(f'{float(one):.4f}' for one in figures)}"
 
 
+def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rounded: Any) -> None:
+    """Hold the positions from `start` to transformers in float32, beside transformers' BF16 model.
+
+    Args:
+        found: what CAPTURED gave, each [S, width].
+        ids: the S tokens.
+        start: first position that is compared.
+        exact: transformers' model in float32.
+        rounded: the same in BF16.
+    """
+    hidden, *logits = found
+    expected, exact_experts = routed(exact, torch.tensor([ids]))
+    rounded_hidden, rounded_experts = routed(rounded, torch.tensor([ids]))
+    our_experts = torch.stack([chosen_by(one, gate) for one, gate in zip(logits, gates(exact), strict=True)])
+    ours, theirs = (distances(one, expected)[start:] for one in (hidden, rounded_hidden))
+    assert ours.shape == (len(ids) - start,)
+    closer = 100 * float((ours <= theirs).float().mean())
+    print(f"\npositions {start}..{len(ids) - 1}, relative L2, median / mean / 99 % / largest: {stated('ours', ours)},")
+    print(f"{stated('transformers in BF16', theirs)}; ours is closer at {closer:.0f} % of them")
+    ours_same, theirs_same = (same(experts, exact_experts)[start:] for experts in (our_experts, rounded_experts))
+    for name, error, agrees in (("ours", ours, ours_same), ("transformers", theirs, theirs_same)):
+        print(f"{name}: other experts than in float32 at {int((~agrees).sum())} positions, at least", end=" ")
+        print(f"{error[~agrees].min():.3f} off; elsewhere {error[agrees].max():.4f} at most")
+        assert bool((error[agrees] < FAR).all())
+        assert bool((error[~agrees] > FAR).all())
+    assert float(ours[ours_same].max()) <= float(theirs[theirs_same].max())
+    assert float(ours.median()) <= float(theirs.median())
+    assert float(ours.mean()) <= float(theirs.mean())
+
+
+CAPTURING: dict[str, Any] = {
+    "on_device_sampling_config": {"top_k_kernel_enabled": False}, "output_logits": True, "disable_argmax_kernel": True,
+    "tensor_capture_config": {"modules_to_capture": CAPTURED},
+}  # fmt: skip
+
+
 @torch.inference_mode()
 def test_prefill_at_every_position(long_checkpoint: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"context_encoding_buckets": BUCKETS, "token_generation_buckets": [LENGTH]}
-    options |= {"on_device_sampling_config": {"top_k_kernel_enabled": False}, "output_logits": True}
-    options |= {"disable_argmax_kernel": True, "tensor_capture_config": {"modules_to_capture": CAPTURED}}
+    options = {"context_encoding_buckets": BUCKETS, "token_generation_buckets": [LENGTH], **CAPTURING}
     cases = [{"capture": tokens(count)} for count in PROMPTS]
     done = execute({**job(long_checkpoint, **options), "cases": cases}, tmp_path)
     assert [bucket for _, bucket in done["calls"]] == BUCKETS
     exact, rounded = (load_transformers_model(long_checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    for count, (hidden, *logits) in zip(PROMPTS, done["logits"], strict=True):
-        ids = torch.tensor([tokens(count)])
-        expected, exact_experts = routed(exact, ids)
-        rounded_hidden, rounded_experts = routed(rounded, ids)
-        our_experts = torch.stack([chosen_by(one, gate) for one, gate in zip(logits, gates(exact), strict=True)])
-        ours, theirs = distances(hidden, expected), distances(rounded_hidden, expected)
-        assert ours.shape == (count,)
-        closer = 100 * float((ours <= theirs).float().mean())
-        print(f"\npositions 0..{count - 1}, relative L2, median / mean / 99 % / largest: {stated('ours', ours)},")
-        print(f"{stated('transformers in BF16', theirs)}; ours is closer at {closer:.0f} % of them")
-        ours_same, theirs_same = (same(found, exact_experts) for found in (our_experts, rounded_experts))
-        for name, error, agrees in (("ours", ours, ours_same), ("transformers", theirs, theirs_same)):
-            print(f"{name}: other experts than in float32 at {int((~agrees).sum())} positions, at least", end=" ")
-            print(f"{error[~agrees].min():.3f} off; elsewhere {error[agrees].max():.4f} at most")
-            assert bool((error[agrees] < FAR).all())
-            assert bool((error[~agrees] > FAR).all())
-        assert float(ours[ours_same].max()) <= float(theirs[theirs_same].max())
-        assert float(ours.median()) <= float(theirs.median())
-        assert float(ours.mean()) <= float(theirs.mean())
+    for count, found in zip(PROMPTS, done["logits"], strict=True):
+        check(found, tokens(count), 0, exact, rounded)
 
 
 @SLOW
+@torch.inference_mode()
 def test_decode_at_every_position(long_checkpoint: Path, tmp_path: Path) -> None:
     """A prompt of 2048 tokens, as long as the preset takes, and a step at each position from there to the end."""
-    options = {"context_encoding_buckets": [512, 2048], "token_generation_buckets": [512, 1024, 4096]}
-    case = {"prompts": [tokens(2048)], "forced": [tokens(LENGTH)[2048:]]}
+    options = {"context_encoding_buckets": [512, 2048], "token_generation_buckets": [512, 1024, 4096], **CAPTURING}
     made = job(long_checkpoint, **options)
     made["neuron_config"]["max_context_length"] = 2048
-    done = execute({**made, "cases": [case]}, tmp_path, timeout=3000)
-    expected, rounded = (
-        expected_logits(load_transformers_model(long_checkpoint, dtype), case)[:, 0].float()
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    ours, theirs = distances(done["logits"][0][:, 0], expected), distances(rounded, expected)
-    assert ours.shape == (2049,)
-    print(f"\npositions 2047..4095: {stated('ours', ours)}, {stated('transformers in BF16', theirs)}")
-    assert float(ours.median()) <= float(theirs.median())
+    case = {"capture": tokens(2048), "forced": tokens(LENGTH)[2048:]}
+    (found,) = execute({**made, "cases": [case]}, tmp_path, timeout=3000)["logits"]
+    exact, rounded = (load_transformers_model(long_checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    check(found, tokens(LENGTH), 2048, exact, rounded)

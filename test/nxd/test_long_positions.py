@@ -46,11 +46,24 @@ def entries_of(layer: Any, config: Any, hidden: torch.Tensor, rotation: tuple[to
     return Entries(latent, rotated[:, 0], torch.cat((keys, rotated.expand(-1, heads, -1, -1)), dim=-1), values)
 
 
+def causal(
+    _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, __: Any, *, scaling: float, **___: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention [B, T, h, v] without a matrix of T x T: torch's kernel, which wants keys and values of one width."""
+    width = value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scaling)
+    return out[..., :width].transpose(1, 2), None
+
+
 @torch.inference_mode()
 def cached(model: Any, tokens: torch.Tensor) -> list[Entries]:
     """Every layer's cache of the tokens [1, T]."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("causal", causal)
     hidden, config = model.model.embed_tokens(tokens), model.config
-    kept, config._attn_implementation = config._attn_implementation, "sdpa"  # causal without a mask of T x T
+    kept, config._attn_implementation = config._attn_implementation, "causal"
     positions = torch.arange(tokens.shape[1])[None]
     rotation = model.model.rotary_emb(hidden, positions)
     found: list[Entries] = []
