@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.kernels.vision.packed_attention import QUERIES, packed_attention, rotate_and_pack
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.ops import registry
-from kimi_k2.ops.vision import Segments, rotated_qkv, segment_attention
+from kimi_k2.ops.vision import (
+    Segments,
+    add_layer_norm,
+    gelu_linear,
+    rotated_attention,
+    rotated_qkv,
+    segment_attention,
+)
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.vision_config import Grid
@@ -24,6 +32,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def free_choice() -> None:
+    registry.load_providers()
     registry.pin("")
 
 
@@ -42,6 +51,66 @@ def test_every_attention(lengths: list[int]) -> None:
             assert error < 6e-3, entry.name
             ran.append(entry.name)
     assert ran[-1] == "plain"
+    assert ("cudnn" in ran) == segments.uniform
+    assert "torch_varlen" in ran
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1024] * 4, [7, 1024, 1, 300], [1], [128], [129, 127, 4, 193], [2500, 4000]], ids=str
+)
+def test_packed_attention(lengths: list[int]) -> None:
+    tokens, scale = sum(lengths), 72**-0.5
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    qkv = torch.randn(tokens, 3, 16, 72, generator=generator, device="cuda").bfloat16()
+    angles = torch.randn(tokens, 1, 36, generator=generator, device="cuda") * 50
+    cos, sin = angles.cos(), angles.sin()
+    segments = Segments(lengths, "cuda")
+    rotated = [part.bfloat16().float() for part in rotated_qkv.plain.call(qkv.float(), cos, sin)]
+    wanted = segment_attention.plain.call(*rotated, segments, scale)
+    packed = rotate_and_pack(qkv, cos, sin)
+    placed = packed.permute(0, 3, 1, 2, 4).flatten(3)[:, :tokens]
+    for found, right in zip(placed, rotated, strict=True):  # a multiply-add may round once
+        torch.testing.assert_close(found.float(), right, rtol=0.01, atol=0.02)
+    assert not packed[:, :, :, tokens:].any()
+    found = packed_attention(packed, segments.tiles(QUERIES), tokens, scale)
+    error = relative(found, wanted)
+    print(f"{lengths}: {error:.1e}")
+    assert error < 6e-3
+    worst = float((found.float() - wanted).norm(dim=-1).div(wanted.norm(dim=-1)).max())
+    assert worst < 0.03, "a row is wrong"
+    again = packed_attention(packed, segments.tiles(QUERIES), tokens, scale)
+    assert torch.equal(found, again)
+
+
+def test_packed_attention_of_scores_that_grow() -> None:
+    """The largest score comes last, far above those before: sums so far shrink to nothing."""
+    tokens = 700
+    qkv = torch.ones(tokens, 3, 16, 72, device="cuda").bfloat16()
+    qkv[:, 1] *= torch.linspace(-4, 4, tokens, device="cuda").bfloat16()[:, None, None]
+    qkv[:, 2] = torch.randn(tokens, 16, 72, device="cuda").bfloat16()
+    cos, sin = torch.ones(tokens, 1, 36, device="cuda"), torch.zeros(tokens, 1, 36, device="cuda")
+    segments = Segments([tokens], "cuda")
+    assert rotated_attention.choose(qkv, cos, sin, segments, 1.0).name == "wgmma"
+    wanted = segment_attention.plain.call(*qkv.float().unbind(1), segments, 1.0)
+    assert relative(rotated_attention(qkv, cos, sin, segments, 1.0), wanted) < 6e-3
+
+
+def test_residual_norm_and_gelu() -> None:
+    x, delta = torch.randn(2, 1000, 1152, device="cuda").bfloat16()
+    weight, bias = torch.randn(2, 1152, device="cuda").bfloat16()
+    assert add_layer_norm.choose(x, delta, weight, bias, 1e-5).name == "triton"
+    normed, total = add_layer_norm(x, delta, weight, bias, 1e-5)
+    assert torch.equal(total, x + delta)
+    wanted = torch.nn.functional.layer_norm(total.double(), (1152,), weight.double(), bias.double(), 1e-5)
+    assert relative(normed, wanted) < 3e-3
+    matrix, shift = torch.randn(4304, 1152, device="cuda").bfloat16() / 34, torch.randn(4304, device="cuda").bfloat16()
+    assert gelu_linear.choose(x, matrix, shift).name == "cublaslt"
+    wanted = gelu_linear.plain.call(x.double(), matrix.double(), shift.double())
+    found = relative(gelu_linear(x, matrix, shift), wanted)
+    print(f"GELU in the epilogue: {found:.1e}")
+    assert found < 3e-3
+    exact = torch.nn.functional.gelu(torch.nn.functional.linear(x.double(), matrix.double(), shift.double()))
+    print(f"tanh form to the exact one: {relative(wanted, exact):.1e}")
 
 
 def test_rotation() -> None:

@@ -1,7 +1,8 @@
-"""Attention within the images of a packed sequence, where none is padded to another's length."""
+"""The tower's operations: attention within the images of a packed sequence, and what kernels join to linears."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -25,17 +26,40 @@ class Segments:
         self.lengths = tuple(lengths)
         self.longest = max(self.lengths)
         self.device = device
+        self._tiles: dict[int, Tensor] = {}
 
     @cached_property
     def offsets(self) -> Tensor:
         """int32 [parts + 1] on the device: where each part begins, and the end of the last."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
-        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
+        return uploaded(lengths.cumsum(0, dtype=torch.int32), self.device)
 
     @property
     def uniform(self) -> bool:
         """Whether all parts have one length."""
         return len(set(self.lengths)) == 1
+
+    def tiles(self, queries: int) -> Tensor:
+        """int32 [tiles, 4] on the device: first query, their number (up to `queries`), first key and number of keys.
+
+        Tiles of longer parts come first, so that none of them is left for the end.
+        """
+        if queries not in self._tiles:
+            starts = [0, *itertools.accumulate(self.lengths)]
+            rows = [
+                (start + first, min(queries, length - first), start, length)
+                for start, length in sorted(zip(starts, self.lengths, strict=False), key=lambda part: -part[1])
+                for first in range(0, length, queries)
+            ]
+            self._tiles[queries] = uploaded(torch.tensor(rows, dtype=torch.int32), self.device)
+        return self._tiles[queries]
+
+
+def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A host's tensor on the device; a GPU is not waited for."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @operation
@@ -70,3 +94,30 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, softm
         for queries, keys, values in zip(*parts, strict=True)
     ]
     return torch.cat(out, dim=2).squeeze(0).transpose(0, 1)
+
+
+@operation
+def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments, softmax_scale: float) -> Tensor:
+    """`segment_attention` of `rotated_qkv`: [T, 3, H, D] to [T, H, D]. `qkv` may be overwritten."""
+    return segment_attention(*rotated_qkv(qkv, cos, sin), segments, softmax_scale)
+
+
+@operation
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual sum and the LayerNorm after it.
+
+    Args:
+        x, delta: [T, D].
+        weight, bias: [D].
+
+    Returns:
+        LayerNorm(x + delta) and x + delta, both [T, D].
+    """
+    total = x + delta
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
+@operation
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """gelu_tanh(x W^T + bias): [T, K], [N, K] and [N] to [T, N]."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.model.vision.tower import EncoderBlock
 from kimi_k2.parity.reference_vision import transformers_features
 from kimi_k2.parity.trace import ParityError
 from kimi_k2.vision_config import Grid
@@ -88,7 +89,9 @@ def _kept(root: nn.Module, modules: Mapping[str, str]) -> Iterator[dict[str, lis
 
     def keep(point: str) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
+            value = output
+            if isinstance(output, tuple):  # a norm's first result; of our blocks, the residual stream's two summands
+                value = output[0] + output[1] if isinstance(module, EncoderBlock) else output[0]
             kept[point].append(value.detach().to("cpu", torch.float32).flatten(0, -2))
 
         return hook

@@ -67,7 +67,7 @@ def media_of(side: int, count: int, device: str = "cuda") -> list[Media]:
 
 
 @torch.inference_mode()
-def measure(sides: tuple[int, ...] = SIDES, patches: int = 4 * PACK_PATCHES) -> Iterator[dict[str, Any]]:
+def measure(sides: tuple[int, ...] = SIDES, patches: int = 2 * PACK_PATCHES) -> Iterator[dict[str, Any]]:
     """Images a second at each size: ours in packs, transformers' in one call and in calls of a pack, the better."""
     ours = random_model()
     theirs = {name: model for name in ATTENTIONS if (model := transformers_model(name)) is not None}

@@ -1,4 +1,4 @@
-"""Attention within segments by kernels that others keep: FlashAttention 3 and 2, torch's own, and batched SDPA."""
+"""Attention within segments by kernels that others keep: FlashAttention 3 and 2, cuDNN, torch's own, batched SDPA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kimi_k2.kernels.common.hardware import capability
 from kimi_k2.ops.vision import Segments
 
 # Package, module and function, in the order of preference.
@@ -61,6 +63,17 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, softmax_scale: f
     offsets, longest = segments.offsets, segments.longest
     made: Tensor = function(q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest)
     return made
+
+
+def supports_cudnn(q: Tensor, segments: Segments) -> bool:
+    """Half precision on compute capability 9.0 and newer, heads up to 128 wide, segments of one length."""
+    return _half(q) and q.shape[-1] <= 128 and segments.uniform and capability(q.device.index) >= (9, 0)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, softmax_scale: float) -> Tensor:
+    """`batched` by cuDNN, which torch offers for batches only: packs of one length."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return batched(q, k, v, segments, softmax_scale)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, segments: Segments, softmax_scale: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.vision import attention, rotate
+from kimi_k2.kernels.vision import attention, gelu, layer_norm, packed_attention, rotate
 from kimi_k2.ops import vision
 from kimi_k2.ops.vision import Segments
 
@@ -24,8 +24,18 @@ for _name, _module in attention.FLASH.items():
     _add_flash(_name, _module)
 
 vision.segment_attention.entry(
+    "cudnn", before="flash_attn", takes=lambda q, k, v, segments, softmax_scale: attention.supports_cudnn(q, segments)
+)(attention.cudnn)
+vision.segment_attention.entry(
     "torch_varlen", takes=lambda q, k, v, segments, softmax_scale: attention.supports_varlen(q)
 )(attention.varlen)
 vision.segment_attention.entry(
     "sdpa_batched", takes=lambda q, k, v, segments, softmax_scale: len(segments.lengths) > 1 and segments.uniform
 )(attention.batched)
+vision.rotated_attention.entry(
+    "wgmma",
+    takes=lambda qkv, cos, sin, segments, softmax_scale: packed_attention.supports(qkv, cos, sin),
+    joins={"segment_attention": "wgmma", "rotated_qkv": "wgmma"},
+)(packed_attention.rotated_attention)
+vision.add_layer_norm.entry("triton", takes=layer_norm.supports_add_layer_norm)(layer_norm.add_layer_norm)
+vision.gelu_linear.entry("cublaslt", takes=gelu.supports_gelu_linear)(gelu.gelu_linear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ class PositionEmbedding(nn.Module):
             if grid.frames == 1:  # an image has no time
                 parts.append(maps[size])
             else:
-                frames = time_embedding(grid.frames, self.config.hidden_size).to(self.weight.device)
+                frames = time_embedding(grid.frames, self.config.hidden_size, self.weight.device)
                 parts.append((maps[size] + frames[:, None]).flatten(0, 1))
         return torch.cat(parts)
 
@@ -49,32 +50,33 @@ class PositionEmbedding(nn.Module):
         return learned.reshape(-1, learned.shape[-1])
 
 
+@functools.lru_cache(maxsize=64)  # the host launches it more slowly than a GPU runs it, and sizes come again
 def bicubic_matrix(given: int, wanted: int, device: torch.device) -> Tensor:
     """float32 [wanted, given]: `F.interpolate(mode="bicubic", align_corners=False)` of one axis, as a matrix."""
     identity = torch.eye(given, device=device)[None, None]
     return F.interpolate(identity, size=(wanted, given), mode="bicubic", align_corners=False)[0, 0]
 
 
-def time_embedding(frames: int, width: int) -> Tensor:
+def time_embedding(frames: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """Sines, then cosines, of a frame's number at `width` / 2 frequencies from 1 to nearly 1/10000: float32 [F, D]."""
-    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-    angles = torch.outer(torch.arange(frames, dtype=torch.float32), frequencies)
+    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width))
+    angles = torch.outer(torch.arange(frames, dtype=torch.float32, device=device), frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def rotation(config: VisionConfig, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+def rotation(config: VisionConfig, grids: Sequence[Grid], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """cos and sin of 2D RoPE: pair 2i of a head turns with the column, pair 2i + 1 with the row.
 
     Returns:
-        Two float32 [patches of all grids, head_dim / 2], on the CPU.
+        Two float32 [patches of all grids, head_dim / 2], made on the device, which so need not be waited for.
     """
     axis = config.head_dim // 2
-    frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis))
+    frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, axis, 2, dtype=torch.float32, device=device) / axis))
     made: dict[Grid, Tensor] = {}
     for grid in grids:
         if grid in made:
             continue
-        rows, columns = (torch.arange(side, dtype=torch.float32) for side in (grid.height, grid.width))
+        rows, columns = (torch.arange(side, dtype=torch.float32, device=device) for side in (grid.height, grid.width))
         by_row, by_column = torch.outer(rows, frequencies), torch.outer(columns, frequencies)
         shape = (grid.height, grid.width, len(frequencies))
         both = torch.stack((by_column[None].expand(shape), by_row[:, None].expand(shape)), dim=-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,13 @@ from torch import Tensor, nn
 
 from kimi_k2.errors import MediaError
 from kimi_k2.model.vision.positions import PositionEmbedding, rotation
-from kimi_k2.ops.vision import Segments, rotated_qkv, segment_attention
+from kimi_k2.ops.vision import Segments, add_layer_norm, gelu_linear, rotated_attention
 from kimi_k2.vision_config import LAYER_NORM_EPS, Grid, VisionConfig
+
+# Angles and segments of a pack, which depend on its grids alone; those of the last packs are kept, 5 MB for 16384
+# patches: chunks of a video and equal images come again.
+Layout: TypeAlias = tuple[tuple[Tensor, Tensor], Segments]
+KEPT_LAYOUTS = 8
 
 
 class Affine(nn.Linear):
@@ -28,6 +35,17 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__(size, eps=eps, dtype=dtype)
         self.requires_grad_(False)
+
+
+class ResidualNorm(LayerNorm):
+    """The norm of a residual sum."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """LayerNorm(x + delta) and x + delta, both [T, D]; without `delta` LayerNorm(x) and x."""
+        if delta is None:
+            normed: Tensor = super().forward(x)
+            return normed, x
+        return add_layer_norm(x, delta, self.weight, self.bias, self.eps)
 
 
 class PatchEmbedding(nn.Module):
@@ -58,7 +76,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        out: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
+        out: Tensor = self.fc1(gelu_linear(x, self.fc0.weight, self.fc0.bias))
         return out
 
 
@@ -69,23 +87,26 @@ class EncoderBlock(nn.Module):
         super().__init__()
         self.heads, self.softmax_scale = config.num_attention_heads, config.head_dim**-0.5
         width = config.hidden_size
-        self.norm0 = LayerNorm(width, LAYER_NORM_EPS, dtype=dtype)
+        self.norm0 = ResidualNorm(width, LAYER_NORM_EPS, dtype=dtype)
         self.wqkv = Affine(width, 3 * width, dtype=dtype)
         self.wo = Affine(width, width, dtype=dtype)
-        self.norm1 = LayerNorm(width, LAYER_NORM_EPS, dtype=dtype)
+        self.norm1 = ResidualNorm(width, LAYER_NORM_EPS, dtype=dtype)
         self.mlp = FeedForward(config, dtype=dtype)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
-        """[T, D] to [T, D].
+    def forward(
+        self, x: Tensor, delta: Tensor | None, turn: tuple[Tensor, Tensor], segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream, whose last summand the norm after it adds: x and delta, both [T, D], to the same.
 
         Args:
+            delta: None before the first block.
             turn: cos and sin, each float32 [T, 1, head_dim / 2].
         """
-        qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1))
-        attended = segment_attention(*rotated_qkv(qkv, *turn), segments, self.softmax_scale)
-        x = x + self.wo(attended.flatten(1))
-        fed: Tensor = self.mlp(self.norm1(x))
-        return x + fed
+        normed, x = self.norm0(x, delta)
+        qkv = self.wqkv(normed).unflatten(-1, (3, self.heads, -1))
+        attended = rotated_attention(qkv, *turn, segments, self.softmax_scale)
+        normed, x = self.norm1(x, self.wo(attended.flatten(1)))
+        return x, self.mlp(normed)
 
 
 class Encoder(nn.Module):
@@ -94,13 +115,14 @@ class Encoder(nn.Module):
     def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(EncoderBlock(config, dtype=dtype) for _ in range(config.num_hidden_layers))
-        self.final_layernorm = LayerNorm(config.hidden_size, LAYER_NORM_EPS, dtype=dtype)
+        self.final_layernorm = ResidualNorm(config.hidden_size, LAYER_NORM_EPS, dtype=dtype)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
         """[T, D] to [T, D]; arguments as for EncoderBlock."""
+        delta: Tensor | None = None
         for block in self.blocks:
-            x = block(x, turn, segments)
-        normed: Tensor = self.final_layernorm(x)
+            x, delta = block(x, delta, turn, segments)
+        normed: Tensor = self.final_layernorm(x, delta)[0]
         return normed
 
 
@@ -110,6 +132,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        self._layouts: OrderedDict[tuple[object, ...], Layout] = OrderedDict()
         self.patch_embed = PatchEmbedding(config, dtype=dtype)
         self.encoder = Encoder(config, dtype=dtype)
 
@@ -132,15 +155,25 @@ class VisionTower(nn.Module):
         expected = (sum(grid.patches for grid in grids), 3, config.patch_size, config.patch_size)
         if not grids or tuple(pixels.shape) != expected:
             raise MediaError(f"pixels of {len(grids)} grids: expected {list(expected)}, got {list(pixels.shape)}")
-        cos, sin = (part.unsqueeze(1).to(pixels.device) for part in rotation(config, grids))
-        segments = Segments([grid.patches for grid in grids], pixels.device)
-        x = self.encoder(self.patch_embed(pixels, grids), (cos, sin), segments)
+        turn, segments = self._layout(grids, pixels.device)
+        x = self.encoder(self.patch_embed(pixels, grids), turn, segments)
         return torch.cat(
             [
                 merge_patches(part, grid, config.merge_kernel_size)
                 for part, grid in zip(x.split(segments.lengths), grids, strict=True)
             ]
         )
+
+    def _layout(self, grids: Sequence[Grid], device: torch.device) -> Layout:
+        key = (device, *grids)
+        if key not in self._layouts:
+            cos, sin = rotation(self.config, grids, device)
+            segments = Segments([grid.patches for grid in grids], device)
+            self._layouts[key] = (cos.unsqueeze(1), sin.unsqueeze(1)), segments
+        self._layouts.move_to_end(key)
+        while len(self._layouts) > KEPT_LAYOUTS:
+            self._layouts.popitem(last=False)
+        return self._layouts[key]
 
 
 def merge_patches(x: Tensor, grid: Grid, merge: tuple[int, int]) -> Tensor:
