@@ -46,3 +46,19 @@ def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     line = next(line for line in result.stdout.splitlines() if line.startswith("torch "))
     assert "missing" in line
     assert "1.13.1 (works with >=2" in line
+
+
+def test_a_package_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its source folder alone there is no metadata that says what is required."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "kimi-k2":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    first = json.loads(result.stdout)["findings"][0]
+    assert (first["name"], first["status"]) == ("kimi-k2", "note")

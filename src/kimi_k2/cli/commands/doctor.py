@@ -79,6 +79,9 @@ def _python() -> Iterator[Finding]:
     import importlib.metadata
     import platform
 
+    if _version("kimi-k2") is None:
+        yield Finding("kimi-k2", "note", "runs from its source folder: what it requires is not known")
+        return
     needed = importlib.metadata.metadata("kimi-k2")["Requires-Python"]
     enough = sys.version_info >= tuple(int(part) for part in re.findall(r"\d+", needed))
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -92,7 +95,8 @@ def _libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     needed: dict[str, Requirement] = {}
-    for text in importlib.metadata.requires("kimi-k2") or ():
+    texts = importlib.metadata.requires("kimi-k2") if _version("kimi-k2") else None
+    for text in texts or ():
         requirement = Requirement(text)
         marker = requirement.marker
         if requirement.specifier and (marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)):
