@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import execute, expected_logits, neuron_config, plain_model
+from harness import SLOW, execute, expected_logits, neuron_config, plain_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_experts import formats, requantized
+from test_experts import requantized
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import with_format
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 PROMPTS = (24, 470)
 STEPS = 16
@@ -67,10 +69,13 @@ def expected_type(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["blockwise", "per_channel"])
-def test_tensor_and_expert_parallel(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), pytest.param(4, 2, marks=SLOW)])
+def test_tensor_and_expert_parallel(tmp_path: Path, tp: int, ep: int, name: str) -> None:
     """The yardstick is transformers' BF16 run of the dequantized checkpoint, which rounds at the same places."""
-    directory, experts = checkpoints["fp8"], formats("TP2xEP2")[name]
-    options = neuron_config(2, 2, 1, seq_len=512, torch_dtype="bfloat16", **experts.neuron_options())
+    directory, config = tmp_path / "source", tiny_config(num_attention_heads=tp * ep, num_key_value_heads=tp * ep)
+    write_synthetic_checkpoint(directory, config, seed=0)
+    experts = expert_formats()[name].for_layout(config, Layout(tp, ep))
+    options = neuron_config(tp, ep, 1, seq_len=512, torch_dtype="bfloat16", **experts.neuron_options())
     options["blockwise_matmul_config"]["block_size"] = 64
     done = execute({"checkpoint": directory, "neuron_config": options, "cases": cases()}, tmp_path)
 
@@ -89,7 +94,7 @@ def test_tensor_and_expert_parallel(checkpoints: dict[str, Path], tmp_path: Path
         ours = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         theirs = (expected_logits(rounded, case) - original).norm(dim=-1) / original.norm(dim=-1)
         print(
-            f"\n{name} TP2xEP2, {len(case['prompts'][0])} tokens and {STEPS} steps: relative L2, median: ours"
+            f"\n{name} TP{tp}xEP{ep}, {len(case['prompts'][0])} tokens and {STEPS} steps: relative L2, median: ours"
             f" {float(ours.median()):.4f}, transformers in BF16 {float(theirs.median()):.4f}"
         )
         assert float(ours.median()) <= float(theirs.median())
