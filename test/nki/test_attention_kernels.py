@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
+import nki
+import nki.isa as nisa
+import nki.language as nl
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.attention import attention_decode, attention_input
 from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
+from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.nki.kernels.mla_decode import mla_decode
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
@@ -180,11 +184,11 @@ def test_attention_in_float32(batch: int, slots: int, heads: int, cores: int) ->
         assert relative(got, wanted) < 1e-5
 
 
-MORE = [(64, 256, 1), (64, 256, 2), (16, 1024, 2), (1, 16384, 1)] if SLOW else []
+MORE = [(16, 256, 1), (64, 256, 1), (64, 256, 2), (16, 1024, 2), (1, 16384, 1)] if SLOW else []
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("batch", "slots", "heads"), [(1, 4096, 1), (16, 256, 1), (4, 256, 2), *MORE])
+@pytest.mark.parametrize(("batch", "slots", "heads"), [(1, 4096, 1), (4, 256, 2), *MORE])
 def test_attention_is_no_farther_than_pytorch(batch: int, slots: int, heads: int, stored: torch.dtype) -> None:
     rank = Rank(batch, slots, heads, torch.bfloat16, stored)
     wanted, plain = rank.reference(torch.float64), rank.reference(torch.bfloat16)
@@ -251,3 +255,23 @@ def test_flash_decoding_over_four_ranks_equals_one_kernel(dtype: torch.dtype) ->
         assert relative(got, exact) < 1e-5
     else:
         assert (got - exact).norm() <= (plain - exact).norm()
+
+
+def test_a_projection_of_more_than_a_bank_of_sums() -> None:
+    """Tokens and output rows in groups: 640 rows, 3 chunks of inputs, 40 and 200 tokens, each chunk with its scales."""
+
+    @nki.jit
+    def kernel(columns: Any, weight: Any, scales: Any) -> Any:
+        out = nl.ndarray((128, 5, columns.shape[2]), dtype=nl.float32, buffer=nl.shared_hbm)
+        result = project(load_weight(columns), load_weight(weight), load_weight(scales), nl.float32)
+        nisa.dma_copy(out, result)
+        return out
+
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(128, 3, 640, generator=generator), torch.rand(128, 5, 3, generator=generator)
+    for tokens in (40, 200):
+        columns = torch.randn(128, 3, tokens, generator=generator)
+        got = torch.from_numpy(kernel(columns, weight, scales)).double()
+        by_row = weight.double().view(128, 3, 5, 128)
+        wanted = torch.einsum("pkt,pknj,jnk->jnt", columns.double(), by_row, scales.double())
+        assert relative(got, wanted) < 1e-5

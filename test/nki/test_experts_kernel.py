@@ -94,7 +94,7 @@ def test_experts_of_other_ranks_cost_no_read() -> None:
     assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
 
 
-@pytest.mark.parametrize(("width", "tokens", "cores"), [(32, 3, 2), (64, 16, 1)])
+@pytest.mark.parametrize(("width", "tokens", "cores"), [(32, 3, 2), (64, 4, 1)])
 @pytest.mark.parametrize("form", ["float32", "float8_e4m3", "bfloat16"])
 def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form: str) -> None:
     """Its weights with block scales, or (BF16, as in INT4 checkpoints) without; the routed ones are of other ranks."""

@@ -49,37 +49,66 @@ class Cost:
 def cost_of(kernel: Kernel, rates: Rates = TRAINIUM2) -> Cost:
     """Of the kernel's latest run; at LNC=2 of the core that takes longer."""
     if kernel.last is None:
-        raise ValueError("the kernel has not run")
+        raise ValueError(f"expected {kernel.__name__} to have run")
     return max((cost_of_trace(trace, rates) for trace in kernel.last.traces), key=lambda cost: cost.span)
 
 
 def cost_of_trace(trace: list[Instruction], rates: Rates = TRAINIUM2) -> Cost:
     """Of the instructions of one core."""
-    cost = Cost()
-    free: dict[str, float] = {}
-    transfers: list[tuple[float, float]] = []  # times in which the DMA engines are taken
-    history: dict[int, list[tuple[Access, float]]] = {}
+    schedule = Schedule(rates)
     for instruction in trace:
+        schedule.add(instruction)
+    return schedule.cost
+
+
+class Schedule:
+    """When each instruction of one core ends, of one kernel or of several that follow each other.
+
+    Attributes:
+        cost: of what has been added.
+    """
+
+    def __init__(self, rates: Rates = TRAINIUM2) -> None:
+        self.rates = rates
+        self.cost = Cost()
+        self._free: dict[str, float] = {}
+        self._transfers: list[tuple[float, float]] = []  # times in which the DMA engines are taken
+        self._history: dict[tuple[int, int], list[tuple[Access, float]]] = {}
+
+    def add(self, instruction: Instruction, run: int = 0, not_before: float = 0.0) -> float:
+        """Schedule the next instruction; returns the time at which its result is there.
+
+        Args:
+            instruction: of a kernel's trace.
+            run: which run of the kernel: the same storages in another run are other memory.
+            not_before: seconds; earlier than that the instruction may not start.
+        """
         if not instruction.accesses:
-            continue
-        taken = seconds(instruction, rates)
-        engine = instruction.engine
+            return 0.0
+        cost, engine = self.cost, instruction.engine
+        taken = seconds(instruction, self.rates)
         cost.busy[engine] = cost.busy.get(engine, 0.0) + taken
         cost.instructions[engine] = cost.instructions.get(engine, 0) + 1
-        ready = max((_ready(box, history.get(box.storage, [])) for box in instruction.accesses), default=0.0)
+        ready = max(_ready(box, self._history.get((run, box.storage), [])) for box in instruction.accesses)
+        ready = max(ready, not_before)
         if engine == "dma":
             cost.hbm_bytes += hbm_bytes(instruction)
             cost.descriptors += descriptors(instruction)
-            start = _gap(transfers, ready, taken)
-            insort(transfers, (start, start + taken))
-            end = start + taken + rates.dma_latency
+            start = _gap(self._transfers, ready, taken)
+            insort(self._transfers, (start, start + taken))
+            end = start + taken + self.rates.dma_latency
         else:
-            start = max(ready, free.get(engine, 0.0))
-            end = free[engine] = start + taken
+            start = max(ready, self._free.get(engine, 0.0))
+            end = self._free[engine] = start + taken
         for box in instruction.accesses:
-            _remember(history.setdefault(box.storage, []), box, end)
+            _remember(self._history.setdefault((run, box.storage), []), box, end)
         cost.span = max(cost.span, end)
-    return cost
+        return end
+
+    def written(self, storages: list[int], run: int = 0) -> float:
+        """When the last write so far to these storages has ended."""
+        found = (when for storage in storages for box, when in self._history.get((run, storage), []) if box.written)
+        return max(found, default=0.0)
 
 
 def _ready(box: Access, earlier: list[tuple[Access, float]]) -> float:

@@ -29,6 +29,8 @@ class Launch:
         traces: instructions of each core, when it has ended.
         races: accesses that raced, where settings allow them.
         unwritten: reads of memory that nothing has written, where settings allow them.
+        arguments: storage of each positional argument, None for one that is no tensor.
+        results: storages of the results.
         spilled: bytes a partition beyond the capacity, at the worst moment, where settings allow them.
     """
 
@@ -39,6 +41,8 @@ class Launch:
         self.races = self.spilled = self.unwritten = 0
         self.traces: list[list[Instruction]] = []
         self.shared: list[NkiTensor] = []
+        self.arguments: list[int | None] = []
+        self.results: list[int] = []
         self._turns = [threading.Semaphore(0) for _ in range(cores)]
         self._posted: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
@@ -213,5 +217,9 @@ class Kernel:
             return seen[id(value)]
 
         launch = self.last = Launch(self.cores)
-        out = launch.run(self.function, tuple(map(once, args)), {name: once(v) for name, v in kwargs.items()})
+        tensors = tuple(map(once, args))
+        out = launch.run(self.function, tensors, {name: once(v) for name, v in kwargs.items()})
+        launch.arguments = [part.storage.number if isinstance(part, NkiTensor) else None for part in tensors]
+        parts = out if isinstance(out, list | tuple) else [out]
+        launch.results = [part.storage.number for part in parts if isinstance(part, NkiTensor)]
         return result(out)

@@ -15,6 +15,7 @@ from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
+from kimi_k2.plan.kernels import kernel_step, print_kernel_step
 from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
@@ -67,6 +68,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "host": host_plan(config, target),
         "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),
+        "kernels": kernel_step(config, target, sharding),
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
             "ttft": roofline(prefill, target.machine).bound,
@@ -172,6 +174,8 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     source = report["modelled"]["machine"]["source"]
     console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
+    if report["kernels"] is not None:
+        print_kernel_step(report["kernels"], console)
 
 
 def _print_host(report: dict[str, Any], console: Console) -> None:

@@ -15,7 +15,7 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
-from kimi_k2.nki.kernels.shared_expert import shared_expert
+from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
@@ -73,10 +73,12 @@ def selective_experts(
     columns = load_columns(hidden, identity)[:, first : first + count, :]
     shared = None
     if shared_gate_up_tiles is not None:
-        shared = shared_expert(
-            columns, shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first
+        shared_expert = SharedExpert(
+            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
         )
-    store_columns(out, routed.sum(columns, index, weights, first_expert, shared, exact), first, exact)
+        shared = shared_expert.apply(columns)
+    places, kept = routed.places(index, weights, first_expert)
+    store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
     return out
 
 
@@ -134,19 +136,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
         nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=mode)
 
-    def sum(self, columns: Any, index: Any, weights: Any, first_expert: int, shared: Any, exact: Any) -> Any:
+    def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
         """[128, count, T] float32: over each token's experts, with `shared` [128, count, T] where there is one.
 
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
-            index: float32 [T, slots] in SBUF, global numbers.
-            weights: float32 [T, slots] in SBUF.
-            first_expert: global number of the first local expert.
+            places, kept: of `places`.
             shared: float32 in SBUF, or None.
             exact: identity, float32 [128, 128].
         """
         tokens = columns.shape[2]
-        places, kept = self._places(index, weights, first_expert)
         turned = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
@@ -163,8 +162,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 nisa.tensor_tensor(dst=result[:, :, token], data1=total, data2=shared[:, :, token], op=nl.add)
         return result
 
-    def _places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
-        """Local numbers int32 [T, slots], `local` where another rank holds the expert; weights, 0 there."""
+    def places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
+        """Local numbers int32 [T, slots], `local` where another rank holds the expert; weights, 0 there.
+
+        Args:
+            index: float32 [T, slots] in SBUF, global numbers.
+            weights: float32 [T, slots] in SBUF.
+            first_expert: global number of the first local expert.
+        """
         shape = index.shape
         places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
         if not self.skips:

@@ -12,7 +12,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, store_entries, turn_short_rows
 
 
@@ -76,8 +76,9 @@ def attention_output(
     ranks, count, rank = sums.shape
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
-    parts = nl.ndarray((count, ranks, rank), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=parts, src=sums.permute((1, 0, 2)))
+    # A rank a partition: the Tensor Engine weighs and sums them, and leaves columns.
+    parts = nl.ndarray((ranks, count, rank), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=parts, src=sums)
     logs = nl.ndarray((count, ranks), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=logs, src=logsumexp)
     top = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -89,10 +90,18 @@ def attention_output(
     nisa.tensor_reduce(dst=total, op=nl.add, data=shares, axis=1)
     nisa.reciprocal(dst=total, data=total)
     nisa.tensor_scalar(dst=shares, data=shares, op0=nl.multiply, operand0=total)
-    nisa.tensor_tensor(dst=parts, data1=parts, data2=shares.expand_dim(2).broadcast(2, rank), op=nl.multiply)
-    merged = nl.ndarray((count, rank), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=merged, op=nl.add, data=parts.permute((0, 2, 1)), axis=2)
-    columns = turn_rows(merged, exact)
-    rounded = nl.ndarray(columns.shape, dtype=dtype, buffer=nl.sbuf)
+    by_rank = nl.ndarray((ranks, count), dtype=nl.float32, buffer=nl.sbuf)
+    turn_short_rows(shares, exact, by_rank)
+    chunks = rank // BLOCK
+    columns = nl.ndarray((BLOCK, chunks, count), dtype=nl.float32, buffer=nl.psum)
+    for row in range(count):
+        for chunk in range(chunks):
+            nisa.nc_matmul(
+                dst=columns[:, chunk, row : row + 1],
+                stationary=parts[:, row, chunk * BLOCK : (chunk + 1) * BLOCK],
+                moving=by_rank[:, row : row + 1],
+                accumulate=False,
+            )
+    rounded = nl.ndarray((BLOCK, chunks, count), dtype=dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=rounded, src=columns)
     return behind.store(rounded)

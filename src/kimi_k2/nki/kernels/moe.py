@@ -16,7 +16,7 @@ from kimi_k2.nki.kernels.columns import BLOCK, all_ones, load_columns, rms_norm,
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.experts import RoutedExperts
 from kimi_k2.nki.kernels.router import choose
-from kimi_k2.nki.kernels.shared_expert import shared_expert
+from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 # Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
 _TILES_A_DMA = 7
@@ -67,6 +67,9 @@ def moe_decode(
         nisa.dma_copy(dst=tile, src=router_tiles[:, first + begin : first + begin + tile.shape[1], :])
         router += [tile[:, number, :] for number in range(tile.shape[1])]
     gain = load_columns(norm_weight.reshape((1, blocks * BLOCK)), identity)
+    shared_expert = SharedExpert(
+        shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
+    )
     routed = RoutedExperts(gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts)
 
     # Each core norms all of the row: its sum of squares costs less than an exchange.
@@ -76,12 +79,12 @@ def moe_decode(
         nisa.nc_matmul(dst=total, stationary=columns[:, chunk, :], moving=router[chunk], accumulate=chunk > 0)
     logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=logits, src=total)
-    shared = shared_expert(
-        columns, shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first
-    )
     add_over_cores(logits)
-    index, weights, _ = choose(logits, e_score_correction_bias, routed_scaling_factor)
+    index, weights, _ = choose(logits, e_score_correction_bias, routed_scaling_factor, affinities=False)
     number = nl.ndarray(index.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=number, src=index)
-    store_columns(out, routed.sum(columns, number, weights, first_expert, shared, exact), first, exact)
+    places, kept = routed.places(number, weights, first_expert)
+    # While the chosen experts are on their way.
+    shared = shared_expert.apply(columns)
+    store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
     return out

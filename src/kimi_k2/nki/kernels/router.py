@@ -76,12 +76,18 @@ def noaux_tc_router(
 
 
 def choose(
-    logits: Any, bias: Any, routed_scaling_factor: float, norm_topk_prob: bool = True, top_k: int = 8
+    logits: Any,
+    bias: Any,
+    routed_scaling_factor: float,
+    norm_topk_prob: bool = True,
+    top_k: int = 8,
+    affinities: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Choice and weights from logits [T, E] float32 in SBUF: uint32 [T, top_k], float32 [T, top_k], float32 [T, E].
 
     Args:
         bias: e_score_correction_bias, float32 [1, E] in HBM.
+        affinities: make the last of them; otherwise it is None.
         routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
     """
     tokens, experts = logits.shape
@@ -108,6 +114,8 @@ def choose(
         nisa.memset(dst=factor, value=routed_scaling_factor)
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=factor)
 
+    if not affinities:
+        return index[:, 0:top_k], weights, None
     # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
     if top_k < _FOUND:
         nisa.memset(dst=best[:, top_k:_FOUND], value=_NO_SCORE)

@@ -1,0 +1,195 @@
+"""Faults put into our kernels' sources, one at a time: each is seen by a test of this directory, at small sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kimi_k2.nki import kernels
+from kimi_k2.nki.errors import NkiError
+
+from . import test_attention_kernels as attention
+from . import test_experts_kernel as experts
+from . import test_mla_kernel as mla
+from . import test_moe_kernel as moe
+from . import test_router_kernel as router
+
+FOLDER = Path(kernels.__file__).parent
+PACKAGE, MUTANT = "kimi_k2.nki.kernels", "mutant_kernels"
+
+
+class _Finder:
+    """Imports `mutant_kernels`: our kernels with one piece of one file's text replaced."""
+
+    def __init__(self, file: str, old: str, new: str) -> None:
+        self.file, self.old, self.new = file, old, new
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> object:
+        if fullname.partition(".")[0] != MUTANT:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=fullname == MUTANT)  # type: ignore[arg-type]
+
+    def create_module(self, spec: object) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__.rpartition(".")[2]
+        text = (FOLDER / ("__init__.py" if name == MUTANT else f"{name}.py")).read_text()
+        if name == self.file:
+            assert text.count(self.old) == 1, f"expected {self.old!r} once in {name}.py, found {text.count(self.old)}"
+            text = text.replace(self.old, self.new)
+        exec(compile(text.replace(PACKAGE, MUTANT), f"{name}.py", "exec"), module.__dict__)
+
+
+@contextmanager
+def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tests' modules call kernels with the fault, at small sizes."""
+    finder = _Finder(file, old, new)
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        for tested in (attention, experts, mla, moe, router):
+            for name, value in vars(tested).copy().items():
+                source = getattr(getattr(value, "function", value), "__module__", None) or ""
+                if source.startswith(PACKAGE):
+                    changed = importlib.import_module(source.replace(PACKAGE, MUTANT))
+                    monkeypatch.setattr(tested, name, getattr(changed, name))
+            for name, size in (("HIDDEN", 512), ("BLOCKS", 4), ("Q_RANK", 256)):
+                if hasattr(tested, name):
+                    monkeypatch.setattr(tested, name, size)
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in [name for name in sys.modules if name.partition(".")[0] == MUTANT]:
+            del sys.modules[name]
+
+
+def attend() -> None:
+    attention.test_attention_in_float32(2, 512, 2, 2)
+
+
+def attend_fp8() -> None:
+    attention.test_attention_is_no_farther_than_pytorch(2, 256, 2, torch.float8_e4m3fn)
+
+
+def write() -> None:
+    attention.test_new_entries_are_written_to_the_cache()
+
+
+def merge() -> None:
+    attention.test_flash_decoding_over_four_ranks_equals_one_kernel(torch.float32)
+
+
+def project() -> None:
+    attention.test_norm_and_down_projections(4, 66, 2, 2, torch.float32)
+
+
+def groups() -> None:
+    attention.test_a_projection_of_more_than_a_bank_of_sums()
+
+
+def latent() -> None:
+    mla.test_attention_in_float32(3, 1024, 8, 2)
+
+
+def choose() -> None:
+    router.test_router_at_real_size(4, torch.float32, 2)
+
+
+def route() -> None:
+    experts.test_experts_in_float32(32, 2, 3)
+
+
+def route_wide() -> None:
+    experts.test_experts_in_float32(64, 1, 3)
+
+
+def other_ranks() -> None:
+    experts.test_experts_of_other_ranks_cost_no_read()
+
+
+def share() -> None:
+    experts.test_the_shared_expert_rides_along(32, 3, 2, "float32")
+
+
+def layer() -> None:
+    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32")
+
+
+CHECKS = (
+    attend,
+    attend_fp8,
+    write,
+    merge,
+    project,
+    groups,
+    latent,
+    choose,
+    route,
+    route_wide,
+    other_ranks,
+    share,
+    layer,
+)
+
+# (file, text, what stands there instead, the check that sees it)
+FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
+    ("columns", "1.0 / (chunks * BLOCK)", "1.0 / BLOCK", project),
+    ("columns", "out[:, first + begin : first + begin + size, :]", "out[:, begin : begin + size, :]", route),
+    ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", attend),
+    ("exchange", "data1=first, data2=second", "data1=first, data2=first", route),
+    ("exchange", "first = nl.program_id() * each", "first = 0", latent),
+    ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", attend),
+    ("linear", "factors = scales[:, first : first + size, :]", "factors = scales[:, 0:size, :]", groups),
+    ("projections", "pairs[:, :, 1 - element]", "pairs[:, :, element]", attend),
+    ("projections", "group += self.heads", "group += 0", attend_fp8),
+    ("projections", "self.w_uv[head], self.uv_rows[head]", "self.w_uv[0], self.uv_rows[head]", attend),
+    ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", latent),
+    ("latent_attention", "offset=self.first * BLOCK", "offset=0", latent),
+    ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", latent),
+    ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", latent),
+    ("latent_attention", "for part in (mine, theirs):", "for part in (mine,):", latent),
+    ("latent_attention", "op1=nl.add, operand1=MASKED)", "op1=nl.add, operand1=0.0)", merge),
+    ("latent_attention", "place * self.rope, (place + 1) * self.rope", "0, self.rope", latent),
+    ("attention", "queries.new_row[:, sequence, :]", "queries.new_row[:, 0, :]", write),
+    ("flash_decoding", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", merge),
+    ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", route),
+    ("experts", "[-1, self.stack], [0, self.width]]", "[0, self.stack], [0, self.width]]", route),
+    ("experts", "accumulate=group > 0", "accumulate=False", route_wide),
+    ("experts", "op=nl.silu, data=by_group[source :", "op=nl.copy, data=by_group[source :", route),
+    ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", route),
+    ("experts", "op0=nl.greater_equal, operand0=0.0", "op0=nl.greater, operand0=0.0", other_ranks),
+    ("shared_expert", "gate_up_scales[half, mine]", "gate_up_scales[0, mine]", share),
+    ("router", "nisa.max8(dst=best, src=choice)", "nisa.max8(dst=best, src=scores)", choose),
+    ("router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", choose),
+    ("router", "accumulate=column > 0", "accumulate=True", choose),
+    ("moe", "router_tiles[:, first + begin :", "router_tiles[:, begin :", layer),
+)
+
+
+# Every third fault always; all of them, and the sound kernels, take 15 s of CPU.
+ALL = bool(os.environ.get("KIMI_K2_NKI_ALL"))
+
+
+@pytest.mark.parametrize("check", CHECKS if ALL else CHECKS[:2], ids=lambda check: check.__name__)
+def test_sound_kernels_pass_at_small_sizes(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutant("router", "_NORM_GUARD = 1e-20", "_NORM_GUARD = 1e-20", monkeypatch):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "check"), FAULTS if ALL else FAULTS[::3], ids=lambda part: getattr(part, "__name__", part)
+)
+def test_a_fault_is_seen(
+    file: str, old: str, new: str, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mutant(file, old, new, monkeypatch), pytest.raises((AssertionError, NkiError)) as error:
+        check()
+    assert "expected" not in str(error.value) or isinstance(error.value, NkiError)  # the fault itself was put in
