@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
 from kimi_k2.ops.mla import mla_naive_attention
+from kimi_k2.ops.registry import pin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SCALE = 0.1147
@@ -49,3 +51,29 @@ def test_the_model_takes_it() -> None:
     wanted = reference(nope, rope, expanded, cache, positions)
     out = mla_naive_attention(nope, rope, cache, kv_b, positions, SCALE)
     assert float((out.double() - wanted).norm() / wanted.norm()) < 6e-3
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(2048, 2048), (2100, 5000), (4097, 4097)])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_flash_attention_takes_whole_chunks(queries: int, slots: int, heads: int) -> None:
+    if flash_prefill.flash_attention() is None:
+        pytest.skip("needs vLLM's FlashAttention 3")
+    torch.manual_seed(queries)
+    q, rope, cache = random(1, queries, heads, 192), random(1, queries, heads, 64), random(1, slots, 576)
+    nope, kv_b = q[..., :128], random(heads, 256, 512) * 0.03
+    positions = torch.arange(slots - queries, slots, device="cuda")[None]
+    given = nope, rope, cache, kv_b, positions, SCALE
+    assert flash_prefill.supports(*given, whole=True)
+    assert not flash_prefill.supports(*given)
+    found = mla_naive_attention(*given, whole=True)
+    pin("mla_naive_attention=mla_prefill")
+    ours = mla_naive_attention(*given, whole=True)
+    pin("")
+    assert not torch.equal(found, ours)
+    expanded = torch.matmul(cache[..., :512].double().unsqueeze(1), kv_b.double().mT)
+    for head in range(0, heads, 7):
+        one = slice(head, head + 1)
+        wanted = reference(nope[:, -200:, one], rope[:, -200:, one], expanded[:, one], cache, positions[:, -200:])
+        assert float((found[:, -200:, one].double() - wanted).norm() / wanted.norm()) < 6e-3
+    assert float((found.double() - ours.double()).norm() / ours.double().norm()) < 6e-3
+    assert torch.equal(found, mla_naive_attention(*given, whole=True))

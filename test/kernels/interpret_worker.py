@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.attention import mla_decode, mla_prefill
+from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_prefill
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.linear import fused_linear_triton
 from kimi_k2.kernels.rowwise import decode_triton as rope_cache_triton
@@ -84,6 +84,15 @@ def prefill(queries: int, slots: int) -> float:
             scores = (scores + rope[b, query].double() @ cache[b, : position + 1, 512:].double().T) * 0.1
             worst = max(worst, error(out[b, query], torch.einsum("ht,htv->hv", scores.softmax(-1), values)))
     return worst
+
+
+def joined(heads_of_right: bool) -> float:
+    """Strided parts, more tokens than a block has; 0 or 1."""
+    left, right = torch.randn(2, 3, 70, 256)[..., :128].transpose(1, 2), torch.randn(2, 70, 3, 64)
+    if not heads_of_right:
+        right = torch.randn(2, 70, 576)[..., 512:]
+    wide = right if heads_of_right else right.unsqueeze(2).expand(-1, -1, 3, -1)
+    return float(not torch.equal(flash_prefill.join(left, right), torch.cat((left, wide), dim=-1)))
 
 
 def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
@@ -201,6 +210,7 @@ def main() -> None:
         name = f"mla e4m3 paged={paged} narrow={narrow} splits={splits}"
         errors[name] = mla(codes, 8, paged, torch.float8_e4m3fn)
     errors |= {f"prefill S={s} T={t}": prefill(s, t) for s, t in ((40, 40), (37, 90))}
+    errors |= {f"joined {name}": joined(name == "queries") for name in ("queries", "keys")}
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     errors |= absorb(1.0) | absorb(2.5)

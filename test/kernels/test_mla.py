@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
@@ -160,3 +161,29 @@ def test_prefill_is_for_hopper(monkeypatch: pytest.MonkeyPatch, capability: tupl
         q_nope, q_rope, cache, kv_b = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes)
         positions = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
         assert supports_mla_naive_attention(q_nope, q_rope, cache, kv_b, positions, 0.1) is taken
+
+
+@pytest.mark.parametrize(
+    ("queries", "slots", "whole", "installed", "taken"),
+    [
+        (2048, 2048, True, True, True), (1024, 4096, True, True, True), (2048, 2048, False, True, False),
+        (2048, 2048, True, False, False), (1024, 1024, True, True, False), (16, 2**20, True, True, False),
+    ],
+)  # fmt: skip
+def test_flash_attention_is_for_whole_chunks(
+    monkeypatch: pytest.MonkeyPatch, queries: int, slots: int, whole: bool, installed: bool, taken: bool
+) -> None:
+    """Many tokens that end where the cache ends; without vLLM, ours."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(flash_prefill, "flash_attention", lambda: print if installed else None)
+    with FakeTensorMode():
+        shapes = (1, queries, 8, 128), (1, queries, 8, 64), (1, slots, 576), (8, 256, 512)
+        q_nope, q_rope, cache, kv_b = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes)
+        positions = torch.zeros(1, queries, dtype=torch.int64, device="cuda")
+        assert flash_prefill.supports(q_nope, q_rope, cache, kv_b, positions, 0.1, whole) is taken
+
+
+def test_flash_attention_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_prefill, "flash_attention", lambda: None)
+    with pytest.raises(KernelError, match="FlashAttention 3 is not installed"):
+        flash_prefill.attend(torch.zeros(1, 4, 2, 192), torch.zeros(1, 4, 2, 192), torch.zeros(1, 4, 2, 128), 0.1)

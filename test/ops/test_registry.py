@@ -59,7 +59,7 @@ def test_the_order_is_the_tables() -> None:
         "gelu_linear": ["cublaslt", "plain"],
         "mla_absorbed_attention": ["mla_decode", "plain"],
         "mla_decode": ["mla_decode", "plain"],
-        "mla_naive_attention": ["mla_prefill", "plain"],
+        "mla_naive_attention": ["flash_attn_3", "mla_prefill", "plain"],
         "paged_mla_decode": ["mla_decode", "plain"],
         "project": ["fused_linear", "block_gemm", "e4m3", "plain"],
         "query_and_entry": ["cuda", "plain"],

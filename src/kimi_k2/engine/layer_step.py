@@ -51,12 +51,14 @@ class Prompt(NamedTuple):
         rotation: cos and sin at these, each [B, S, D / 2].
         cache: of all layers.
         length: cache slots to attend over.
+        whole: the chunk's tokens are those of the last S slots, none of them padding.
     """
 
     positions: Tensor
     rotation: tuple[Tensor, Tensor]
     cache: LatentCache
     length: int
+    whole: bool = False
 
 
 class LayerStep:

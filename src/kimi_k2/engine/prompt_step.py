@@ -47,8 +47,8 @@ class PromptStep:
 
     def __init__(self, step: DecodeStep) -> None:
         self.step, self.model, self.cache = step, step.model, step.cache
-        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
-        self._seen: set[tuple[int, int]] = set()
+        self._captured: OrderedDict[tuple[int, int, bool], _Captured] = OrderedDict()
+        self._seen: set[tuple[int, int, bool]] = set()
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
@@ -69,10 +69,11 @@ class PromptStep:
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise GenerationError(f"token ids must be in 0..{vocabulary - 1}")
         device = self.cache.data.device
+        whole = bool((positions == torch.arange(length - width, length, device=positions.device)).all())
         if not self.step.graph or batch * padded_width(width) > MAX_CAPTURED:
-            return self.run(ids.to(device), positions.to(device), last.to(device), length)
-        wide = padded_width(width)
-        key = wide, min(padded_width(length), self.cache.max_length)
+            return self.run(ids.to(device), positions.to(device), last.to(device), length, whole)
+        wide, padded = padded_width(width), min(padded_width(length), self.cache.max_length)
+        key = wide, padded, whole and (wide, padded) == (width, length)
         if key not in self._captured:
             padding = 0, wide - width
             ids, positions = (
@@ -81,7 +82,7 @@ class PromptStep:
             given = ids.to(device), positions.to(device), last.to(device)
             if key not in self._seen:
                 self._seen.add(key)
-                return self.run(*given, key[1])
+                return self.run(*given, *key[1:])
             self._capture(key, *given)
         found = self._captured[key]
         self._captured.move_to_end(key)
@@ -92,26 +93,27 @@ class PromptStep:
         found.graph.replay()
         return found.logits
 
-    def _capture(self, key: tuple[int, int], ids: Tensor, positions: Tensor, last: Tensor) -> None:
-        self.run(ids, positions, last, key[1])  # builds and communicators are made outside the capture
+    def _capture(self, key: tuple[int, int, bool], ids: Tensor, positions: Tensor, last: Tensor) -> None:
+        self.run(ids, positions, last, *key[1:])  # builds and communicators are made outside the capture
         while len(self._captured) >= MAX_GRAPHS:
             self._captured.popitem(last=False)[1].graph.reset()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = self.run(ids, positions, last, key[1])
+            logits = self.run(ids, positions, last, *key[1:])
         self._captured[key] = _Captured(ids, positions, last, graph, logits)
 
-    def run(self, ids: Tensor, positions: Tensor, last: Tensor, length: int) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False) -> Tensor:
         """The chunk, launch by launch; arguments on the model's device.
 
         Args:
             length: cache slots to attend over, at least the largest position + 1.
+            whole: the chunk's tokens are those of the last S slots, none of them padding.
         """
         model = self.model.model
         delta: Tensor | None = None
         x = model.embed_tokens(ids).flatten(0, 1)
-        prompt = Prompt(positions, model.rotary(positions.clamp(min=0), x.dtype), self.cache, length)
+        prompt = Prompt(positions, model.rotary(positions.clamp(min=0), x.dtype), self.cache, length, whole)
         for layer in self.step.layers:
             x, delta = layer.read(x, delta, prompt)
         assert delta is not None

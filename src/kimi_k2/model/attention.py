@@ -101,6 +101,7 @@ class MultiHeadLatentAttention(nn.Module):
         rotation: tuple[Tensor, Tensor],
         cache: LatentCache | None,
         length: int,
+        whole: bool = False,
     ) -> Tensor:
         """What lies between the projections.
 
@@ -109,6 +110,7 @@ class MultiHeadLatentAttention(nn.Module):
             latent: [B, S, kv_lora_rank], before its norm.
             k_rope: [B, S, qk_rope_head_dim], not rotated.
             positions .. length: as `forward` takes them.
+            whole: as `mla_naive_attention` takes it.
 
         Returns:
             [B, S, heads * v_head_dim].
@@ -126,7 +128,7 @@ class MultiHeadLatentAttention(nn.Module):
             q_latent = absorb(q_nope, w_uk)
             out = value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
         else:
-            out = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
+            out = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale, whole)
         return out.flatten(2)
 
     def kv_b(self, dtype: torch.dtype) -> Tensor:

@@ -98,7 +98,13 @@ def mla_absorbed_attention(
 
 @operation
 def mla_naive_attention(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    whole: bool = False,
 ) -> Tensor:
     """Attention with keys and values expanded from the cache.
 
@@ -109,6 +115,7 @@ def mla_naive_attention(
         kv_b: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV for each head.
         positions: int64 [B, S], see `causal_softmax`.
         softmax_scale: factor of the scores.
+        whole: the caller knows that the new tokens are the last S of the T slots, in order and none of them padding.
 
     Returns:
         [B, S, H, v_head_dim].

@@ -1,9 +1,7 @@
-"""Time of MLA decode attention over a paged cache: ours, and FlashAttention 3 where installed."""
+"""Time of MLA decode attention over a paged cache: ours, and FlashAttention 3 and FlashMLA where vLLM is."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels import mla_peers
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
@@ -24,7 +23,7 @@ BATCHES = (1, 16, 64)
 CONTEXTS = (1024, 8192, 65536)
 # Microseconds aimed at for (heads, batch) at a context of 8192.
 TARGETS = {(64, 1): 15.0, (64, 16): 50.0, (64, 64): 155.0, (8, 1): 12.0, (8, 16): 42.0, (8, 64): 140.0}
-SOFTMAX_SCALE = 192**-0.5
+SOFTMAX_SCALE = mla_peers.SOFTMAX_SCALE
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,7 @@ def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
     """(name, call) of each other kernel that can be imported here."""
     if has_triton():
         yield "triton", in_triton
-    if importlib.util.find_spec("flash_attn_interface"):
-        attention = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
-
-        def call(one: Inputs) -> Tensor:
-            latent, rope = one.cache.unsqueeze(2).split([LATENT, ROW - LATENT], dim=-1)
-            q = one.q.unsqueeze(1)
-            out: Tensor = attention(
-                q[..., LATENT:], rope, latent, qv=q[..., :LATENT], cache_seqlens=one.seq_lens,
-                page_table=one.block_table, softmax_scale=SOFTMAX_SCALE, causal=True,
-            )  # fmt: skip
-            return out
-
-        yield "flash_attn_3", call
+    yield from mla_peers.peers()
 
 
 def time_mla(
@@ -144,7 +131,11 @@ def time_mla(
     At least 16 calls a graph, as a model has one a layer: a graph's own start, about 4 us, is no part of a call.
     """
     count = max(2, min(40, 2**28 // (batch * context * ROW * 2)))
-    calls = [partial(call, inputs(batch, heads, context)) for _ in range(count)]
+    given = [inputs(batch, heads, context) for _ in range(count)]
+    if isinstance(call, mla_peers.Scheduled):
+        for one in given:
+            call.schedule(one)
+    calls = [partial(call, one) for one in given]
     return graph_median(calls * -(-16 // count))
 
 
@@ -154,6 +145,8 @@ def time_ragged(
     """As `time_mla` over these lengths; `dtype` of the cache."""
     count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
     first = ragged_inputs(lengths, heads, dtype)
+    if isinstance(call, mla_peers.Scheduled):
+        call.schedule(first)
     # As a model's layers: queries and caches of their own; lengths, pages and plan are the same and stay in the L2.
     queries = [torch.randn_like(first.q) for _ in range(count)]
     caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Time of MLA prefill attention at the real head sizes, beside PyTorch's fused attention on padded values."""
+"""Time of MLA prefill attention at the real head sizes, beside FlashAttention 3 where vLLM is, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
+from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, ROPE, VALUE, run
 
-SHAPES = ((8, 4096, 4096), (64, 4096, 4096), (8, 1024, 16384))  # heads, new tokens, slots
+SHAPES = (
+    *((8, 1024, 1024), (8, 2048, 2048), (8, 4096, 4096), (8, 8192, 8192), (8, 32768, 32768), (64, 4096, 4096)),
+    *((8, 1024, 16384), (8, 16384, 65536)),
+)  # heads, new tokens, slots
 SOFTMAX_SCALE = 192**-0.5
 LAUNCHES = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 32, 8, 4))
 
@@ -42,6 +46,14 @@ def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tenso
     )
 
 
+def flash(one: tuple[Tensor, ...]) -> Tensor:
+    """FlashAttention 3 with what it needs joined before, as the table's entry."""
+    nope, rope, expanded, cache, _ = one
+    keys, values = expanded.transpose(1, 2).split([NOPE, VALUE], dim=-1)
+    joined = flash_prefill.join(nope, rope), flash_prefill.join(keys, cache[..., -ROPE:])
+    return flash_prefill.attend(*joined, values, SOFTMAX_SCALE)
+
+
 def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
     """Each shape; `sweep` adds other launches."""
     for heads, queries, slots in SHAPES:
@@ -54,6 +66,9 @@ def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
         for name, launch in launches.items():
             calls = [partial(call, one, launch) for one in inputs]
             yield Row("mla_prefill", case, name, graph_median(calls), moved, flops)
-        if with_peers and queries == slots:
+        if flash_prefill.flash_attention() is not None:
+            calls = [partial(flash, one) for one in inputs]
+            yield Row("mla_prefill", case, "FlashAttention 3", graph_median(calls), moved, flops)
+        if with_peers and queries == slots and queries <= 8192:
             calls = [partial(padded, *one[:4]) for one in inputs]
             yield Row("mla_prefill", case, "PyTorch SDPA", graph_median(calls), moved, flops)

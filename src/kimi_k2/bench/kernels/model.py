@@ -214,6 +214,6 @@ def time_prefill(
     whole = statistics.median(event_times(lambda: prompt_step(ids, positions, last), 5))
     x = torch.randn(batch * length, model.config.hidden_size, device=device).bfloat16()
     rotation = model.model.rotary(positions.to(device), x.dtype)
-    prompt = Prompt(positions.to(device), rotation, step.cache, length)
+    prompt = Prompt(positions.to(device), rotation, step.cache, length, whole=True)
     moe = [partial(layer.read, x, None, prompt) for layer in step.layers if layer.moe is not None]
     return whole, graph_median(moe, 5)

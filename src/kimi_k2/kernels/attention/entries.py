@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import attend_values as attend
-from kimi_k2.kernels.attention import mla_decode, mla_plan, mla_prefill, value_rows
+from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_plan, mla_prefill, value_rows
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
@@ -14,6 +14,7 @@ from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
 from kimi_k2.ops.weights import Weight
 
+ops_mla.mla_naive_attention.entry("flash_attn_3", takes=flash_prefill.supports)(flash_prefill.mla_naive_attention)
 ops_mla.mla_naive_attention.entry("mla_prefill", takes=mla_prefill.supports_mla_naive_attention)(
     mla_prefill.mla_naive_attention
 )

@@ -25,7 +25,13 @@ LAUNCH = (128, 64, 8, 3)
 
 
 def supports_mla_naive_attention(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    whole: bool = False,
 ) -> bool:
     """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
     return (
@@ -40,7 +46,13 @@ def supports_mla_naive_attention(
 
 
 def mla_naive_attention(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    whole: bool = False,
 ) -> Tensor:
     """`mla_prefill` with the plain function's arguments."""
     expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)

@@ -8,6 +8,16 @@ import triton.language as tl
 
 # Triton takes no annotations but its own.
 @triton.jit
+def pairs_of(block, expert, order, starts, counts, block_ends, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a block's rows: which are pairs of its expert, their places in the order, and the pairs themselves."""
+    count = tl.load(counts + expert)
+    row = (block - tl.load(block_ends + expert) + tl.cdiv(count, ROWS)) * ROWS + tl.arange(0, ROWS)
+    here = row < count
+    place = (tl.load(starts + expert) + row).to(tl.int64)
+    return here, place, tl.load(order + place, here, 0).to(tl.int64)
+
+
+@triton.jit
 def gate_up(  # type: ignore[no-untyped-def]
     x, weight, order, block_expert, starts, counts, block_ends, out, top_k, experts,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
@@ -17,12 +27,8 @@ def gate_up(  # type: ignore[no-untyped-def]
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert >= experts:
         return
-    count = tl.load(counts + expert)
-    first = (block - tl.load(block_ends + expert) + tl.cdiv(count, ROWS)) * ROWS
-    row = first + tl.arange(0, ROWS)
-    here = row < count
-    place = tl.load(starts + expert) + row
-    token = (tl.load(order + place, here, 0) // top_k).to(tl.int64)
+    here, place, pair = pairs_of(block, expert, order, starts, counts, block_ends, ROWS)
+    token = pair // top_k
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     gates = weight + (expert * 2 * INTER + column).to(tl.int64) * HIDDEN
     step = tl.arange(0, STEP)
@@ -34,7 +40,7 @@ def gate_up(  # type: ignore[no-untyped-def]
         gate = tl.dot(a, tl.trans(tl.load(at)), gate)
         up = tl.dot(a, tl.trans(tl.load(at + INTER * HIDDEN)), up)
     value = gate * tl.sigmoid(gate) * up
-    target = out + place.to(tl.int64)[:, None] * INTER + column[None, :]
+    target = out + place[:, None] * INTER + column[None, :]
     tl.store(target, value.to(out.dtype.element_ty), here[:, None])
 
 
@@ -48,12 +54,7 @@ def down(  # type: ignore[no-untyped-def]
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert >= experts:
         return
-    count = tl.load(counts + expert)
-    first = (block - tl.load(block_ends + expert) + tl.cdiv(count, ROWS)) * ROWS
-    row = first + tl.arange(0, ROWS)
-    here = row < count
-    place = (tl.load(starts + expert) + row).to(tl.int64)
-    pair = tl.load(order + place, here, 0).to(tl.int64)
+    here, place, pair = pairs_of(block, expert, order, starts, counts, block_ends, ROWS)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     rows = weight + (expert * HIDDEN + column).to(tl.int64) * INTER
     step = tl.arange(0, STEP)

@@ -78,5 +78,5 @@ class PagedLayer(LayerStep):
             summed = mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale)
             return value_heads(summed, self.w_uv).flatten(2).squeeze(0)
         kv_b = torch.cat((self.w_uk, self.w_uv), dim=1)
-        values = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
+        values = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale, whole=True)
         return values.flatten(2).squeeze(0)

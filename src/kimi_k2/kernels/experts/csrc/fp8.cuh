@@ -20,6 +20,10 @@ constexpr int kFirstSumWarp = kFirstMultiplyWarp + kMultiplyWarps, kSumWarps = 4
 static_assert(kFirstMultiplyWarp % 4 == 0, "wgmma needs warpgroups: four warps from a multiple of four on");
 static_assert(kMultiplyThreads == 2 * 128, "two warpgroups share an item's 256 rows");
 
+// compute-sanitizer: memcheck and synccheck are clean. racecheck names pairs of a stage's scales, of the queue's or of
+// the sums' ring, written by one warp and read by another: `full` and `empty` barriers order them, where one lane
+// arrives for its warp after __syncwarp or an asynchronous copy arrives by itself, which it does not follow. initcheck
+// names the pairs' outputs that the sums read: the copy engine wrote them, which it does not see.
 // Plain C layout: the Python side fills the same structure through ctypes.
 struct Fp8Args {
   const void* x;              // bf16 [T, H]

@@ -118,11 +118,15 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
         if ((i & 15) == 0) a.xs[i >> 4] = scale;
       }
     }
-    if (a.top_k * a.splits2 == 1)  // no summing launch: tokens without a valid pair are cleared here
-      for (int t = blockIdx.x - kSorters; t < a.tokens; t += gridDim.x - kSorters)
-        if (local_expert(a, t) < 0)
-          for (int i = tid; i < a.hidden / 2; i += 1024)
-            reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
+    if (a.top_k * a.splits2 == 1)  // no summing launch: tokens without a valid pair are cleared here, by a warp
+      for (int t0 = (blockIdx.x - kSorters) * 1024 + warp * 32; t0 < a.tokens; t0 += (gridDim.x - kSorters) * 1024) {
+        unsigned empty = __ballot_sync(0xffffffffu, t0 + lane < a.tokens && local_expert(a, t0 + lane) < 0);
+        for (; empty; empty &= empty - 1) {
+          uint4* row =
+              reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)(t0 + __ffs(empty) - 1) * a.hidden);
+          for (int i = lane; i < a.hidden / 8; i += 32) row[i] = make_uint4(0, 0, 0, 0);
+        }
+      }
   }
 }
 

@@ -1,0 +1,107 @@
+"""Other kernels of MLA decode attention where they can be imported: FlashAttention 3 and FlashMLA as vLLM has them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
+
+if TYPE_CHECKING:
+    from kimi_k2.bench.kernels.mla import Inputs
+
+SOFTMAX_SCALE = 192**-0.5
+
+
+class Scheduled:
+    """A kernel that shares its work out by the lengths once a step; `schedule` is not timed, as all layers use it.
+
+    Attributes:
+        plans: by the lengths' tensor, which is kept so that its number stays its own.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[int, tuple[Tensor, Any]] = {}
+
+    def schedule(self, one: Inputs) -> None:
+        """Make the plan for these lengths, if there is none."""
+        if id(one.seq_lens) not in self.plans:
+            self.plans[id(one.seq_lens)] = (one.seq_lens, self.plan(one))
+
+    def plan(self, one: Inputs) -> Any:
+        """What `run` takes."""
+        raise NotImplementedError
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """The attention, [B, H, 512]."""
+        raise NotImplementedError
+
+    def __call__(self, one: Inputs) -> Tensor:
+        """`run` by the plan that `schedule` made."""
+        return self.run(one, self.plans[id(one.seq_lens)][1])
+
+
+class FlashAttention3(Scheduled):
+    """vLLM's FlashAttention 3 with queries and values in latent space, and its scheduler's metadata."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+
+    def plan(self, one: Inputs) -> Any:
+        """Queries' offsets and the scheduler's metadata."""
+        batch, heads = one.q.shape[:2]
+        starts = torch.arange(batch + 1, device=one.q.device, dtype=torch.int32)
+        return starts, self.interface.get_scheduler_metadata(
+            batch_size=batch, max_seqlen_q=1, max_seqlen_k=one.block_table.shape[1] * PAGE, num_heads_q=heads,
+            num_heads_kv=1, headdim=ROW - LATENT, cache_seqlens=one.seq_lens, qkv_dtype=torch.bfloat16,
+            headdim_v=LATENT, page_size=PAGE, cu_seqlens_q=starts, causal=True,
+        )  # fmt: skip
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """As vLLM's backend for MLA calls it."""
+        latent, rope = one.cache.unsqueeze(2).split([LATENT, ROW - LATENT], dim=-1)
+        out: Tensor = self.interface.flash_attn_varlen_func(
+            one.q[..., LATENT:], rope, latent, q_v=one.q[..., :LATENT], max_seqlen_q=1, cu_seqlens_q=plan[0],
+            max_seqlen_k=one.block_table.shape[1] * PAGE, seqused_k=one.seq_lens, block_table=one.block_table,
+            softmax_scale=SOFTMAX_SCALE, causal=True, fa_version=3, scheduler_metadata=plan[1],
+        )  # fmt: skip
+        return out
+
+
+class FlashMLA(Scheduled):
+    """vLLM's FlashMLA over a BF16 cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interface = importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
+
+    def plan(self, one: Inputs) -> Any:
+        """Its first call makes the metadata."""
+        made = self.interface.get_mla_metadata()[0]
+        self.run(one, made)
+        return made
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """One query a sequence."""
+        out: Tensor = self.interface.flash_mla_with_kvcache(
+            one.q.unsqueeze(1), one.cache.unsqueeze(2), one.block_table, one.seq_lens, LATENT, plan,
+            softmax_scale=SOFTMAX_SCALE, causal=True,
+        )[0]  # fmt: skip
+        return out
+
+
+def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
+    """(name, call) of each that vLLM brings."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    for name, kind in (("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA)):
+        try:
+            yield name, kind()
+        except ImportError:  # vLLM was built without it
+            continue

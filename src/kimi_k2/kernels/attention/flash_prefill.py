@@ -1,0 +1,128 @@
+"""Prefill attention by FlashAttention 3, which vLLM brings: stands for `ops.mla.mla_naive_attention`.
+
+Keys of 192 and values of 128 a head are what it has a kernel for. Queries and keys are joined from their parts by one
+launch each. Its causal mask ends at the last slot, so only whole chunks are taken; the others go to `mla_prefill`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, supports_mla_naive_attention
+
+# Below so many queries, or queries times slots, joining the parts costs more than the faster attention saves.
+MIN_QUERIES, MIN_PAIRS = 1024, 2048**2
+BLOCK = 64
+WARPS = 4
+
+
+@functools.cache
+def flash_attention() -> Callable[..., Any] | None:
+    """The forward operation of vLLM's FlashAttention 3, or None; vLLM itself is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for library in sorted(Path(folder, "vllm_flash_attn").glob("_vllm_fa3_C*.so")):
+            try:
+                torch.ops.load_library(str(library))
+            except OSError:  # built for another PyTorch
+                continue
+            found: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001
+            return found
+    return None
+
+
+def supports(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    whole: bool = False,
+) -> bool:
+    """A whole chunk of many tokens that `mla_prefill` would take, and FlashAttention 3 is there."""
+    return (
+        whole
+        and MIN_QUERIES <= q_nope.shape[1] <= cache.shape[1]
+        and q_nope.shape[1] * cache.shape[1] >= MIN_PAIRS
+        and supports_mla_naive_attention(q_nope, q_rope, cache, kv_b, positions, softmax_scale)
+        and flash_attention() is not None
+    )
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("kimi_k2.kernels.attention.flash_prefill_triton")
+
+
+def join(left: Tensor, right: Tensor) -> Tensor:
+    """[B, T, H, 128] and [B, T, H, 64], or [B, T, 64] of all heads, to [B, T, H, 192]; values in a row side by side."""
+    batch, tokens, heads, _ = left.shape
+    out = left.new_empty(batch, tokens, heads, NOPE + ROPE)
+    head_stride = right.stride(2) if right.dim() == 4 else 0
+    _kernels().join[(-(-tokens // BLOCK), heads, batch)](
+        left, right, out, tokens, heads, *left.stride()[:3], *right.stride()[:2], head_stride, BLOCK=BLOCK,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Tensor:
+    """Causal attention of the last S of T tokens.
+
+    Args:
+        q: bfloat16 [B, S, H, 192].
+        keys: bfloat16 [B, T, H, 192].
+        values: bfloat16 [B, T, H, 128].
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        bfloat16 [B, S, H, 128].
+
+    Raises:
+        KernelError: FlashAttention 3 is not there, or has other arguments than vLLM 0.24's.
+    """
+    forward = flash_attention()
+    if forward is None:
+        raise KernelError("FlashAttention 3 is not installed")
+    batch, queries, slots = q.shape[0], q.shape[1], keys.shape[1]
+
+    def starts(length: int) -> Tensor:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+
+    # vLLM builds the form for sequences one after the other alone.
+    given = {
+        "q": q.flatten(0, 1), "k": keys.flatten(0, 1), "v": values.flatten(0, 1), "cu_seqlens_q": starts(queries),
+        "cu_seqlens_k": starts(slots), "max_seqlen_q": queries, "max_seqlen_k": slots, "softmax_scale": softmax_scale,
+        "is_causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
+        "is_rotary_interleaved": True, "num_splits": 1, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
+    }  # fmt: skip
+    arguments = {argument.name: given.get(argument.name) for argument in forward._schema.arguments}  # type: ignore[attr-defined]  # noqa: SLF001
+    if missing := sorted(set(given) - set(arguments)):
+        raise KernelError(f"FlashAttention 3 has no arguments {', '.join(missing)}, expected vLLM 0.24's")
+    out: Tensor = forward(**arguments)[0].unflatten(0, (batch, queries))
+    return out
+
+
+def mla_naive_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    whole: bool = False,
+) -> Tensor:
+    """The plain function's work, of a whole chunk."""
+    expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT).transpose(1, 2)
+    keys, values = expanded.split([NOPE, VALUE], dim=-1)
+    return attend(join(q_nope, q_rope), join(keys, cache[..., RANK:]), values, softmax_scale)
