@@ -19,7 +19,7 @@ from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.vision.model import VisionModel
-from kimi_k2.plan.vision import image_cost, tower_bytes
+from kimi_k2.plan.vision import image_cost, tower_bytes, tower_rank_bytes
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import TINY_VISION, tiny_config, with_format
 from kimi_k2.vision_config import Grid
@@ -27,6 +27,7 @@ from kimi_k2.vision_config import Grid
 WORKER, LOWERING, TEXT_WORKER = (
     Path(__file__).with_name(f"vision{name}worker.py") for name in ("_", "_lowering_", "_text_")
 )
+IMAGE_TO_TEXT_WORKER = Path(__file__).with_name("image_to_text_worker.py")
 TOLERANCE = 2e-5
 BUCKETS = [[16, 1], [256, 1], [64, 4], [512, 4]]
 PACKS = [
@@ -56,9 +57,8 @@ def test_cpu_mode_agrees_with_the_plain_tower(checkpoint: Path, tmp_path: Path, 
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
-def test_whole_model_with_media(checkpoint: Path, tmp_path: Path, tp: int, ep: int) -> None:
-    """Text, one image, and a video chunk beside two images, against the plain model."""
+def drawn_case(checkpoint: Path) -> dict[str, Any]:
+    """Text, one image, and a video chunk beside two images; six tokens that decode is fed."""
     config = KimiK2Config.from_pretrained(checkpoint)
     assert config.vision is not None
     token, generator = config.vision.image_token_id, torch.Generator().manual_seed(3)
@@ -70,23 +70,69 @@ def test_whole_model_with_media(checkpoint: Path, tmp_path: Path, tp: int, ep: i
         for grid in own:
             prompts[-1] += [*[token] * grid.tokens(), 5]
     forced = torch.randint(0, 512, (4, 6), generator=generator).tolist()
-    torch.save({"prompts": prompts, "media": media, "forced": forced}, tmp_path / "case.pt")
-    options = neuron_config(tp, ep, 4)
-    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
-    found = launch(job, tmp_path, TEXT_WORKER)
+    return {"prompts": prompts, "media": media, "forced": forced}
 
+
+def plain_logits(checkpoint: Path, case: dict[str, Any]) -> torch.Tensor:
+    """Of prefill and of every forced step, [steps, B, vocab]."""
+    config = KimiK2Config.from_pretrained(checkpoint)
+    assert config.vision is not None
+    prompts, forced = case["prompts"], case["forced"]
     tower, plain = VisionModel.from_pretrained(checkpoint), KimiK2ForCausalLM.from_pretrained(checkpoint)
-    features = [[tower(pixels, [Grid(*grid)]) for pixels, grid in own] for own in media]
+    features = [[tower(pixels, [Grid(*grid)]) for pixels, grid in own] for own in case["media"]]
     rows = MediaRows.of(prompts, features, config.vision.media_token_ids)
     cache = plain.new_cache(4, max(map(len, prompts)) + 6)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     wanted = [prefill(plain, prompts, cache, media=rows)]
-    for step in range(6):
+    for step in range(len(forced[0])):
         tokens = torch.tensor([row[step] for row in forced])
         wanted.append(decode_step(plain, tokens, lengths + step, cache))
-    worst = float((found - torch.stack(wanted)).abs().max())
+    return torch.stack(wanted)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
+def test_whole_model_with_media(checkpoint: Path, tmp_path: Path, tp: int, ep: int) -> None:
+    """A mixed batch against the plain model."""
+    case = drawn_case(checkpoint)
+    torch.save(case, tmp_path / "case.pt")
+    options = neuron_config(tp, ep, 4)
+    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
+    found = launch(job, tmp_path, TEXT_WORKER)
+    worst = float((found - plain_logits(checkpoint, case)).abs().max())
     print(f"\nTP{tp} EP{ep}: max |logit difference| {worst:.1e} on logits up to {float(found.abs().max()):.2f}")
     assert worst <= TOLERANCE
+
+
+def test_compiled_through_the_image_to_text_base(checkpoint: Path, tmp_path: Path) -> None:
+    """Compiled, saved, loaded and run by NxDI's own code with the compiler mocked; two prefill graphs, three calls."""
+    case = drawn_case(checkpoint)
+    text = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30]
+    shape = 4, 40
+    too_many = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "attention_mask": torch.ones(shape, dtype=torch.int32),
+        "position_ids": torch.arange(40).expand(shape),
+        "vision_embeddings": torch.zeros(4 * 48 + 1, 256),
+        "vision_mask": torch.full(shape, -1, dtype=torch.int32),
+    }
+    torch.save({**case, "text": text, "too_many": too_many}, tmp_path / "case.pt")
+    options = neuron_config(1, 1, 4, enable_bucketing=True, context_encoding_buckets=[24, 48])
+    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
+    found = launch(job, tmp_path, IMAGE_TO_TEXT_WORKER)
+    worst = float((found["logits"] - plain_logits(checkpoint, case)).abs().max())
+    wanted = plain_logits(checkpoint, {"prompts": text, "media": [[]] * 4, "forced": [[]] * 4})
+    worst_text = float((found["text"] - wanted[0]).abs().max())
+    print(f"\nthrough compile and load: {worst:.1e}; text alone {worst_text:.1e}")
+    assert max(worst, worst_text) <= TOLERANCE
+    weights = "weights/tp0_sharded_checkpoint.safetensors"
+    assert {f"{part}_model/{file}" for part in ("text", "vision") for file in ("model.pt", weights)} <= {
+        *found["files"]
+    }
+    errors = found["errors"]
+    assert "fit no compiled bucket" in errors["bucket"]
+    assert "expected the compiled batch of 4" in errors["batch"]
+    assert "rows of images" in errors["rows"]
+    assert "media tokens" in errors["tokens"]
 
 
 def test_the_smallest_bucket_that_fits() -> None:
@@ -111,7 +157,7 @@ def test_what_cannot_be_cut() -> None:
             contrib("vision").KimiK25VisionGraph(config, ranks, torch.float32)
 
 
-def lowered(*arguments: int) -> dict[str, Any]:
+def lowered(*arguments: int | str) -> dict[str, Any]:
     command = [sys.executable, str(LOWERING), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -139,4 +185,19 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
     replicated = 1152 * 589 + (27 * 4 + 2 * 2) * 1152 + 27 * 2 * 1152 + 7168
     divided = tower_bytes(config) // 2 - 64 * 64 * 1152 - replicated
     assert counts["held"] == pytest.approx(2 * (divided / ranks + replicated), rel=0.01)
+    assert counts["held"] == pytest.approx(tower_rank_bytes(config, ranks, neuron=True), rel=0.001)
     assert counts["kinds"] == {f"all-reduce {ranks}": 27 * 2 + 1}
+
+
+@SLOW
+def test_prefill_with_media_at_real_shapes() -> None:
+    """A row of media for every token, and its index; the products are the text graph's."""
+    found = lowered("trn2-tp64-ep1", 2)
+    text, media = found["text"], found["media"]
+    assert media["bucket"] == text["bucket"]
+    batch, length = media["inputs"]["input.0"]
+    assert media["inputs"]["input.22"] == [batch * length, 7168]
+    assert media["inputs"]["input.23"] == [batch, length]
+    assert "input.22" not in text["inputs"]
+    assert media["flops"] == pytest.approx(text["flops"], rel=1e-4)
+    assert media["collectives"] == text["collectives"]

@@ -1,6 +1,7 @@
 """Lowers the vision tower at its real shapes and prints the counts of one bucket as JSON.
 
 python vision_lowering_worker.py TP_DEGREE PATCHES FRAMES
+python vision_lowering_worker.py PRESET LAYERS         # the prefill graph with media, and the text class's
 """
 
 from __future__ import annotations
@@ -19,10 +20,40 @@ environment.prepare(cpu=False)
 
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
+from kimi_k2.neuron.compile import build_application, without_nki  # noqa: E402
+from kimi_k2.plan.deployment import Deployment  # noqa: E402
 from kimi_k2.plan.hlo import count  # noqa: E402
 
 
+def lower_text(name: str, layers: int) -> None:
+    """Counts of the prefill graphs of both classes, and the shapes of the inputs for media."""
+    import torch
+
+    preset = Deployment.load(name)
+    config = KimiK2Config.from_preset("kimi-k2.5", num_hidden_layers=layers)
+    text = build_application(preset, config, "kimi-k2.5", **without_nki(preset))
+    module, lowering = contrib.load("image_to_text"), contrib.load("lowering")
+    tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[1024, 1]], tp_degree=16, torch_dtype=torch.bfloat16)
+    load = contrib.load("config").load_kimi_config(config)
+    whole = module.KimiK25InferenceConfig(text.config.neuron_config, tower, load_config=load)
+    media = module.NeuronKimiK25ForImageToText("kimi-k2.5", whole)
+    found = {}
+    for key, app in (("text", text), ("media", media)):
+        graph = lowering.lower(app, "context_encoding_model")
+        counts = count(graph.hlo, graph.parameters)
+        found[key] = {
+            "bucket": graph.bucket,
+            "flops": counts.flops,
+            "collectives": sum(counts.collectives.values()),
+            "inputs": {where: list(shape) for where, (_, shape) in graph.inputs.items()},
+        }
+    print("COUNTS " + json.dumps(found))
+
+
 def main() -> None:
+    if not sys.argv[1].isdigit():
+        lower_text(sys.argv[1], int(sys.argv[2]))
+        return
     ranks, patches, frames = (int(word) for word in sys.argv[1:])
     vision = contrib.load("vision")
     graph = contrib.load("vision_lowering").lower_vision(

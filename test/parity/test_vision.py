@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kimi_k2.cli import app
+from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.parity.reference import MissingLibraryError
 from kimi_k2.parity.reference_vision import transformers_kimi_k25
@@ -66,6 +69,17 @@ def test_a_fault_is_named(checkpoint: Path, wanted: dict[str, torch.Tensor], par
     model.get_parameter(parameter).mul_(1.1)
     found = first_divergence(trace_plain(model, pixels(), GRIDS), wanted)
     assert found is not None and found.point == point
+
+
+def test_the_command(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> None:
+    runner, words = CliRunner(), ["parity", "tower", str(checkpoint)]
+    agrees = runner.invoke(app, [*words, "--grid", "4x6", "--grid", "2x2x4"])
+    assert agrees.exit_code == 0 and "14 points" in agrees.output
+    differs = runner.invoke(app, [*words, "--grid", "2x2", "--tolerance", "1e-12"])
+    assert differs.exit_code == 1 and "patch_embed" in differs.output
+    for bad, message in (("4", "HEIGHTxWIDTH"), ("4x-6", "HEIGHTxWIDTH"), ("3x4", "multiples"), ("9x4x4", "frames")):
+        refused = runner.invoke(app, [*words, "--grid", bad])
+        assert isinstance(refused.exception, KimiK2Error) and message in str(refused.exception)
 
 
 def test_traces_that_cannot_be_compared() -> None:

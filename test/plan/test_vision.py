@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.plan.memory import TOWER, memory_plan
+from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, vision_report
 from kimi_k2.vision_config import Grid
 
@@ -46,3 +48,14 @@ def test_published_sizes() -> None:
     assert report["weights"] == 2 * 471_143_920
     assert [image["tokens"] for image in report["images"]] == [256, 1024, 4096, 1024]
     assert vision_report(KimiK2Config.from_preset("kimi-k2-thinking"), 0) is None
+
+
+def test_a_rank_holds_the_tower_beside_the_language_model() -> None:
+    k25, text = (KimiK2Config.from_preset(name) for name in ("kimi-k2.5", "kimi-k2-thinking"))
+    for preset, ranks in (("h200-tp8", 1), ("trn2-tp64-ep1-1k", 16)):
+        plan, without = (memory_plan(config, load_target(preset, config)) for config in (k25, text))
+        assert TOWER not in without.parts
+        held = plan.parts[TOWER]
+        assert plan.resident - held == without.resident
+        # 413 M of 471 M parameters are divided; the learned positions are not on a Trainium core.
+        assert held == 2 * 471_143_920 if ranks == 1 else 2 * 471_143_920 / 16 < held < 2 * 471_143_920 / 14

@@ -20,6 +20,18 @@ from kimi_k2.vision_config import Grid
 BLOCK_POINTS = {"norm0": "norm1", "wo": "attn", "norm1": "norm2", "mlp": "mlp", "": ""}
 
 
+def parse_grid(text: str) -> Grid:
+    """`4x6` or `3x4x6` (frames first) as a grid.
+
+    Raises:
+        ParityError: it is neither.
+    """
+    words = text.split("x")
+    if len(words) not in (2, 3) or not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
+        raise ParityError(f"grid {text!r}: expected HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH in patches, such as 4x6")
+    return Grid(*map(int, words)) if len(words) == 3 else Grid(1, *map(int, words))
+
+
 def tower_points(layers: int) -> dict[str, tuple[str, str]]:
     """Every point in the order of computation, with the module that gives it here and in transformers."""
     points = {"patch_embed": ("vision_tower.patch_embed", "vision_tower.patch_embed")}

@@ -8,6 +8,7 @@ from math import prod
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.scratch import BF16, Scratch, make_scratch
 from kimi_k2.plan.target import GIB, Memory, Target
+from kimi_k2.plan.vision import tower_rank_bytes
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -24,6 +25,7 @@ WEIGHTS = (
     "embedding and lm_head",
     "norms and rank numbers",
 )
+TOWER = "vision tower"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     plan = plan or make_plan(config, target.layout)
     parts = weight_parts(plan)
     parts |= arrangement_terms(config, target, parts)
+    parts[TOWER] = tower_rank_bytes(config, target.layout.ranks, target.is_neuron)
     parts["KV cache"] = cache_bytes(config, target)
     if target.is_neuron:
         parts["runtime micro-code"] = MICROCODE_BYTES

@@ -16,7 +16,7 @@ from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.kernels import kernel_step, print_kernel_step
-from kimi_k2.plan.memory import MemoryPlan, category, memory_plan
+from kimi_k2.plan.memory import TOWER, MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, Target
@@ -64,7 +64,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
-        "vision": vision_report(config, memory.room),
+        "vision": vision_report(config, memory.room + memory.parts.get(TOWER, 0)),
         "host": host_plan(config, target),
         "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),

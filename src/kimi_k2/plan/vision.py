@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,30 @@ class ImageCost:
 def tower_bytes(config: KimiK2Config) -> int:
     """Weights of tower and projector, which every rank that encodes images holds whole; 0 without a tower."""
     return sum(spec.nbytes for spec in vision_tensors(config))
+
+
+def tower_ranks(config: KimiK2Config, ranks: int) -> int:
+    """Ranks of Trainium that share the tower: as many as divide its heads, feed-forward and projector."""
+    vision = config.vision
+    assert vision is not None
+    return gcd(ranks, vision.num_attention_heads, vision.intermediate_size, vision.merged_size)
+
+
+def tower_rank_bytes(config: KimiK2Config, ranks: int, neuron: bool) -> int:
+    """What one rank holds of tower and projector; 0 without a tower.
+
+    A GPU holds them whole. On Trainium `tower_ranks` share heads, feed-forward and projector; norms, the patches'
+    embedding and the biases after a sum are every rank's, and the learned positions stay on the host.
+    """
+    vision, whole = config.vision, tower_bytes(config)
+    if vision is None or not neuron:
+        return whole
+    width, layers = vision.hidden_size, vision.num_hidden_layers
+    positions = vision.pos_emb_height * vision.pos_emb_width * width
+    norms = (2 * layers + 2) * 2 * width
+    replicated = width * (3 * vision.patch_size**2 + 1) + norms + 2 * layers * width + config.hidden_size
+    divided = whole // _BF16 - positions - replicated
+    return _BF16 * (divided // tower_ranks(config, ranks) + replicated)
 
 
 def image_cost(config: KimiK2Config, grid: Grid) -> ImageCost:

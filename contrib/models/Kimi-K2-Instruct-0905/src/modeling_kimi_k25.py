@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.errors import MediaError
-from kimi_k2.vision_config import Grid
+from kimi_k2.vision_config import Grid, VisionConfig
 
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM, NeuronKimiK2Model
 from .vision import NeuronKimiK25VisionEncoder, VisionBucket
@@ -68,19 +69,39 @@ class NeuronKimiK25ForConditionalGeneration(NeuronKimiK2ForCausalLM):
         """
         config, length = self.vision.config, self.neuron_config.max_context_length
         features = [[self.vision(pixels, [grid]) for pixels, grid in own] for own in media]
-        rows = MediaRows.of(prompts, features, config.media_token_ids)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        if width > length:
-            raise MediaError(f"a prompt of {width} tokens; max_context_length is {length}")
-        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-        slots = torch.arange(width)
-        mask = (slots < lengths[:, None]).to(torch.int32)
-        positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
-        options: dict[str, Any] = {}
+        inputs, rows, index = prefill_inputs(prompts, features, config, length)
         if rows is not None:
+            assert index is not None
             # As long as the bucket: NxDI's wrapper pads ids, and would put zeros for embeddings of another length.
-            index = rows.padded(length).to(torch.int32)
-            ids = torch.where(index[:, :width] >= 0, 0, ids)
-            options["llava_args"] = [*[torch.empty(0)] * SKIPPED, rows.features, index]
-        return self(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+            index = F.pad(index, (0, length - index.shape[1]), value=-1)
+            inputs["llava_args"] = [*[torch.empty(0)] * SKIPPED, rows, index]
+        return self(**inputs)
+
+
+def prefill_inputs(
+    prompts: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]], config: VisionConfig, longest: int
+) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
+    """Arguments of a prefill, and its media's rows [M, H] with int32 [B, S], the row of each token, -1 for text.
+
+    Args:
+        features: of each prompt, the embeddings of its images and video chunks.
+        longest: tokens that a prompt may have.
+
+    Raises:
+        MediaError: a prompt is too long, or its media tokens are not those of its images.
+    """
+    rows = MediaRows.of(prompts, features, config.media_token_ids)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    if width > longest:
+        raise MediaError(f"a prompt of {width} tokens; max_context_length is {longest}")
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    slots = torch.arange(width)
+    mask = (slots < lengths[:, None]).to(torch.int32)
+    positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    if rows is None:
+        return inputs, None, None
+    index = rows.padded(width).to(torch.int32)
+    inputs["input_ids"] = torch.where(index >= 0, 0, ids)
+    return inputs, rows.features, index

@@ -212,6 +212,22 @@ class KimiK25VisionGraph(nn.Module):
         return out
 
 
+def input_shapes(
+    config: VisionConfig, bucket: VisionBucket, pixels: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each input of a graph, in `forward`'s order."""
+    count = bucket.patches
+    angles = (count, config.head_dim // 2), torch.float32
+    return [
+        ((count, 3 * config.patch_size**2), pixels),
+        ((count, config.hidden_size), torch.float32),
+        angles,
+        angles,
+        ((count,), torch.int32),
+        ((count // bucket.frames, bucket.frames), torch.float32),
+    ]
+
+
 def convert_vision_state_dict(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """A checkpoint's tower under the graph's names, uncut; the learned positions stay on the host."""
     state: dict[str, Tensor] = {}

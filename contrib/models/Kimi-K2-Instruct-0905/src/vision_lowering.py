@@ -9,7 +9,7 @@ import torch
 from kimi_k2.config import KimiK2Config
 
 from .lowering import LoweredGraph, _graph, _place, _placeholder, mocked_ranks
-from .vision import KimiK25VisionGraph, VisionBucket
+from .vision import KimiK25VisionGraph, VisionBucket, input_shapes
 
 STAGE = "vision_encoder_model"
 
@@ -32,14 +32,7 @@ def lower_vision(
         with torch.device("meta"):
             module = KimiK25VisionGraph(config, tp_degree, dtype).eval()
         placed = _place(module)
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((count, 3 * vision.patch_size**2), dtype),
-            ((count, vision.hidden_size), torch.float32),
-            ((count, vision.head_dim // 2), torch.float32),
-            ((count, vision.head_dim // 2), torch.float32),
-            ((count,), torch.int32),
-            ((count // bucket.frames, bucket.frames), torch.float32),
-        ]
+        shapes = input_shapes(vision, bucket, dtype)
         inputs = []
         for number, (shape, kind) in enumerate(shapes):
             held = placed[f"input.{number}"] = _placeholder(torch.empty(shape, dtype=kind, device="meta"))

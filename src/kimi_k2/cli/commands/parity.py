@@ -146,4 +146,48 @@ def compare_command(
         raise typer.Exit(1)
 
 
+@parity.command("tower")
+def tower_command(
+    checkpoint: Checkpoint,
+    grids: Annotated[
+        list[str] | None,
+        typer.Option("--grid", help="Patches, HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH; may be repeated. 4x6, 2x2, 3x2x4."),
+    ] = None,
+    backend: Annotated[Literal["cpu", "cuda"], typer.Option("--backend", help="Who runs our tower.")] = "cpu",
+    dtype: DtypeOption = "float32",
+    tolerance: Annotated[float, typer.Option(help="Relative L2 of a point.")] = 1e-5,
+    seed: Seed = 0,
+) -> None:
+    """Compare the vision tower with transformers' point by point on random pixels; exit status 1 if it diverges."""
+    import torch
+    from rich.console import Console
+
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
+    from kimi_k2.model.vision.model import VisionModel
+    from kimi_k2.parity.reference_vision import transformers_kimi_k25
+    from kimi_k2.parity.trace import ParityError
+    from kimi_k2.parity.vision import first_divergence, parse_grid, trace_plain, trace_transformers
+
+    if backend == "cuda" and not torch.cuda.is_available():
+        raise ParityError("backend cuda: there is no CUDA device here")
+    checkpoint = resolve_checkpoint(checkpoint)
+    sizes = [parse_grid(grid) for grid in grids or ("4x6", "2x2", "3x2x4")]
+    model = VisionModel.from_pretrained(checkpoint, dtype=getattr(torch, dtype), device=backend)
+    for grid in sizes:
+        model.config.check_grid(grid)
+    patch = model.config.patch_size
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.rand(sum(grid.patches for grid in sizes), 3, patch, patch, generator=generator) * 2 - 1
+    found = trace_plain(model, pixels.to(backend), sizes)
+    divergence = first_divergence(
+        found, trace_transformers(transformers_kimi_k25(checkpoint), pixels, sizes), tolerance
+    )
+    console = Console()
+    if divergence is None:
+        console.print(f"{len(found)} points of the tower agree with transformers within {tolerance:g}", style="green")
+        return
+    console.print(f"diverges first at {divergence.point}: relative L2 {divergence.relative:.1e}", style="bold red")
+    raise typer.Exit(1)
+
+
 COMMAND = Command("parity", parity, "Measure and prove")

@@ -1,0 +1,309 @@
+"""K2.5 on NxDI's image-to-text base: text model and vision tower as two compiled models of one application.
+
+NeuronKimiK25ForImageToText compiles and loads; NeuronKimiK25ForConditionalGeneration is the same model in CPU mode. The
+tower's ranks are a tensor-parallel group of their own, whose number divides its 16 heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig
+from neuronx_distributed_inference.models.image_to_text_model_base import (
+    ImageToTextInferenceConfig,
+    NeuronBaseForImageToText,
+)
+from neuronx_distributed_inference.models.image_to_text_model_wrapper import ImageToTextModelWrapper
+from neuronx_distributed_inference.models.model_wrapper import (
+    VISION_ENCODER_MODEL_TAG,
+    EncoderModelInstance,
+    ModelWrapper,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, MediaError
+from kimi_k2.vision_config import Grid
+
+from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
+from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
+from .modeling_kimi_k25 import NeuronKimiK25TextModel, prefill_inputs
+from .presharding import preshard
+from .vision import (
+    POSITIONS,
+    KimiK25VisionGraph,
+    VisionBucket,
+    VisionInputs,
+    choose_bucket,
+    convert_vision_state_dict,
+    input_shapes,
+    load_vision,
+)
+
+# Places of NxDI's arguments for media in a call of a text graph.
+EMBEDDINGS, INDEX = 22, 23
+
+
+class KimiK25VisionNeuronConfig(NeuronConfig):
+    """Neuron config of the tower.
+
+    Args:
+        vision_buckets: patches and frames of each graph; see VisionBucket.
+
+    Raises:
+        ConfigError: there is no bucket.
+    """
+
+    def __init__(self, *, vision_buckets: Sequence[Sequence[int]], **kwargs: Any) -> None:
+        if not vision_buckets:
+            raise ConfigError("expected at least one graph's patches and frames", field="vision_buckets")
+        kwargs.pop("buckets", None)
+        super().__init__(**kwargs)
+        self.vision_buckets = [list(bucket) for bucket in vision_buckets]
+        # NxDI names the graphs' folders by these.
+        self.buckets = [patches for patches, _ in self.vision_buckets]
+
+    def graphs(self) -> list[VisionBucket]:
+        """The graphs' shapes."""
+        return [VisionBucket(*bucket) for bucket in self.vision_buckets]
+
+
+class KimiK25InferenceConfig(ImageToTextInferenceConfig):
+    """Configurations of both models; `text_config` is the text class's own, and holds the tower's sizes too.
+
+    Args:
+        load_config: `load_kimi_config` of a checkpoint, or None where `text_config` (as JSON has it) is given.
+    """
+
+    text_config: KimiK2InferenceConfig
+    vision_config: InferenceConfig
+
+    def __init__(
+        self,
+        text_neuron_config: KimiK2NeuronConfig,
+        vision_neuron_config: KimiK25VisionNeuronConfig,
+        fused_spec_config: Any = None,
+        load_config: Callable[[InferenceConfig], None] | None = None,
+        metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        text, vision = kwargs.pop("text_config", None) or {}, kwargs.pop("vision_config", None) or {}
+        # NxDI's own constructor makes plain InferenceConfigs of both.
+        super(ImageToTextInferenceConfig, self).__init__(
+            copy.deepcopy(text_neuron_config), fused_spec_config=fused_spec_config, metadata=metadata, **kwargs
+        )
+        self.text_config = KimiK2InferenceConfig(text_neuron_config, load_config=load_config, **text)
+        if self.text_config.hf.vision is None:
+            raise ConfigError("missing: this member of the family takes no images", field="vision_config")
+        self.vision_config = InferenceConfig(vision_neuron_config, **vision)
+        self._name_or_path = getattr(self.text_config, "_name_or_path", "")
+
+    def get_required_attributes(self) -> list[str]:
+        """None: the two configurations check themselves."""
+        return []
+
+    @classmethod
+    def get_neuron_config_cls(cls) -> type[KimiK2NeuronConfig]:
+        """The text model's."""
+        return KimiK2NeuronConfig
+
+    @classmethod
+    def from_json_string(cls, json_string: str, **kwargs: Any) -> KimiK25InferenceConfig:
+        """What `to_json_string` wrote; NxDI's reads both neuron configs with one class."""
+        fields = {**json.loads(json_string), **kwargs}
+        fields.pop("neuron_config", None)
+        text = KimiK2NeuronConfig(**fields["text_config"].pop("neuron_config"))
+        vision = KimiK25VisionNeuronConfig(**fields["vision_config"].pop("neuron_config"))
+        return cls(text, vision, **fields)
+
+
+class KimiK25TextWrapper(ImageToTextModelWrapper):
+    """The text graphs' wrapper: media's rows and their index are filled up to the graph that NxDI chooses.
+
+    NxDI's own puts zeros for embeddings of another length than the graph's. Nothing is cut off or zeroed here.
+    """
+
+    @staticmethod
+    def get_dummy_vision_inputs(
+        config: InferenceConfig, input_ids: Tensor, n_active_tokens: int, fill_value: int
+    ) -> tuple[Tensor, Tensor]:
+        """A prefill graph takes a row for every token, [B S, H], and int32 [B, S]; a decode graph takes none."""
+        if input_ids.shape[-1] == 1:
+            return torch.zeros(0, dtype=config.neuron_config.torch_dtype), torch.zeros(0, dtype=torch.int32)
+        rows = len(input_ids) * n_active_tokens
+        embeddings = torch.zeros(rows, config.hidden_size, dtype=config.neuron_config.torch_dtype)
+        return embeddings, torch.full((len(input_ids), n_active_tokens), -1, dtype=torch.int32)
+
+    def pad_inputs(self, *args: Any, pad_type: str = "first_fit") -> tuple[Any, ...]:
+        """NxDI's, and the media's arguments.
+
+        Raises:
+            MediaError: more rows than the graph takes, or a batch that NxDI would cut or put into another order.
+        """
+        args = tuple(super().pad_inputs(*args, pad_type=pad_type))
+        if len(args) <= INDEX or not args[EMBEDDINGS].numel():
+            return args
+        (batch, length), embeddings, index = args[0].shape, args[EMBEDDINGS], args[INDEX]
+        if batch != self.neuron_config.batch_size:
+            raise MediaError(
+                f"{batch} prompts with images at once, expected the compiled batch of {self.neuron_config.batch_size}"
+            )
+        rows, columns = batch * length - len(embeddings), length - index.shape[1]
+        if rows < 0 or columns < 0:
+            raise MediaError(
+                f"{len(embeddings)} rows of images for {index.shape[1]} tokens; the largest graph takes {length} tokens"
+            )
+        filled = F.pad(embeddings.to(self.neuron_config.torch_dtype), (0, 0, 0, rows))
+        return (*args[:EMBEDDINGS], filled, F.pad(index, (0, columns), value=-1), *args[INDEX + 1 :])
+
+
+class KimiK25VisionWrapper(ModelWrapper):
+    """The tower's graphs; its inputs fit one of them already, see VisionInputs."""
+
+    def input_generator(self) -> list[tuple[Tensor, ...]]:
+        """Zeros in each graph's shapes."""
+        vision = self.config.text_config.hf.vision
+        return [
+            tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in input_shapes(vision, bucket, torch.float32))
+            for bucket in self.neuron_config.graphs()
+        ]
+
+    def get_model_instance(self) -> EncoderModelInstance:
+        """The tower, made when NxD asks for it."""
+        return EncoderModelInstance(model_cls=self.model_cls, config=self.config)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Run the graph of these shapes.
+
+        Raises:
+            RuntimeError: the model is not loaded.
+        """
+        if self.model is None:
+            raise RuntimeError("the tower is not loaded")
+        out: Tensor = self._forward(*inputs)
+        return out
+
+
+def make_graph(config: KimiK25InferenceConfig) -> KimiK25VisionGraph:
+    """The tower of a configuration, as its wrapper calls it."""
+    neuron = config.vision_config.neuron_config
+    return KimiK25VisionGraph(config.text_config.hf, neuron.tp_degree, neuron.torch_dtype)
+
+
+class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToText):
+    """K2.5 with images, compiled: `compile`, then `load`, `prefill` and calls as the text class's for decode."""
+
+    text_model_cls = NeuronKimiK25TextModel
+    text_model_wrapper = KimiK25TextWrapper
+    vision_model_wrapper = KimiK25VisionWrapper
+    _model_cls = NeuronKimiK25TextModel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        NeuronBaseForImageToText.__init__(
+            self, self.text_model_cls, KimiK25VisionGraph, self.text_model_wrapper, self.vision_model_wrapper, *args,
+            **kwargs,
+        )  # fmt: skip
+        self._inputs: VisionInputs | None = None
+
+    @classmethod
+    def get_config_cls(cls) -> type[KimiK25InferenceConfig]:
+        """KimiK25InferenceConfig."""
+        return KimiK25InferenceConfig
+
+    def enable_vision_encoder(self, enable_wlt_optimization: bool = True, **model_init_kwargs: Any) -> None:
+        """Add the tower's graphs."""
+        config = copy.deepcopy(self.config)
+        config.neuron_config = config.vision_config.neuron_config
+        arguments = ["--model-type=transformer", "-O1", "--auto-cast=none"]
+        self.vision_encoder_model = self.vision_model_wrapper(
+            config=config,
+            model_cls=make_graph,
+            tag=VISION_ENCODER_MODEL_TAG,
+            compiler_args=" ".join([*arguments, f"--lnc={config.neuron_config.logical_nc_config}"]),
+            priority_model_idx=0 if enable_wlt_optimization else None,
+            model_init_kwargs=model_init_kwargs,
+        )
+        self.vision_models.append(self.vision_encoder_model)
+
+    def get_vision_builder(self, debug: bool = False) -> Any:
+        """NxDI's, with the tower's tensors: its own gives both builders one loader."""
+        builder = super().get_vision_builder(debug)
+        builder.checkpoint_loader = self.vision_state_dict
+        return builder
+
+    def vision_state_dict(self) -> dict[str, Tensor]:
+        """The tower's tensors under its graph's names, uncut."""
+        return convert_vision_state_dict(self._stored_vision(), self.vision_config.neuron_config.torch_dtype)
+
+    def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
+        """The text model's tensors."""
+        return self.get_state_dict(self.config._name_or_path or self.model_path, self.text_config)
+
+    def shard_text_weights(
+        self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
+    ) -> None:
+        """As the text class's, streamed."""
+        neuron = self.text_config.neuron_config
+        if pre_shard_weights_hook is not None:
+            pre_shard_weights_hook(self)
+        if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
+            preshard(self.config._name_or_path or self.model_path, compiled_model_path, neuron)
+
+    def _stored_vision(self) -> dict[str, Tensor]:
+        source = self.config._name_or_path or self.model_path
+        return load_vision(source, KimiK2Config.from_pretrained(source))  # which knows the names' prefix
+
+    @property
+    def vision_inputs(self) -> VisionInputs:
+        """What makes the tower's inputs on the host."""
+        if self._inputs is None:
+            vision = self.text_config.hf.vision
+            assert vision is not None
+            self._inputs = VisionInputs(vision, self._stored_vision()[POSITIONS])
+        return self._inputs
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Embeddings of a pack, [tokens of all grids, H].
+
+        Raises:
+            MediaError: no compiled graph holds the pack.
+        """
+        inputs = self.vision_inputs
+        bucket = choose_bucket(grids, self.vision_config.neuron_config.graphs(), inputs.config)
+        rows: Tensor = self.vision_encoder_model(*inputs(pixels, grids, bucket))
+        return rows[: sum(grid.tokens(inputs.config.merge_kernel_size) for grid in grids)]
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], media: Sequence[Sequence[tuple[Tensor, Grid]]]) -> Any:
+        """Run prompts with their images and video chunks; NxDI's output, logits of the last tokens.
+
+        Arguments and errors as for `NeuronKimiK25ForConditionalGeneration.prefill`.
+        """
+        features = [[self.encode(pixels, [grid]) for pixels, grid in own] for own in media]
+        vision = self.vision_inputs.config
+        inputs, rows, index = prefill_inputs(prompts, features, vision, self.neuron_config.max_context_length)
+        if rows is not None:
+            inputs |= {"vision_embeddings": rows, "vision_mask": index}
+        return self(**inputs)
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The text class's; a graph has all its inputs, so that text alone comes with empty ones for media.
+
+        NxDI's image-to-text base leaves out what is None, which would move the inputs after it.
+        """
+        if kwargs.get("sampling_params") is None:
+            kwargs["sampling_params"] = self.default_sampling_params[: len(input_ids)]
+        if kwargs.get("vision_embeddings") is None:
+            neuron = self.text_config.neuron_config
+            none = 0 if input_ids.shape[1] == 1 else 1
+            kwargs["vision_embeddings"] = torch.zeros(
+                (none, self.text_config.hidden_size) if none else (0,), dtype=neuron.torch_dtype
+            )
+            kwargs["vision_mask"] = torch.full(input_ids.shape if none else (0,), -1, dtype=torch.int32)
+        return super().forward(input_ids, *args, **kwargs)
