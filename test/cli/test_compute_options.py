@@ -15,6 +15,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops import registry
 
 SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -76,3 +77,19 @@ def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None
     assert fp8.exit_code == 0, fp8.output
     assert "float32 on cpu, weights as stored, KV cache float8_e4m3fn" in fp8.output
     assert "mla_absorbed_attention: plain" in fp8.output
+
+
+def test_generate_in_batch_invariant_mode(checkpoints: dict[str, Path]) -> None:
+    """The replies of the same prompts, alone and in any chunks; the mode ends with the command that asked for it."""
+    given = ["generate", str(checkpoints["fp8"]), "--max-new-tokens", "3", "--verbose", "-p", "Hello"]
+    normal, alone, chunked = (
+        CliRunner().invoke(app, [*given, *more])
+        for more in ([], ["--batch-invariant"], ["--batch-invariant", "--chunk-size", "2"])
+    )
+    assert normal.exit_code == alone.exit_code == chunked.exit_code == 0, alone.output
+    assert alone.stdout == chunked.stdout
+    assert "batch-invariant mode" in alone.output
+    assert "batch-invariant mode" not in normal.output
+    refused = CliRunner().invoke(app, [*given, "--batch-invariant", "--backend", "neuron", "--on-cpu"])
+    assert refused.exit_code == 2
+    registry.set_batch_invariant(False)

@@ -149,6 +149,10 @@ KvCacheDtype = Annotated[
     Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
     typer.Option(help="Of the KV cache; auto: config.json's kv_cache_scheme, else the compute dtype."),
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option("--batch-invariant", help="A sequence's logits have the same bits in any batch and in any chunks."),
+]
 ChunkSize = Annotated[int | None, number(1, "Prefill this many tokens at a time.")]
 MaxNewTokens = Annotated[int, number(1, "Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]

@@ -16,7 +16,7 @@ from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import add_project
 from kimi_k2.ops.mla_decode import attention_plan, sequence_lengths
-from kimi_k2.ops.registry import PLAIN
+from kimi_k2.ops.registry import PLAIN, decoding
 from kimi_k2.ops.weights import Weight
 
 
@@ -103,6 +103,10 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
+        with decoding():
+            return self._run()
+
+    def _run(self) -> Tensor:
         x, delta = self.model.model.embed_tokens(self.tokens), None
         place = self.place(self.positions, x.dtype)
         for index, layer in enumerate(self.layers):

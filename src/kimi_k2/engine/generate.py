@@ -15,6 +15,7 @@ from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops.registry import batch_invariant
 
 # Tokens int64 [B] at positions int64 [B] to logits [B, vocab_size].
 Decode = Callable[[Tensor, Tensor], Tensor]
@@ -52,11 +53,14 @@ def prefill(
         Logits of each prompt's last token, [B, vocab_size].
 
     Raises:
-        GenerationError: a prompt is empty or longer than the cache, or chunk_size is below 1.
+        GenerationError: a prompt is empty or longer than the cache, chunk_size is below 1, or there are media in
+            batch-invariant mode.
     """
     lengths = prompt_lengths(prompts)
     if chunk_size is not None and chunk_size < 1:
         raise GenerationError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if media is not None and batch_invariant():
+        raise GenerationError("images and videos are encoded side by side: batch-invariant mode takes text alone")
     device = model.lm_head.weight.device
     longest = max(lengths)
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)

@@ -17,6 +17,7 @@ from kimi_k2.ops.mla import (
     rotated_queries,
     value_heads,
 )
+from kimi_k2.ops.registry import batch_invariant
 
 
 def absorbed_is_cheaper(config: KimiK2Config, queries: int, length: int) -> bool:
@@ -123,7 +124,9 @@ class MultiHeadLatentAttention(nn.Module):
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
 
         kv_b = self.kv_b(q.dtype)
-        if self.form == "absorbed" or (self.form == "auto" and absorbed_is_cheaper(config, new, slots.shape[1])):
+        # Which form is cheaper depends on how a prompt is cut: in batch-invariant mode it is always the same one.
+        cheaper = not batch_invariant() and absorbed_is_cheaper(config, new, slots.shape[1])
+        if self.form == "absorbed" or (self.form == "auto" and cheaper):
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
             q_latent = absorb(q_nope, w_uk)
             out = value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.reader import CheckpointReader
@@ -20,6 +19,7 @@ from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.embedding import place_embeddings
+from kimi_k2.ops.linear import dense_linear
 
 
 class DecoderLayer(nn.Module):
@@ -203,4 +203,4 @@ class KimiK2ForCausalLM(nn.Module):
         x = self.model(input_ids, positions, cache, length, media)
         if logits_at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), logits_at]
-        return F.linear(x, self.lm_head.weight)
+        return dense_linear(x, self.lm_head.weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import linear_specs
@@ -11,7 +10,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.router import Router
-from kimi_k2.ops.experts import ExpertWeights, routed_experts
+from kimi_k2.ops.experts import ExpertWeights, gated, routed_experts
 from kimi_k2.ops.weights import Order, Weight, dequantize
 from kimi_k2.quantization.stored import dequantize_stored
 
@@ -40,7 +39,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import ELEMENTWISE, operation
 
 
 def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
@@ -15,7 +15,7 @@ def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
     return entries.to(dtype)
 
 
-@operation
+@operation(batch_invariant=ELEMENTWISE)
 def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import batch_invariant, operation
 
 
 @dataclass(eq=False)
@@ -34,14 +34,24 @@ class Ranks:
         return group
 
 
-@operation
+@operation(batch_invariant="gathered, then added in the order of ranks")
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum of all ranks' x, of any shape, contiguous; x may be overwritten. Every rank must make the same calls."""
+    """Sum of all ranks' x, of any shape, contiguous; x may be overwritten. Every rank must make the same calls.
+
+    In batch-invariant mode a library's own sum does not serve: which rank it begins with differs along x, by its size.
+    """
+    if batch_invariant():
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(ranks.group))]
+        dist.all_gather(parts, x, group=ranks.group)
+        total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for part in parts:
+            total += part
+        return x.copy_(total)
     dist.all_reduce(x, group=ranks.group)
     return x
 
 
-@operation
+@operation(batch_invariant="nothing is added")
 def gather_last(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Concatenate every rank's [..., n] along the last dimension."""
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import ELEMENTWISE, operation
 
 
-@operation
+@operation(batch_invariant=ELEMENTWISE)
 def embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     """Rows of tokens.
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.ops.linear import project
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
+from kimi_k2.ops.rows import by_rows, in_blocks, linear_rows
 from kimi_k2.ops.weights import Weight, dequantize
 
 
@@ -35,14 +36,21 @@ class ExpertWeights:
         return next(iter(self.down.tensors.values())).shape[0]
 
 
-@operation
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two [..., I]."""
+    if not in_blocks(gate):
+        return F.silu(gate) * up
+    out: Tensor = by_rows(lambda one, other: F.silu(one) * other, gate.flatten(0, -2), up.flatten(0, -2))
+    return out.view(gate.shape)
+
+
+@operation(batch_invariant=ELEMENTWISE)
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2I], gate first: [..., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gated(*gate_up.chunk(2, dim=-1))
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """down(silu(gate(x)) * up(x)).
 
@@ -79,13 +87,13 @@ def routed_experts(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk
         if not 0 <= number < experts.num_experts:
             continue
         token, slot = torch.where(local_indices == number)
-        gate_up = F.linear(x[token], dequantize(experts.gate_up.expert(number), x.dtype))
-        y = F.linear(silu_and_mul(gate_up), dequantize(experts.down.expert(number), x.dtype))
+        gate_up = linear_rows(x[token], dequantize(experts.gate_up.expert(number), x.dtype))
+        y = linear_rows(silu_and_mul(gate_up), dequantize(experts.down.expert(number), x.dtype))
         out.index_add_(0, token, y * topk_weights[token, slot, None])
     return out.to(x.dtype)
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def routed_experts_with_shared(
     x: Tensor,
     experts: ExpertWeights,

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.ops.norm import add_norm, rms_norm
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import COMPOSED, operation
+from kimi_k2.ops.rows import linear_rows
 from kimi_k2.ops.weights import Weight, dequantize, dequantize_fp8_block
 
 
 @operation
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times W^T for W [N, K] of the same dtype: [..., N]."""
-    return F.linear(x, weight)
+    return linear_rows(x, weight)
 
 
 @operation
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
     """x [..., K] times W^T for an FP8 W [N, K] with one scale a block: [..., N] in x's dtype."""
-    return F.linear(x, dequantize_fp8_block(weight, weight_scale_inv, block_size, x.dtype))
+    return linear_rows(x, dequantize_fp8_block(weight, weight_scale_inv, block_size, x.dtype))
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return dense_linear(x, dequantize(weight, x.dtype))
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """linear(rms_norm(x)) for few tokens.
 
@@ -45,7 +45,7 @@ def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: f
     return linear(x if norm_weight is None else rms_norm(x, norm_weight, eps), weight)
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def add_project(
     x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kimi_k2.ops.registry import operation
 from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.rows import attend_blocks, in_blocks, linear_heads, linear_rows
 
 
 def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,11 +48,15 @@ def cache_entries(latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> T
 
 def absorb(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     """Queries in latent space: [B, S, H, nope] times W_UK [H, nope, rank] to [B, S, H, rank]."""
+    if in_blocks(q_nope):
+        return linear_heads(q_nope, w_uk)
     return torch.einsum("bshn,hnr->bshr", q_nope, w_uk)
 
 
 def value_heads(summed: Tensor, w_uv: Tensor) -> Tensor:
     """Values of sums of latents: [B, S, H, rank] times W_UV [H, v_head_dim, rank] to [B, S, H, v_head_dim]."""
+    if in_blocks(summed):
+        return linear_heads(summed, w_uv.mT)
     return torch.einsum("bshr,hvr->bshv", summed, w_uv)
 
 
@@ -89,6 +94,9 @@ def mla_absorbed_attention(
         [B, S, H, kv_lora_rank], sums of latents, to be multiplied by W_UV.
     """
     batch, length, heads, rank = q_latent.shape
+    if in_blocks(cache):
+        query, keys = torch.cat((q_latent, q_rope), dim=-1), cache.unsqueeze(1)
+        return attend_blocks(query, keys, keys[..., :rank], positions, softmax_scale)
     # Heads and queries form one dimension: one GEMM a sequence, which reads the cache once for all heads.
     query = torch.cat((q_latent, q_rope), dim=-1).flatten(1, 2)
     scores = torch.matmul(query, cache.mT).view(batch, length, heads, -1).transpose(1, 2)
@@ -122,6 +130,13 @@ def mla_naive_attention(
     """
     nope, rank = q_nope.shape[-1], kv_b.shape[-1]
     latent, k_rope = cache.split([rank, cache.shape[-1] - rank], dim=-1)
+    if in_blocks(cache):
+        keys, values = (
+            linear_rows(latent, rows.flatten(0, 1)).unflatten(-1, rows.shape[:2]).transpose(1, 2)
+            for rows in kv_b.split([nope, kv_b.shape[1] - nope], dim=1)
+        )
+        keys = torch.cat((keys, k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1, -1)), dim=-1)
+        return attend_blocks(torch.cat((q_nope, q_rope), dim=-1), keys, values, positions, softmax_scale)
     expanded = torch.matmul(latent.unsqueeze(1), kv_b.mT)  # [B, H, T, nope + v]
     scores = torch.matmul(q_nope.transpose(1, 2), expanded[..., :nope].mT)
     scores = scores + torch.matmul(q_rope.transpose(1, 2), k_rope.unsqueeze(1).mT)

@@ -12,11 +12,11 @@ from kimi_k2.ops.cache import store_entries
 from kimi_k2.ops.linear import project
 from kimi_k2.ops.mla import absorb, cache_entries, mla_absorbed_attention, rotated_queries, value_heads
 from kimi_k2.ops.norm import rms_norm
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
 from kimi_k2.ops.weights import Weight
 
 
-@operation
+@operation(batch_invariant=ELEMENTWISE)
 def sequence_lengths(positions: Tensor) -> Tensor:
     """int32 [B], slots in use once the token at `positions` int64 [B] is stored."""
     return (positions + 1).to(torch.int32)
@@ -59,7 +59,7 @@ def absorb_and_store(
     return torch.cat((absorb(q_nope, w_uk), q_rope), dim=-1).squeeze(1)
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def query_and_entry(
     qkv_a: Tensor,
     q_norm: Tensor,
@@ -96,7 +96,7 @@ def query_and_entry(
     return absorb_and_store(q, kv_a, kv_norm, cos, sin, positions, w_uk, cache, kv_eps)
 
 
-@operation
+@operation(batch_invariant="nothing is planned")
 def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
     """How kernels share the attention of a step's layers out by the sequences' lengths; None where none needs that.
 
@@ -139,7 +139,7 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
     return value_heads(latent.unsqueeze(1), w_uv).flatten(1)
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def attend_values(
     query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
 ) -> Tensor:

@@ -7,6 +7,11 @@ a linear) is an operation too, with a composition of them as its plain function.
 
 `KIMI_K2_KERNELS=op=name,op=name` (or `pin`) fixes a choice; `plain` pins the plain function, of all operations where it
 stands alone or after `*=`. A pinned operation is not joined with others by an entry that does its work otherwise.
+
+In batch-invariant mode (`set_batch_invariant`) only entries serve that say why a row's bits do not depend on how many
+rows there are, on its place or on the others; a call that none of them takes is refused. An entry may choose its launch
+otherwise then: `batch_invariant()` tells it, and `is_decoding()` whether the call belongs to a decode step, whose
+arithmetic need not be a prompt's: no token passes through both.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from kimi_k2.errors import KernelError
 
@@ -26,6 +32,11 @@ ALL = "*"
 # Modules whose import adds entries: ours, and those that other packages name in this group of entry points.
 PROVIDERS = ("kimi_k2.kernels.entries",)
 PROVIDER_GROUP = "kimi_k2.kernels"
+
+# Why a row's bits depend on nothing but the row: reasons that several entries share.
+ELEMENTWISE = "every value by itself"
+COMPOSED = "calls other operations"
+BY_ROW = "every row by itself, summed in an order that its length gives"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,10 +52,11 @@ class Entry:
         prepare: puts weights into the order that `call` wants, once after loading; see `Operation.prepare`.
         joins: name of the entry, by operation, whose work is part of this entry's.
         optional: taken only where it, or one of `joins`, is pinned: it trades accuracy away.
+        batch_invariant: why a row's bits do not depend on the batch in batch-invariant mode; empty where they may.
         calls: how often it was chosen.
     """
 
-    __slots__ = ("call", "calls", "joins", "name", "optional", "prepare", "takes")
+    __slots__ = ("batch_invariant", "call", "calls", "joins", "name", "optional", "prepare", "takes")
 
     def __init__(
         self,
@@ -54,9 +66,10 @@ class Entry:
         prepare: Callable[..., Any] | None,
         joins: Mapping[str, str],
         optional: bool = False,
+        batch_invariant: str = "",
     ) -> None:
         self.name, self.call, self.takes, self.prepare, self.joins = name, call, takes, prepare, joins
-        self.optional = optional
+        self.optional, self.batch_invariant = optional, batch_invariant
         self.calls = 0
 
 
@@ -69,10 +82,10 @@ class Operation(Generic[P, R]):
         entries: those before it, in the order of preference.
     """
 
-    def __init__(self, plain: Callable[P, R]) -> None:
+    def __init__(self, plain: Callable[P, R], batch_invariant: str = "") -> None:
         functools.update_wrapper(self, plain)
         self.name = plain.__name__
-        self.plain = Entry(PLAIN, plain, lambda *_, **__: True, None, {})
+        self.plain = Entry(PLAIN, plain, lambda *_, **__: True, None, {}, batch_invariant=batch_invariant)
         self.entries: list[Entry] = []
         self._allowed: tuple[Entry, ...] = ()
         self._pin: str | None = None
@@ -93,7 +106,8 @@ class Operation(Generic[P, R]):
         """The entry for this call.
 
         Raises:
-            KernelError: the pinned entry does not take these arguments; a provider of entries cannot be imported.
+            KernelError: the pinned entry does not take these arguments; none does in batch-invariant mode; a provider
+                of entries cannot be imported.
         """
         if not arguments[0].is_cuda:  # type: ignore[attr-defined]
             return self.plain
@@ -105,6 +119,11 @@ class Operation(Generic[P, R]):
         if self._pin not in (None, PLAIN):
             raise KernelError(
                 f"{self.name}={self._pin} is pinned, but does not take these shapes, dtypes or this device"
+                + (", or is not batch-invariant" if _invariant else "")
+            )
+        if _invariant and not self.plain.batch_invariant:
+            raise KernelError(
+                f"batch-invariant mode: no entry of {self.name} that keeps a row's bits takes {_described(arguments)}"
             )
         return self.plain
 
@@ -117,6 +136,7 @@ class Operation(Generic[P, R]):
         joins: Mapping[str, str] | None = None,
         prepare: Callable[..., Any] | None = None,
         optional: bool = False,
+        batch_invariant: str = "",
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Add the decorated function to the table.
 
@@ -127,6 +147,7 @@ class Operation(Generic[P, R]):
             joins: see `Entry`.
             prepare: see `Entry`.
             optional: see `Entry`.
+            batch_invariant: see `Entry`.
 
         Raises:
             KernelError: the operation has an entry of this name, or none called `before`.
@@ -138,7 +159,7 @@ class Operation(Generic[P, R]):
         place = self.names.index(before or PLAIN)
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}, optional))
+            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}, optional, batch_invariant))
             self.allow(_pins)
             return function
 
@@ -158,12 +179,13 @@ class Operation(Generic[P, R]):
     def allow(self, pins: Mapping[str, str]) -> None:
         """Keep the entries that these pins leave free."""
         self._pin = pins.get(self.name, pins.get(ALL))
+        free = [entry for entry in self.entries if entry.batch_invariant or not _invariant]
         if self._pin is not None:
-            self._allowed = tuple(entry for entry in self.entries if entry.name == self._pin)
+            self._allowed = tuple(entry for entry in free if entry.name == self._pin)
             return
         self._allowed = tuple(
             entry
-            for entry in self.entries
+            for entry in free
             if all(pins.get(operation, name) == name for operation, name in entry.joins.items())
             and (not entry.optional or any(pins.get(operation) == name for operation, name in entry.joins.items()))
         )
@@ -172,16 +194,73 @@ class Operation(Generic[P, R]):
 TABLE: dict[str, Operation[..., Any]] = {}
 _pins: dict[str, str] = {}
 _loaded = _pinned = False
+_invariant = _decoding = False
 
 
-def operation(plain: Callable[P, R]) -> Operation[P, R]:
-    """Make a plain function an operation, of which it is the last entry."""
-    made = Operation(plain)
+@overload
+def operation(plain: Callable[P, R], *, batch_invariant: str = "") -> Operation[P, R]: ...
+@overload
+def operation(*, batch_invariant: str) -> Callable[[Callable[P, R]], Operation[P, R]]: ...
+def operation(plain: Callable[P, R] | None = None, *, batch_invariant: str = "") -> Any:
+    """Make a plain function an operation, of which it is the last entry.
+
+    Args:
+        plain: the function; None for a decorator.
+        batch_invariant: see `Entry`, on a GPU; on a CPU every plain function is (`ops.rows`).
+    """
+    if plain is None:
+        return functools.partial(operation, batch_invariant=batch_invariant)
+    made = Operation(plain, batch_invariant)
     if made.name in TABLE:
         raise KernelError(f"there is an operation {made.name} already")
     TABLE[made.name] = made
     made.allow(_pins)
     return made
+
+
+def batch_invariant() -> bool:
+    """Whether a row's bits must not depend on the batch that it is in."""
+    return _invariant
+
+
+def set_batch_invariant(on: bool) -> None:
+    """Begin or end batch-invariant mode; counts of calls begin anew.
+
+    What is captured in a graph stays as it was.
+    """
+    global _invariant
+    _invariant = on
+    _choose_anew()
+
+
+def is_decoding() -> bool:
+    """Whether a decode step is under way, one new token a sequence."""
+    return _decoding
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """While a decode step is under way."""
+    global _decoding
+    before, _decoding = _decoding, True
+    try:
+        yield
+    finally:
+        _decoding = before
+
+
+def _choose_anew() -> None:
+    for one in TABLE.values():
+        one.allow(_pins)
+        for entry in (*one.entries, one.plain):
+            entry.calls = 0
+
+
+def _described(arguments: tuple[Any, ...]) -> str:
+    """Dtypes and shapes of the tensors among a call's arguments, and the first one's device."""
+    tensors = [one for one in arguments if hasattr(one, "is_cuda")]
+    shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors)
+    return f"{shapes} on {tensors[0].device}"
 
 
 def load_providers() -> None:
@@ -238,10 +317,7 @@ def pin(text: str | None = None) -> None:
     pins = parse_pins(text) if text else {}
     _pins.clear()
     _pins.update(pins)
-    for one in TABLE.values():
-        one.allow(pins)
-        for entry in (*one.entries, one.plain):
-            entry.calls = 0
+    _choose_anew()
 
 
 def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
@@ -251,10 +327,17 @@ def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
 
 
 def explain() -> str:
-    """One line an operation: which entries were used, how many calls each, and the order of the table."""
+    """One line an operation: which entries were used, how many calls each, and the order of the table.
+
+    In batch-invariant mode also why each used entry keeps a row's bits.
+    """
     load_providers()
-    lines = []
+    lines = ["batch-invariant mode"] if _invariant else []
     for one in TABLE.values():
-        used = ", ".join(f"{e.name} ({e.calls} calls)" for e in (*one.entries, one.plain) if e.calls)
+        used = ", ".join(f"{e.name} ({e.calls} calls{_why(e)})" for e in (*one.entries, one.plain) if e.calls)
         lines.append(f"{one.name}: {used or 'not called'}; order {' > '.join(one.names)}")
     return "\n".join(lines)
+
+
+def _why(entry: Entry) -> str:
+    return f"; {entry.batch_invariant}" if _invariant and entry.batch_invariant else ""

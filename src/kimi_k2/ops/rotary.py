@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import ELEMENTWISE, operation
+from kimi_k2.ops.rows import by_rows, in_blocks
 
 
-@operation
+@operation(batch_invariant=ELEMENTWISE)
 def rotary_cos_sin(positions: Tensor, inv_freq: Tensor, multiplier: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of every pair's angle.
 
@@ -24,11 +25,18 @@ def rotary_cos_sin(positions: Tensor, inv_freq: Tensor, multiplier: float, dtype
     Returns:
         Two of [..., D / 2].
     """
-    angles = positions.unsqueeze(-1).to(torch.float32) * inv_freq
-    return (angles.cos() * multiplier).to(dtype), (angles.sin() * multiplier).to(dtype)
+
+    def of(places: Tensor) -> tuple[Tensor, Tensor]:
+        angles = places.unsqueeze(-1).to(torch.float32) * inv_freq
+        return (angles.cos() * multiplier).to(dtype), (angles.sin() * multiplier).to(dtype)
+
+    if in_blocks(positions):
+        cos, sin = by_rows(of, positions.flatten())
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+    return of(positions)
 
 
-@operation
+@operation(batch_invariant=ELEMENTWISE)
 def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (2i, 2i + 1) of the last dimension by its angle.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.ops.norm import add_norm
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import COMPOSED, operation
+from kimi_k2.ops.rows import by_rows, linear_rows
 
 # Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
 NORM_GUARD = 1e-20
@@ -81,7 +81,7 @@ def _top(values: Tensor, count: int) -> Tensor:
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """[T, H] times the gate weight [E, H]: float32 [T, E] (float64 for float64 input)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), weight.to(wide))
+    return linear_rows(x.to(wide), weight.to(wide))
 
 
 @operation
@@ -93,10 +93,14 @@ def route(
     **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor]:
     """`router_logits`, then `noaux_tc_gate` with its options."""
-    return noaux_tc_gate(router_logits(x, weight), e_score_correction_bias, top_k, **options)
+    logits = router_logits(x, weight)
+    chosen: tuple[Tensor, Tensor] = by_rows(
+        lambda rows: noaux_tc_gate(rows, e_score_correction_bias, top_k, **options), logits
+    )
+    return chosen
 
 
-@operation
+@operation(batch_invariant=COMPOSED)
 def add_norm_route(
     x: Tensor,
     delta: Tensor,

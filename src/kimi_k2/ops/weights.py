@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.registry import operation
+from kimi_k2.ops.registry import ELEMENTWISE, operation
 from kimi_k2.quantization import fp8_block
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.stored import StoredFormat
 
-dequantize_fp8_block = operation(fp8_block.dequantize_fp8_block)
+dequantize_fp8_block = operation(fp8_block.dequantize_fp8_block, batch_invariant=ELEMENTWISE)
 
 
 class Order(Protocol):

@@ -14,6 +14,7 @@ from kimi_k2.cli.options import (
     DEFAULT_CONTEXT,
     DEFAULT_DEPLOYMENT,
     Backend,
+    BatchInvariant,
     Checkpoint,
     ChunkSize,
     Compiled,
@@ -77,6 +78,7 @@ def chat(
     device: Device = "cpu",
     keep_quantized: KeepQuantized = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    batch_invariant: BatchInvariant = False,
     chunk_size: ChunkSize = None,
     backend: Backend = "torch",
     preset: Deployed = DEFAULT_DEPLOYMENT,
@@ -91,6 +93,8 @@ def chat(
     """
     if backend == "torch" and (compiled is not None or on_cpu):
         raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
+    if backend == "neuron" and batch_invariant:
+        raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
 
     import torch
     from rich.console import Console
@@ -100,9 +104,11 @@ def chat(
     from kimi_k2.config import KimiK2Config
     from kimi_k2.engine.sampler import SamplingParams
     from kimi_k2.errors import GenerationError
+    from kimi_k2.ops import registry
     from kimi_k2.tokenization.eos import load_eos_token_ids
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
+    registry.set_batch_invariant(batch_invariant)
     console = Console()
     directory = resolve_checkpoint(checkpoint, download=download)
     config = KimiK2Config.from_pretrained(directory)

@@ -13,6 +13,7 @@ from kimi_k2.cli.options import (
     DEFAULT_CONTEXT,
     DEFAULT_DEPLOYMENT,
     Backend,
+    BatchInvariant,
     Checkpoint,
     ChunkSize,
     Compiled,
@@ -74,6 +75,7 @@ def generate(
     device: Device = "cpu",
     keep_quantized: KeepQuantized = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    batch_invariant: BatchInvariant = False,
     chunk_size: ChunkSize = None,
     ranks: Ranks = None,
     backend: Backend = "torch",
@@ -104,6 +106,8 @@ def generate(
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
     if backend == "torch" and (compiled is not None or on_cpu):
         raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
+    if backend == "neuron" and batch_invariant:
+        raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
     if stream and not as_json:
         raise typer.BadParameter("--stream goes with --json; text appears as it is made in any case")
 
@@ -113,9 +117,11 @@ def generate(
     from kimi_k2.cli.session import Neuron, Timing, open_session
     from kimi_k2.config import KimiK2Config
     from kimi_k2.engine.sampler import SamplingParams
+    from kimi_k2.ops import registry
     from kimi_k2.tokenization.eos import load_eos_token_ids
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
+    registry.set_batch_invariant(batch_invariant)
     texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
     conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
     directory = resolve_checkpoint(checkpoint, download=download)

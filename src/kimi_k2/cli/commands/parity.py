@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import Checkpoint, Dtype, Ranks, Seed, number, parse_layers
+from kimi_k2.cli.options import BatchInvariant, Checkpoint, Dtype, Ranks, Seed, number, parse_layers
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -45,6 +45,7 @@ def capture(
     positions: Annotated[int, number(1, "Last positions of the prompt to keep.")] = 16,
     seed: Seed = 0,
     ranks: Ranks = None,
+    batch_invariant: BatchInvariant = False,
     preset: PresetOption = None,
     compiled: CompiledOption = None,
 ) -> None:
@@ -57,6 +58,7 @@ def capture(
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import Inputs
 
+    _set_mode(backend, batch_invariant)
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     if prompt is None:
@@ -74,6 +76,15 @@ def capture(
         return
     save_golden(golden, trace, config, backend, dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
+
+
+def _set_mode(backend: str, batch_invariant: bool) -> None:
+    """Begin or end batch-invariant mode, which only the plain model has."""
+    from kimi_k2.ops import registry
+
+    if batch_invariant and backend not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--batch-invariant is of the plain model (cpu, cuda), not of {backend}")
+    registry.set_batch_invariant(batch_invariant)
 
 
 def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
@@ -101,6 +112,7 @@ def compare_command(
     dtype: DtypeOption = "float32",
     out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
     ranks: Ranks = None,
+    batch_invariant: BatchInvariant = False,
     preset: PresetOption = None,
     compiled: CompiledOption = None,
 ) -> None:
@@ -117,6 +129,7 @@ def compare_command(
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import ParityError
 
+    _set_mode(backend, batch_invariant)
     console = Console()
     expected = load_golden(golden)
     checkpoint = resolve_checkpoint(checkpoint)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import KvCacheDtype, number
+from kimi_k2.cli.options import BatchInvariant, KvCacheDtype, number
 
 
 def profile(
@@ -30,6 +30,7 @@ def profile(
         str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; instead of both.")
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    batch_invariant: BatchInvariant = False,
     prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
     routing: Annotated[
         str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
@@ -46,6 +47,7 @@ def profile(
     from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
 
+    registry.set_batch_invariant(batch_invariant)
     if kernels:
         registry.pin(kernels)
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)

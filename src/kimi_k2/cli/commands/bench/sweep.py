@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kimi_k2.cli.options import KeepQuantized, KvCacheDtype, Ranks, Seed, compute_defaults, number
+from kimi_k2.cli.options import BatchInvariant, KeepQuantized, KvCacheDtype, Ranks, Seed, compute_defaults, number
 
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
@@ -35,6 +35,7 @@ def sweep(
     ] = None,
     keep_quantized: KeepQuantized = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp64-ep1",
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
@@ -61,6 +62,8 @@ def sweep(
     if compare_files is not None:
         _print_comparison(*compare_files, drift / 100)
         return
+    if batch_invariant and (endpoint is not None or backend == "neuron"):
+        raise typer.BadParameter("--batch-invariant is of the plain model (cpu, cuda)")
     if endpoint is not None:
         lengths = [_numbers("lengths", text) for text in (output_lengths, prompt_lengths, batch_sizes)]
         _load_endpoint(endpoint, model, out, lengths, (runs, warmup, seed))
@@ -76,10 +79,12 @@ def sweep(
     from kimi_k2.bench.render import markdown, write_reports
     from kimi_k2.bench.sweep import Settings, run_sweep
     from kimi_k2.checkpoint.hub import resolve_checkpoint
+    from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
     from kimi_k2.synthetic.config import tiny_config
 
+    registry.set_batch_invariant(batch_invariant)
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,
         backend=backend,

@@ -1,0 +1,105 @@
+"""Batch-invariant mode on a CPU: a sequence's logits have the same bits alone, in any batch and in any chunks."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.errors import KernelError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops import registry
+from kimi_k2.ops.linear import dense_linear
+
+# (checkpoint, compute dtype, dtype of the KV cache, weights as stored)
+CASES = [
+    ("fp8", torch.float32, torch.float32, True),
+    ("fp8", torch.bfloat16, torch.float8_e4m3fn, False),
+    ("thinking", torch.float32, torch.float32, True),
+]
+DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "2"))
+STEPS = 1
+
+
+@pytest.fixture(autouse=True)
+def _mode() -> Iterator[None]:
+    registry.set_batch_invariant(True)
+    yield
+    registry.set_batch_invariant(False)
+
+
+def run(
+    model: KimiK2ForCausalLM, prompts: list[list[int]], following: list[list[int]], chunk: int | None, spare: int = 0
+) -> Tensor:
+    """Logits [B, 1 + STEPS, vocab_size]: of the prompts' last tokens, then of the tokens that follow."""
+    cache = model.new_cache(len(prompts), max(map(len, prompts)) + STEPS + spare)
+    rows = [prefill(model, prompts, cache, chunk)]
+    for step in range(STEPS):
+        tokens = torch.tensor([one[step] for one in following])
+        rows.append(decode_step(model, tokens, torch.tensor([len(prompt) + step for prompt in prompts]), cache))
+    return torch.stack(rows, dim=1)
+
+
+def drawn(model: KimiK2ForCausalLM, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    rng, most = random.Random(seed), model.config.vocab_size - 1
+    lengths = [rng.choice([1, 2, 16, 17, 30, 65]) for _ in range(rng.choice([1, 2, 4]))]
+    return [[rng.randint(0, most) for _ in range(length)] for length in lengths], [
+        [rng.randint(0, most) for _ in range(STEPS)] for _ in lengths
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "cache", "stored"), CASES)
+def test_logits_do_not_depend_on_the_batch(
+    checkpoints: dict[str, Path], name: str, dtype: torch.dtype, cache: torch.dtype, stored: bool
+) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], dtype=dtype, keep_quantized=stored)
+    model.kv_cache_dtype = cache
+    prompt, following = drawn(model, 1000)
+    alone = run(model, prompt[:1], following[:1], None)
+    for seed in range(DRAWN):
+        rng = random.Random(seed)
+        prompts, others = drawn(model, seed)
+        place = rng.randint(0, len(prompts))
+        chunk = rng.choice([None, 7, 16, 33])
+        batch = run(
+            model,
+            [*prompts[:place], prompt[0], *prompts[place:]],
+            [*others[:place], following[0], *others[place:]],
+            chunk,
+            rng.choice([0, 5]),
+        )
+        assert torch.equal(batch[place], alone[0]), (seed, len(prompts), place, chunk)
+
+
+def test_the_normal_mode_does_depend_on_it(checkpoints: dict[str, Path]) -> None:
+    """The test above could fail: without the mode a GEMM's rounding follows the number of its rows."""
+    registry.set_batch_invariant(False)
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"], dtype=torch.float32)
+    prompts, following = drawn(model, 4)
+    prompts, following = prompts * 3, following * 3
+    alone = torch.cat([run(model, [p], [f], None) for p, f in zip(prompts, following, strict=True)])
+    assert not torch.equal(run(model, prompts, following, 7), alone)
+
+
+def test_the_mode_is_near_the_normal_one(checkpoints: dict[str, Path]) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"], dtype=torch.float32)
+    prompts, following = drawn(model, 3)
+    invariant = run(model, prompts, following, None)
+    registry.set_batch_invariant(False)
+    normal = run(model, prompts, following, None)
+    assert (invariant - normal).norm() / normal.norm() < 1e-5
+
+
+def test_a_gpu_without_such_an_entry_is_refused() -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x = torch.zeros(2, 8).as_subclass(OnGpu)
+    with pytest.raises(KernelError, match=r"batch-invariant mode: no entry of dense_linear .*float32 \[2, 8\]"):
+        dense_linear(x, torch.zeros(4, 8))
