@@ -132,7 +132,16 @@ def absorb(codes: float) -> dict[str, float]:
     wanted = torch.cat((latent, rotate(rope, cos[:, None], sin[:, None])), dim=-1)
     entries = torch.cat((normed(kv[:, :512], norm), rotate(kv[:, 512:], cos, sin)), dim=-1)
     before[0, 4], before[2, 0] = entries[0] * codes, entries[2] * codes
-    return {f"absorb query codes={codes}": error(query, wanted), f"absorb cache codes={codes}": error(cache, before)}
+    together = query.clone()
+    together[..., :512] = float("nan")
+    rope_cache_triton.absorb_tokens[(heads * 8, 1)](
+        q, w_uk, together, batch, HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, TOKENS=16, OVERLAP=False
+    )
+    return {
+        f"absorb tokens together codes={codes}": error(together, wanted),
+        f"absorb query codes={codes}": error(query, wanted),
+        f"absorb cache codes={codes}": error(cache, before),
+    }
 
 
 def add_norm() -> dict[str, float]:

@@ -125,10 +125,13 @@ def test_residual_and_norm(library: ctypes.CDLL, columns: int) -> None:
 
 
 def test_values(library: ctypes.CDLL) -> None:
-    latent, w_uv = torch.randn(3, 2, 512).bfloat16(), torch.randn(2, 20, 512).bfloat16()
-    out = unwritten(3, 40)
-    assert library.kimi_value_rows(pointer(latent), pointer(w_uv), pointer(out), 3, 2, 20, None) == 0
-    assert distance(out, torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)) < 2.5e-3
+    """Of a few tokens a row a warp, of more several; the same bits."""
+    latent, w_uv = torch.randn(19, 2, 512).bfloat16(), torch.randn(2, 20, 512).bfloat16()
+    few, many = unwritten(3, 40), unwritten(19, 40)
+    for out in (few, many):
+        assert library.kimi_value_rows(pointer(latent), pointer(w_uv), pointer(out), len(out), 2, 20, None) == 0
+    assert distance(many, torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)) < 2.5e-3
+    assert torch.equal(few, many[:3])
 
 
 def test_query_and_entry(library: ctypes.CDLL) -> None:

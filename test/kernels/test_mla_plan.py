@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.kernels.attention import mla_invariant
 from kimi_k2.kernels.attention.mla_plan import COSTS, MAX_BATCH, SOME_PARTS, Costs, pays, plan_rows
 from kimi_k2.kernels.common.build import KERNELS, source_of
 
@@ -57,15 +58,19 @@ def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int, costs: 
     plan = torch.full((plan_rows(batch, BLOCKS), 4), -7, dtype=torch.int32)
     sizes = (batch, capacity, BLOCKS, SOME_PARTS[False], *map(ctypes.c_float, astuple(costs)))
     assert library.kimi_mla_plan(ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr()), *sizes, None) == 0
+    return parsed(plan, batch)
+
+
+def parsed(plan: torch.Tensor, batch: int, some_parts: int = SOME_PARTS[False]) -> Plan:
     merges = [tuple(row) for row in plan[:batch].tolist()]
     counts = merges[0][3]
     assert all(merge[3] == counts for merge in merges)
     number = (counts & 1023) + (counts >> 10 & 1023) + (counts >> 20)
     assert all(merge[:3] == (-1, 0, 0) for merge in merges[number:])
-    kinds = [0 if parts > 32 else 1 if parts > 8 else 2 for _, _, parts, _ in merges[:number]]
+    kinds = [0 if parts > 32 else 1 if parts >= some_parts else 2 for _, _, parts, _ in merges[:number]]
     assert kinds == [0] * (counts & 1023) + [1] * (counts >> 10 & 1023) + [2] * (counts >> 20)
-    firsts = plan[3 * batch + BLOCKS :].flatten()[: BLOCKS + 1].tolist()
-    items = [tuple(row) for row in plan[2 * batch :][: firsts[-1]].tolist()]
+    firsts = plan[2 * batch :].flatten()[: BLOCKS + 1].tolist()
+    items = [tuple(row) for row in plan[2 * batch + BLOCKS // 4 + 1 :][: firsts[-1]].tolist()]
     requests = [tuple(row) for row in plan[batch : 2 * batch, :2].tolist()]
     return Plan([merge[:3] for merge in merges[:number]], requests, items, firsts)
 
@@ -209,3 +214,32 @@ def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:
     pointers = ctypes.c_void_p(lengths.data_ptr()), ctypes.c_void_p(plan.data_ptr())
     for batch, blocks in ((0, 132), (1025, 132), (140, 0), (140, 256)):
         assert library.kimi_mla_plan(*pointers, batch, 64, blocks, 9, *map(ctypes.c_float, [1] * 6), None) == 1000
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_by_length_a_context_is_cut_alike_in_every_batch(library: ctypes.CDLL, few: bool, seed: int) -> None:
+    rng, cut = random.Random(seed), mla_invariant.CUTS[few]
+    capacity, batch = rng.choice([64, 1000, 9000, 131072]), rng.choice([1, 2, 17, 64, 256, 1024])
+    lengths = [int(capacity * rng.random() ** rng.choice([0, 1, 4])) + rng.choice([0, 0, 1]) for _ in range(batch)]
+    given = torch.tensor(lengths, dtype=torch.int32)
+    plan = torch.full((mla_invariant.plan_rows(batch, capacity, BLOCKS, 8 if few else 64), 4), -7, dtype=torch.int32)
+    sizes = (batch, capacity, BLOCKS, SOME_PARTS[few], *astuple(cut))
+    pointers = ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr())
+    assert library.kimi_mla_plan_by_length(*pointers, *sizes, None) == 0
+    found = parsed(plan, batch, SOME_PARTS[few])
+    assert found.firsts[0] == 0
+    assert found.firsts == sorted(found.firsts)
+    for request, length in enumerate(lengths):
+        held = min(length, capacity)
+        first, parts = found.requests[request]
+        assert parts == (cut.parts(units(held)) if held else 0) <= MOST_PARTS
+        edges = [units(held) * part // parts for part in range(parts + 1)] if parts else []
+        mine = found.items[first : first + parts]
+        assert mine == [(request, begin, end, held) for begin, end in pairwise(edges)]
+        assert all(end > begin for _, begin, end, _ in mine)
+    merged = {request: (first, parts) for request, (first, parts) in enumerate(found.requests) if parts != 1}
+    assert {request: (first, parts) for request, first, parts in found.merges} == merged
+    loads = [sum(4 * (end - begin) + cut.item for _, begin, end, _ in block) for block in found.blocks()]
+    longest = max((4 * (end - begin) + cut.item for _, begin, end, _ in found.items), default=0)
+    assert max(loads) <= sum(loads) / BLOCKS + longest

@@ -50,7 +50,7 @@ def test_the_order_is_the_tables() -> None:
         "apply_rotary_interleaved": ["triton", "plain"],
         "attend_values": ["cuda", "plain"],
         "attention_plan": ["mla_plan", "plain"],
-        "dense_linear": ["plain"],
+        "dense_linear": ["dense_gemm", "plain"],
         "dequantize_fp8_block": ["triton", "plain"],
         "add_layer_norm": ["triton", "plain"],
         "embedding": ["plain"],

@@ -24,6 +24,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.router import Router
 from kimi_k2.ops.collective import gather_last
+from kimi_k2.ops.registry import decoding
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.sharding.layout import Layout
@@ -161,6 +162,7 @@ def _step(
 
 
 @torch.inference_mode()
+@decoding()
 def time_step(
     model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool, routing: Routing | None = None
 ) -> StepTimes:

@@ -6,18 +6,37 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import attend_values as attend
-from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_plan, mla_prefill, value_rows
+from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_invariant, mla_plan, mla_prefill, value_rows
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
+from kimi_k2.ops.registry import BY_ROW, batch_invariant
 from kimi_k2.ops.weights import Weight
 
 ops_mla.mla_naive_attention.entry("flash_attn_3", takes=flash_prefill.supports)(flash_prefill.mla_naive_attention)
-ops_mla.mla_naive_attention.entry("mla_prefill", takes=mla_prefill.supports_mla_naive_attention)(
-    mla_prefill.mla_naive_attention
+OWN_LENGTH = "parts of a context by its own length, merged in their order"
+
+
+def _supports_naive(
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float,
+    whole: bool = False,
+) -> bool:  # fmt: skip
+    takes = mla_invariant.supports_prefill if batch_invariant() else mla_prefill.supports_mla_naive_attention
+    return takes(q_nope, q_rope, cache, kv_b, positions, softmax_scale)
+
+
+@ops_mla.mla_naive_attention.entry(
+    "mla_prefill", takes=_supports_naive, batch_invariant="slots from the first one on, without fused multiply-adds"
 )
+def mla_naive_attention(
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float,
+    whole: bool = False,
+) -> Tensor:  # fmt: skip
+    """`mla_prefill`, keys and values by cuBLAS; in batch-invariant mode `mla_invariant.prefill`."""
+    attend = mla_invariant.prefill if batch_invariant() else mla_prefill.mla_naive_attention
+    return attend(q_nope, q_rope, cache, kv_b, positions, softmax_scale)
 
 
 def _supports_absorbed(
@@ -42,32 +61,45 @@ def mla_absorbed_attention(
 
 
 def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
-    """Several sequences, or a long one; a short one is split by the capacity alone, without another launch."""
+    """Several sequences, or a long one; a short one is split by the capacity alone, without another launch.
+
+    In batch-invariant mode all of them.
+    """
+    batch = seq_lens.shape[0]
     return (
-        mla_plan.pays(seq_lens.shape[0], cache.shape[1])
+        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, cache.shape[1]))
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )
 
 
-@ops_decode.attention_plan.entry("mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"})
+@ops_decode.attention_plan.entry(
+    "mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"}, batch_invariant=OWN_LENGTH
+)
 def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
-    """`mla_plan` for a cache in one piece."""
-    plan: Tensor = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16)
+    """`mla_plan` for a cache in one piece, in batch-invariant mode `mla_plan_by_length`."""
+    plan: Tensor
+    if batch_invariant():
+        plan = mla_invariant.mla_plan_by_length(seq_lens, cache.shape[1], heads)
+        return plan
+    plan = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16)
     return plan
 
 
 def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
 ) -> bool:
-    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens)
+    supports = mla_invariant.supports_decode if batch_invariant() else mla_decode.supports
+    return rank == mla_decode.LATENT and supports(query, cache, seq_lens)
 
 
-@ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode)
+@ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)
 def decode_attention(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
 ) -> Tensor:
     """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere."""
+    if batch_invariant():
+        return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan)
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
     return out
 
@@ -87,7 +119,11 @@ def paged_decode_attention(
     return out
 
 
-ops_decode.value_rows.entry("cuda", takes=value_rows.supports)(value_rows.value_rows)
+def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
+    return value_rows.supports(latent, w_uv, mla_plan.MAX_BATCH if batch_invariant() else value_rows.MAX_TOKENS)
+
+
+ops_decode.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)(value_rows.value_rows)
 
 
 def _supports_attend_values(

@@ -50,7 +50,7 @@ class _Arguments(ctypes.Structure):
         *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
         *fields((), _INTEGERS, ["scale", "value_scale"]),
-        *fields(["plan"], ["blocks", "sm_count"]),
+        *fields(["plan"], ["blocks", "sm_count", "uniform"]),
     ]
 
 
@@ -101,6 +101,7 @@ def _launch(
     parts: tuple[Tensor, Tensor] | None,
     plan: Tensor | None = None,
     tokens: int = 1,
+    uniform: bool = False,
 ) -> None:
     fp8_cache = cache.dtype != q.dtype
     value_scale = cache_scale if fp8_cache else 1.0
@@ -117,7 +118,7 @@ def _launch(
     if block_table is not None:
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
     if plan is not None:
-        arguments.plan = plan.data_ptr()
+        arguments.plan, arguments.uniform = plan.data_ptr(), uniform
         arguments.blocks = arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
@@ -159,21 +160,26 @@ def run_planned(
     plan: Tensor,
     cache_scale: float = 1.0,
     tokens: int = 1,
+    uniform: bool = False,
 ) -> Tensor:
     """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
+
+    Args:
+        uniform: merge a context's parts in the same steps whatever the number of contexts.
 
     Raises:
         KernelError: there is no CUDA compiler, or the launch failed.
     """
     out = q.new_empty(*q.shape[:2], LATENT)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, _planned_parts(q), plan, tokens)
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale
+    _launch(*given, 0, out, _planned_parts(q, plan), plan, tokens, uniform)
     return out
 
 
-def _planned_parts(q: Tensor) -> tuple[Tensor, Tensor]:
+def _planned_parts(q: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
     """What a plan's items and their sums are left in: as `_parts` says, but that 8 heads' lie part by part."""
     batch, heads = q.shape[:2]
-    items = batch + hopper(q.device.index, "mla_decode")[1]
+    items = plan.shape[0] - (2 * batch + hopper(q.device.index, "mla_decode")[1] // 4 + 1)
     few = heads == FEW_HEADS
     parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
     return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)
@@ -196,7 +202,7 @@ def attend_planned_parts(
     """
     if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or cache.numel() == 0:
         raise KernelError(f"parts of {q.shape[1]} heads, a cache of {cache.dtype}: expected {FEW_HEADS}, {q.dtype}")
-    parts = _planned_parts(q)
+    parts = _planned_parts(q, plan)
     _launch(q, cache, seq_lens, softmax_scale, None, 1.0, 0, None, parts, plan)
     return parts
 

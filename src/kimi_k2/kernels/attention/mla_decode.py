@@ -118,9 +118,9 @@ def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Ten
 def check_plan(q: Tensor, plan: Tensor) -> None:
     """KernelError unless it can be the plan of so many requests, on their device."""
     rows = _plan().plan_rows(q.shape[0], hopper(q.device.index, "mla_decode")[1])
-    if tuple(plan.shape) != (rows, 4) or plan.dtype != torch.int32:
+    if plan.dim() != 2 or plan.shape[0] < rows or plan.shape[1] != 4 or plan.dtype != torch.int32:
         raise KernelError(
-            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 {[rows, 4]} for B {q.shape[0]}"
+            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 [{rows} or more, 4] for B {q.shape[0]}"
         )
     if plan.device != q.device or not plan.is_contiguous():
         raise KernelError(f"plan must be contiguous and on {q.device}")

@@ -76,8 +76,8 @@ def plan_rows(batch: int, blocks: int) -> int:
     return 3 * batch + blocks + blocks // 4 + 1
 
 
-def _check(seq_lens: Tensor, heads: int) -> None:
-    """`heads` are rows of queries, those of several tokens together."""
+def check(seq_lens: Tensor, heads: int) -> None:
+    """KernelError unless a plan is made of these; `heads` are rows of queries, those of several tokens together."""
     if seq_lens.dim() != 1 or not 1 <= seq_lens.shape[0] <= MAX_BATCH:
         raise KernelError(f"seq_lens has shape {list(seq_lens.shape)}, expected [B] with B from 1 to {MAX_BATCH}")
     if heads not in HEADS:
@@ -102,7 +102,7 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    _check(seq_lens, heads)
+    check(seq_lens, heads)
     batch, device = seq_lens.shape[0], seq_lens.device
     blocks = hopper(device.index, "mla_plan")[1]
     plan = torch.empty(plan_rows(batch, blocks), 4, dtype=torch.int32, device=device)
@@ -113,4 +113,4 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     return plan
 
 
-mla_plan.fake(_check, lambda seq_lens: seq_lens.new_empty(plan_rows(len(seq_lens), 132), 4))
+mla_plan.fake(check, lambda seq_lens: seq_lens.new_empty(plan_rows(len(seq_lens), 132), 4))

@@ -12,14 +12,14 @@ from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 RANK = 512
-MAX_TOKENS = 8
+MAX_TOKENS = 8  # beyond, a batched GEMM of cuBLAS is faster
 
 
-def supports(latent: Tensor, w_uv: Tensor) -> bool:
-    """A few BF16 tokens on a Hopper GPU, latents of 512."""
+def supports(latent: Tensor, w_uv: Tensor, most: int = MAX_TOKENS) -> bool:
+    """Up to `most` BF16 tokens on a Hopper GPU, latents of 512."""
     return (
         latent.dtype == w_uv.dtype == torch.bfloat16
-        and latent.shape[0] <= MAX_TOKENS
+        and latent.shape[0] <= most
         and latent.shape[-1] == RANK
         and is_hopper(latent.device)
         and find_nvcc() is not None

@@ -29,7 +29,7 @@ def _supports_push(x: Tensor, ranks: Ranks) -> bool:
     return boxes is not None and x.numel() <= boxes.capacity
 
 
-@collective.all_reduce.entry(PUSH, takes=_supports_push)
+@collective.all_reduce.entry(PUSH, takes=_supports_push, batch_invariant="added in the order of ranks")
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """`push_all_reduce` into the ranks' mailboxes."""
     boxes = mailboxes(ranks, x.device)

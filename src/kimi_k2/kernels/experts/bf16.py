@@ -113,6 +113,7 @@ def moe_bf16(
     topk_indices: Tensor,
     topk_weights: Tensor,
     expert_map: Tensor | None = None,
+    how: list[int] | None = None,
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
@@ -125,6 +126,7 @@ def moe_bf16(
         topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
         topk_weights: float32 [T, k].
         expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        how: the fields of `Launch` in order, to pin it; None chooses by the number of pairs.
 
     Returns:
         bfloat16 [T, H]; zeros for a token without a local pair.
@@ -136,7 +138,13 @@ def moe_bf16(
     top_k, out = topk_indices.shape[1], torch.empty_like(x)
     for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
         part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
-        run(*part, gate_up_proj, down_proj, expert_map, choose_launch((end - begin) * top_k, experts))
+        run(
+            *part,
+            gate_up_proj,
+            down_proj,
+            expert_map,
+            Launch(*how) if how else choose_launch((end - begin) * top_k, experts),
+        )
     return out
 
 

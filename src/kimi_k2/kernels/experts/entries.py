@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import invariant, tuning
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.registry import COMPOSED, batch_invariant, is_decoding
 from kimi_k2.ops.weights import Weight
 
 BLOCK = (128, 128)
+FIXED_PARTS = "sums in parts by the weights' shape, pairs added in their order"
+
+
+def _fixed_choice(
+    x: Tensor, topk_indices: Tensor, shape: tuple[int, int, int], dtype: str, block: str, *, int4: bool
+) -> list[int] | None:
+    """The launch to pin in batch-invariant mode for experts [E, H, I]; None leaves it to the kernel."""
+    if not batch_invariant():
+        return None
+    (experts, hidden, inter), top_k = shape, topk_indices.shape[1]
+    device = hopper(x.device.index, "routed_experts")[0]
+    tuned = tuning.choose(x.shape[0], top_k, experts, inter, hidden, dtype=dtype, block=block, device=device)
+    how = invariant.fixed_choice(tuned, top_k, hidden, inter, decoding=is_decoding(), int4=int4)
+    return [int(value) for value in astuple(how)]
 
 
 def _fp8_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -66,11 +83,13 @@ def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, t
     )
 
 
-@ops_experts.routed_experts.entry("moe_fp8", takes=_supports_moe_fp8)
+@ops_experts.routed_experts.entry("moe_fp8", takes=_supports_moe_fp8, batch_invariant=FIXED_PARTS)
 def routed_experts_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_fp8` over the experts that this rank holds."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    out: Tensor = moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
+    count, hidden, inter = experts.down.tensors["weight"].shape
+    choice = _fixed_choice(x, topk_indices, (count, hidden, inter), "fp8_e4m3", "128x128", int4=False)
+    out: Tensor = moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, choice)
     return out
 
 
@@ -131,11 +150,18 @@ def supports_moe_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, 
     return prepared and topk_indices.shape[1] <= 16 and _is_int4(experts, x.dtype)
 
 
-@ops_experts.routed_experts.entry("moe_w4a16", takes=supports_moe_w4a16, prepare=prepare_w4a16_experts)
+@ops_experts.routed_experts.entry(
+    "moe_w4a16", takes=supports_moe_w4a16, prepare=prepare_w4a16_experts, batch_invariant=FIXED_PARTS
+)
 def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_w4a16` over the experts that this rank holds."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    out: Tensor = moe_w4a16.moe_w4a16(x.contiguous(), *_int4_experts(experts), *routing, experts.expert_map)
+    held = _int4_experts(experts)
+    count, hidden, inter = held[0].shape[0], x.shape[1], held[0].shape[1] // 2
+    dtype, block = moe_w4a16.TUNING_DTYPES[held[3] is None], f"1x{W4A16_GROUP}"
+    choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
+    given = x.contiguous(), *held, *routing, experts.expert_map
+    out: Tensor = moe_w4a16.moe_w4a16(*given, choice, choice is not None)
     return out
 
 
@@ -148,12 +174,15 @@ def _supports_moe_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, 
     return plain and moe_bf16.supports(down.shape[1], down.shape[2], x.device)
 
 
-@ops_experts.routed_experts.entry("moe_bf16", takes=_supports_moe_bf16)
+@ops_experts.routed_experts.entry(
+    "moe_bf16", takes=_supports_moe_bf16, batch_invariant="one tile for all decode steps, one for all prompts"
+)
 def routed_experts_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_bf16` over the experts that this rank holds."""
     weights = experts.gate_up.tensors["weight"], experts.down.tensors["weight"]
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    out: Tensor = moe_bf16.moe_bf16(x.contiguous(), *weights, *routing, experts.expert_map)
+    how = list(invariant.fixed_bf16_launch(decoding=is_decoding())) if batch_invariant() else None
+    out: Tensor = moe_bf16.moe_bf16(x.contiguous(), *weights, *routing, experts.expert_map, how)
     return out
 
 
@@ -189,7 +218,7 @@ def _side_stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)
 
 
-@ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda)
+@ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda, batch_invariant=COMPOSED)
 def experts_beside_shared(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
     shared_down: Weight,

@@ -50,7 +50,7 @@ DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter"
 class _Arguments(moe_fp8.Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
-    _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int)]  # noqa: RUF012
+    _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int), ("unpaired", ctypes.c_int)]  # noqa: RUF012
 
 
 def expert_mode(
@@ -166,6 +166,7 @@ def moe_w4a16(
     topk_weights: Tensor,
     expert_map: Tensor | None = None,
     choice: list[int] | None = None,
+    unpaired: bool = False,
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
@@ -179,6 +180,7 @@ def moe_w4a16(
         topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
         expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
         choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
+        unpaired: of a pinned, unfused launch: a token's bits do not depend on how many tokens its expert has.
 
     Returns:
         bfloat16 [T, H]; zeros for a token without a valid local pair.
@@ -214,7 +216,7 @@ def moe_w4a16(
     for part in parts(x, out, routing, shape, choice, tuned, _layout):
         check_choice(part.choice)
         queue = moe_fp8.queue_arguments(_Arguments, part, weights, sm_count)
-        queue.w2_bf16, queue.in_flight = w2_bf16, IN_FLIGHT[part.choice.max_tokens]
+        queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
         launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 

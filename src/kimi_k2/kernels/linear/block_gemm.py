@@ -200,6 +200,30 @@ def choose_launch(terms: int, tokens: int, rows: int, columns: int, sms: int) ->
     return min(choices, key=lambda choice: modelled_time(terms, tokens, rows, columns, choice, sms))
 
 
+# Tokens of decode steps that one number of parts is to serve.
+_STEPS = (1, 16, 64, 128, 256)
+
+
+@functools.lru_cache(maxsize=4096)
+def fixed_launch(terms: int, tokens: int, rows: int, columns: int, sms: int, decoding: bool) -> Choice:
+    """A launch whose sums have the same order for any number of tokens.
+
+    That is, whose `cluster` the weight's shape gives: in a decode step the one that loses least against the best launch
+    at any batch, for a prompt one block. Tiles change nothing but an instruction's width.
+    """
+    clusters = range(1, min(MAX_CLUSTER, columns // BLOCK) + 1) if decoding else range(1, 2)
+
+    def of(count: int, cluster: int) -> tuple[float, Choice]:
+        made = [Choice(*tile, cluster) for tile in TILES[terms]]
+        return min((modelled_time(terms, count, rows, columns, one, sms), one) for one in made)
+
+    def loss(cluster: int) -> float:
+        best = {count: min(of(count, one)[0] for one in clusters) for count in _STEPS}
+        return max(of(count, cluster)[0] / best[count] for count in _STEPS)
+
+    return of(tokens, min(clusters, key=loss))[1]
+
+
 def _check(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
     """The empty result, if the arguments are what the kernel takes."""
     if x.dim() != 3 or x.shape[0] not in (1, 2) or weight.dim() != 2 or x.shape[2] % BLOCK or weight.shape[0] % 8:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kimi_k2.kernels.linear import block_gemm, fused_linear
+from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
+from kimi_k2.ops.registry import batch_invariant, is_decoding
 from kimi_k2.ops.weights import Weight
 
 BLOCK = (128, 128)
@@ -17,6 +19,7 @@ BLOCK = (128, 128)
 FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 4, 2**24
 # Up to here two terms beat dequantizing the weight for cuBLAS.
 MANY = 256
+ONE_ORDER = "one order of the columns: parts by the weight's shape"
 
 
 def _quantizable(x: Tensor, rows: int, columns: int) -> bool:
@@ -32,6 +35,8 @@ def _quantizable(x: Tensor, rows: int, columns: int) -> bool:
 
 
 def _fits_two_terms(x: Tensor, rows: int, columns: int) -> bool:
+    if batch_invariant():
+        return _quantizable(x, rows, columns)
     fewest = FEW_OF_BIG if rows * columns >= BIG else FEW
     return fewest < x.numel() // x.shape[-1] <= MANY and _quantizable(x, rows, columns)
 
@@ -85,9 +90,18 @@ def add_project(
     return made
 
 
-def _multiply(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
-    out: Tensor = block_gemm.block_gemm(*quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
+def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
+    choice = None
+    if batch_invariant():
+        (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
+        sms = hopper(weight.device.index, "block_gemm")[1]
+        choice = list(block_gemm.fixed_launch(terms, tokens, rows, columns, sms, is_decoding()))
+    out: Tensor = block_gemm.block_gemm(*quantized, weight, scale, choice)
     return out
+
+
+def _multiply_weight(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
+    return _multiply(quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
 
 
 def _norm_fits(norm_weight: Tensor | None) -> bool:
@@ -109,20 +123,22 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
         return tuple(block_size) == BLOCK and fits(x, *weight.shape)
 
-    @ops_linear.fp8_linear.entry(name, takes=supports_fp8_linear, optional=optional)
+    @ops_linear.fp8_linear.entry(name, takes=supports_fp8_linear, optional=optional, batch_invariant=ONE_ORDER)
     def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         quantized = block_gemm.quantize_groups(flat, terms=terms)
-        out: Tensor = block_gemm.block_gemm(*quantized, weight, weight_scale_inv)
+        out = _multiply(quantized, weight, weight_scale_inv)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
         return x.dim() == 2 and _norm_fits(norm_weight) and by_blocks(x, weight)
 
     # The norm is part of the quantization.
-    @ops_linear.project.entry(name, takes=supports_project, joins={"fp8_linear": name}, optional=optional)
+    @ops_linear.project.entry(
+        name, takes=supports_project, joins={"fp8_linear": name}, optional=optional, batch_invariant=ONE_ORDER
+    )
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        return _multiply(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
+        return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
 
     def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
         return x.dim() == 2 and x.is_contiguous() and _norm_fits(norm_weight) and by_blocks(x, weight)
@@ -130,14 +146,16 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     # And the residual sum.
     joins = {"add_norm": "fused", "project": name, "fp8_linear": name}
 
-    @ops_linear.add_project.entry(name, takes=supports_add_project, joins=joins, optional=optional)
+    @ops_linear.add_project.entry(
+        name, takes=supports_add_project, joins=joins, optional=optional, batch_invariant=ONE_ORDER
+    )
     def add_project(
         x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if delta is None:
-            return _multiply(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
+            return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
         total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms)
-        return _multiply((fp8, scale), weight), total
+        return _multiply_weight((fp8, scale), weight), total
 
     def supports_swiglu(x: Tensor, gate_up: Weight, down: Weight) -> bool:
         if x.dim() != 2 or not by_blocks(x, gate_up) or down.fp8_block != BLOCK:
@@ -149,12 +167,25 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     # pinned, this one is not taken.
     joins = {"fp8_linear": name, "project": name, "silu_and_mul": ""}
 
-    @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, optional=optional)
+    @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, optional=optional, batch_invariant=ONE_ORDER)
     def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        hidden = _multiply(block_gemm.quantize_groups(x, terms=terms), gate_up)
-        return _multiply(block_gemm.quantize_groups(hidden, swiglu=True, terms=terms), down)
+        hidden = _multiply_weight(block_gemm.quantize_groups(x, terms=terms), gate_up)
+        return _multiply_weight(block_gemm.quantize_groups(hidden, swiglu=True, terms=terms), down)
 
 
 add_entries("block_gemm", 2, _fits_two_terms, optional=False)
 # As the checkpoint's activation scheme has it: every linear's inputs rounded by 2.6 %.
 add_entries("e4m3", 1, _quantizable, optional=True)
+
+
+def _supports_dense(x: Tensor, weight: Tensor) -> bool:
+    """In batch-invariant mode alone: else cuBLAS is as fast or faster."""
+    return batch_invariant() and dense_gemm.supports(x, weight)
+
+
+@ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`dense_gemm`, for tokens of any dimensions."""
+    cluster = dense_gemm.decode_cluster(*weight.shape) if is_decoding() else 1
+    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, cluster)
+    return out.view(*x.shape[:-1], len(weight))

@@ -7,11 +7,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.linear.dense_gemm import dense_gemm
 from kimi_k2.kernels.router import norm_route
 from kimi_k2.kernels.router.gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
 from kimi_k2.kernels.router.router_gemm import MAX_TOKENS, router_decode, router_gemm
 from kimi_k2.ops import router as ops_router
+from kimi_k2.ops.registry import batch_invariant, is_decoding
 from kimi_k2.ops.router import GateOptions
 
 
@@ -39,10 +42,13 @@ def _supports_route(
         and hidden % 256 == 0
         and options.get("n_group", 1) == 1
         and 0 < top_k <= MAX_TOP_K
+        and (not batch_invariant() or (experts in (256, 384) and find_nvcc() is not None))
     )
 
 
-@ops_router.route.entry("router", takes=_supports_route)
+@ops_router.route.entry(
+    "router", takes=_supports_route, batch_invariant="64 tokens together in a decode step; prompts by dense_gemm"
+)
 def route(
     x: Tensor,
     weight: Tensor,
@@ -53,7 +59,12 @@ def route(
     """`router_decode`, for more tokens `router_gemm` and `fused_gate`."""
     how = e_score_correction_bias, top_k, *_weighting(options)
     chosen: tuple[Tensor, Tensor]
-    if x.shape[0] <= MAX_TOKENS:
+    if batch_invariant() and not is_decoding():
+        chosen = fused_gate(dense_gemm(x.contiguous(), weight.contiguous(), 1, True), *how)
+    elif batch_invariant() and x.shape[0] > MAX_TOKENS:
+        parts = [router_decode(part.contiguous(), weight, *how) for part in x.split(MAX_TOKENS)]
+        chosen = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    elif x.shape[0] <= MAX_TOKENS:
         chosen = router_decode(x.contiguous(), weight, *how)
     else:
         chosen = fused_gate(router_gemm(x.contiguous(), weight), *how)

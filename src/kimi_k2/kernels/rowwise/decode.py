@@ -23,6 +23,7 @@ CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 # Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each of them, which took 22 us
 # for 64 of eight heads.
 ABSORB_APART = 17
+ABSORB_TOKENS = 16  # of a program where any number of sequences has the same kernel
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -80,6 +81,7 @@ def absorb_and_store(
     cache: Tensor,
     eps: float,
     cache_scale: float = 1.0,
+    invariant: bool = False,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -92,6 +94,7 @@ def absorb_and_store(
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 or e4m3 [B, T, 576], written.
         cache_scale: of an e4m3 cache, whose values are multiplied by it, as `mla_decode` reads them; saturated at 448.
+        invariant: a sequence's bits do not depend on how many there are.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope.
@@ -103,14 +106,20 @@ def absorb_and_store(
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
-    programs, first = heads * (RANK // 64) + heads + 1, 0 if batch < ABSORB_APART else heads * (RANK // 64)
+    apart = invariant or batch >= ABSORB_APART
+    programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
     if batch:
         _kernels().absorb[(programs - first, batch)](
             q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
-    if first:
+    if first and invariant:
+        _kernels().absorb_tokens[(heads * (RANK // 64), -(-batch // ABSORB_TOKENS))](
+            q, w_uk, query, batch, HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, TOKENS=ABSORB_TOKENS,
+            OVERLAP=True, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+    elif first:
         nope = q.view(batch, heads, NOPE + ROPE)[..., :NOPE].transpose(0, 1)
         torch.bmm(nope, w_uk, out=query[..., :RANK].transpose(0, 1))
     return query

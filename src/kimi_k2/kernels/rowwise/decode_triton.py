@@ -63,6 +63,26 @@ def absorb(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def absorb_tokens(  # type: ignore[no-untyped-def]
+    q, w_uk, query, batch,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of one head's latent queries, TOKENS tokens together, absent ones zero."""
+    parts: tl.constexpr = RANK // WIDTH
+    head, column = tl.program_id(0) // parts, tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
+    row, token = tl.arange(0, NOPE), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    here = (token < batch)[:, None]
+    w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :])
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    a = tl.load(q + (token[:, None] * HEADS + head) * (NOPE + ROPE) + row[None, :], here, 0.0)
+    place = query + (token[:, None] * HEADS + head) * (RANK + ROPE) + column[None, :]
+    tl.store(place, tl.dot(a, w).to(query.dtype.element_ty), here)
+
+
+@triton.jit
 def add_norm(x, delta, weight, total, normed, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One token: the sum rounded to bfloat16, and its norm."""
     column = tl.arange(0, WIDTH)

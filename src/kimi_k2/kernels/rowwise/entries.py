@@ -8,18 +8,21 @@ from kimi_k2.kernels.rowwise import decode, prefill
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import norm as ops_norm
 from kimi_k2.ops.cache import store_entries
+from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 from kimi_k2.ops.weights import dequantize_fp8_block
 
-ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm)(prefill.rms_norm)
-apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved)(
+ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invariant=BY_ROW)(prefill.rms_norm)
+apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved, batch_invariant=ELEMENTWISE)(
     prefill.apply_rotary_interleaved
 )
-store_entries.entry("triton", takes=prefill.supports_store_entries)(prefill.store_entries)
-dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block)(prefill.dequantize_fp8_block)
+store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(prefill.store_entries)
+dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
+    prefill.dequantize_fp8_block
+)
 
 
-@ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x))
+@ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`decode.add_norm`."""
     made: tuple[Tensor, Tensor] = decode.add_norm(x, delta, weight, eps)
@@ -33,4 +36,12 @@ def _supports_absorb(
     return decode.supports(q, w_uk, cache)
 
 
-ops_decode.absorb_and_store.entry("triton", takes=_supports_absorb)(decode.absorb_and_store)
+@ops_decode.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
+def absorb_and_store(
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, w_uk: Tensor,
+    cache: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
+    """`decode.absorb_and_store`."""
+    given = q, kv_a, norm_weight, cos, sin, positions, w_uk, cache, eps
+    out: Tensor = decode.absorb_and_store(*given, invariant=batch_invariant())
+    return out

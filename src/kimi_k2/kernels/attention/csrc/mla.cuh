@@ -33,6 +33,7 @@ struct Arguments {
   // item's number, `splits` and `share` are not used, and the launch has `blocks` blocks.
   const PlannedMerge* plan;
   int blocks, sm_count;
+  int uniform;  // parts are merged in the same steps whatever the number of requests
 };
 
 // What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is

@@ -105,7 +105,7 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
 
 // Through the first-level cache: nobody writes a plan that is followed, and a block's items are neighbours.
 __device__ __forceinline__ PlannedItem item_of(const Arguments& a, int number) {
-  const int4 found = reinterpret_cast<const int4*>(items_of(a.plan, a.batch))[number];
+  const int4 found = reinterpret_cast<const int4*>(items_of(a.plan, a.batch, a.blocks))[number];
   return {found.x, found.y, found.z, found.w};
 }
 
@@ -119,7 +119,7 @@ struct Items {
 template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
                                                const CUtensorMap* cache, int* page) {
-  const int* firsts = reinterpret_cast<const int*>(first_items_of(a.plan, a.batch, a.blocks)) + blockIdx.x;
+  const int* firsts = reinterpret_cast<const int*>(first_items_of(a.plan, a.batch)) + blockIdx.x;
   const Items items = {__ldcg(firsts), __ldcg(firsts + 1)};
   init_barriers<FP8_CACHE>(m, query, cache);
   if (items.begin < items.end) {

@@ -29,8 +29,8 @@ static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
 template <bool HALVES>
 static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
   constexpr int kFew = 32;
-  return a.batch < kFew ? launch_merge_planned<HALVES, FewMerges>(a, stream)
-                        : launch_merge_planned<HALVES, ManyMerges>(a, stream);
+  return a.batch < kFew && !a.uniform ? launch_merge_planned<HALVES, FewMerges>(a, stream)
+                                      : launch_merge_planned<HALVES, ManyMerges>(a, stream);
 }
 
 template <bool FP8_CACHE>

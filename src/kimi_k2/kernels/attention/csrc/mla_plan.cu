@@ -5,12 +5,10 @@
 // are of two kinds. Aligned: every context in parts of at most `c` units, a block for each, with the smallest `c` for
 // which there are enough blocks. Continuous: cuts at equal distances, each moved to the end of a context that is near
 // enough; far enough moved, every context stays whole and no merge is needed.
-#include "common/csrc/decode.cuh"
-#include "mla_plan.cuh"
+#include "mla_plan_by_length.cuh"
 
 namespace mla {
 
-constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
 // Aligned candidates leave room for all blocks, 3/4 or 1/2 of them; the last candidate never cuts a context. More than
 // these hardly help and take longer, as the instructions of one SM limit.
 constexpr int kCandidates = 16, kAligned = 3, kWhole = kCandidates - 1;
@@ -37,37 +35,6 @@ struct PlanMemory {
 __device__ __forceinline__ int parts_for(int units, int most) { return (units + most - 1) / most; }
 __device__ __forceinline__ int at_least_one(int value) { return value > 1 ? value : 1; }
 
-// Sum over the threads before this one, and over all. Called by all threads; two calls need a barrier in between.
-__device__ __forceinline__ int scan(int value, int* warp_sums, int* all) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(decode::kAll, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0, total = 0;
-  for (int w = 0; w < kPlanWarps; ++w) {
-    const int other = warp_sums[w];
-    if (w < warp) before += other;
-    total += other;
-  }
-  *all = total;
-  return before + sum - value;
-}
-
-// The last of `sorted[0, count)` that is at most `value`; the first one always is.
-__device__ __forceinline__ int last_at_most(const int* sorted, int count, int value) {
-  int low = 0, high = count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (sorted[middle] <= value) low = middle;
-    else high = middle;
-  }
-  return low;
-}
 // The first of `sorted[0, count)` that is at least `value`; count where none is.
 __device__ __forceinline__ int first_at_least(const int* sorted, int count, int value) {
   int low = -1, high = count;
@@ -252,13 +219,13 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
   __syncthreads();
 
   // Items in the line's order: every context that is not empty begins one, and every cut within one.
-  PlannedItem* const items = reinterpret_cast<PlannedItem*>(items_of(a.merges, a.batch));
+  PlannedItem* const items = reinterpret_cast<PlannedItem*>(items_of(a.merges, a.batch, a.blocks));
   const auto item_at = [&](int units, int context, int inside) {  // number of items that begin before
     return m.filled[context] + (inside > 0) + m.cuts_before[first_at_least(m.cut, a.blocks + 1, units)];
   };
   if (thread <= a.blocks) {
     const int first = item_at(m.cut[thread], at, within);
-    int* const firsts = reinterpret_cast<int*>(first_items_of(a.merges, a.batch, a.blocks));
+    int* const firsts = reinterpret_cast<int*>(first_items_of(a.merges, a.batch));
     firsts[thread] = first;
     if (cuts) {
       const int next = m.cut[first_at_least(m.cut, a.blocks + 1, m.cut[thread] + 1)] - m.begin[at];
@@ -274,25 +241,13 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const PlanArguments a)
     items[first] = {thread, 0, next < mine ? next : mine, length};
   }
   __syncthreads();
-  // Merges: contexts that are not one item, in three classes.
-  int counts;
-  const bool merged = thread < a.batch && parts != 1;
-  const int kind = merge_class(parts, a.some_parts),
-            place = scan(merged ? 1 << kind * kCountBits : 0, m.warp_sums[1], &counts);
-  if (thread < a.batch) {
-    *reinterpret_cast<PlannedRequest*>(requests_of(a.merges, a.batch) + thread) = {first, parts, {0, 0}};
-    int to = merges_of(place, kind);
-    for (int other = 0; other < kind; ++other) to += merges_of(counts, other);
-    if (merged) a.merges[to] = {thread, first, parts, counts};
-    const int merges = merges_of(counts, 0) + merges_of(counts, 1) + merges_of(counts, 2);
-    if (thread >= merges) a.merges[thread] = {-1, 0, 0, counts};
-  }
+  write_merges(a.merges, a.batch, a.some_parts, first, parts, m.warp_sums[1]);
   __threadfence();
 }
 
 }  // namespace mla
 
-// `plan` is int32 [plan_rows(batch, blocks), 4]. Returns 0, a cudaError_t, or a host::Error.
+// `plan` is int32 [rows, 4], with room for batch + blocks items. Returns 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capacity, int blocks, int some_parts,
                              float unit, float memory, float item, float traffic, float merge, float part,
                              void* stream) {
@@ -304,4 +259,18 @@ extern "C" int kimi_mla_plan(const int* lengths, void* plan, int batch, int capa
                              item,    traffic,
                              merge,   part};
   return decode::launch(mla::make_plan, dim3(1), mla::kPlanThreads, 0, a, stream);
+}
+
+// `plan` is int32 [rows, 4], with room for all items. Returns 0, a cudaError_t, or a host::Error.
+extern "C" int kimi_mla_plan_by_length(const int* lengths, void* plan, int batch, int capacity, int blocks,
+                                       int some_parts, int few_each, int whole, int first_parts, int more_each,
+                                       int item, void* stream) {
+  if (batch < 1 || batch > mla::kMostRequests || blocks < 1 || blocks > mla::kMostBlocks) return host::kNoInstance;
+  const mla::ByLengthArguments a{lengths,     static_cast<mla::PlannedMerge*>(plan),
+                                 batch,       capacity,
+                                 blocks,      some_parts,
+                                 few_each,    whole,
+                                 first_parts, more_each,
+                                 item};
+  return decode::launch(mla::plan_by_length, dim3(1), mla::kPlanThreads, 0, a, stream);
 }

@@ -10,10 +10,10 @@ constexpr int kMostParts = 128;  // of one request
 constexpr int kMostRequests = 1024;
 constexpr int kMostBlocks = 255;
 
-// A plan is rows of 16 bytes: [batch] merges, [batch] requests, [batch + blocks] items, then the number of every
-// block's first item and behind the last block's the number of all items, four a row. A block takes its items one after
-// another. A request's items follow each other; where it has one, that item writes the result itself, else a merge
-// does.
+// A plan is rows of 16 bytes: [batch] merges, [batch] requests, the number of every block's first item and behind the
+// last block's the number of all items, four a row, then the items, of which mla_plan.cu makes up to batch + blocks. A
+// block takes its items one after another. A request's items follow each other; where it has one, that item writes the
+// result itself, else a merge does.
 struct PlannedMerge {
   int request, first, parts;  // items `first` on; -1, 0, 0 past the last merge
   int counts;                 // the same in every merge: see merges_of
@@ -29,18 +29,17 @@ struct PlannedItem {
 };
 static_assert(sizeof(PlannedMerge) == 16 && sizeof(PlannedRequest) == 16 && sizeof(PlannedItem) == 16, "a row");
 
-__host__ __device__ constexpr int plan_rows(int batch, int blocks) { return 3 * batch + blocks + blocks / 4 + 1; }
 template <class Row>
 __host__ __device__ constexpr Row* requests_of(Row* plan, int batch) {
   return plan + batch;
 }
 template <class Row>
-__host__ __device__ constexpr Row* items_of(Row* plan, int batch) {
+__host__ __device__ constexpr Row* first_items_of(Row* plan, int batch) {
   return plan + 2 * batch;
 }
 template <class Row>
-__host__ __device__ constexpr Row* first_items_of(Row* plan, int batch, int blocks) {
-  return plan + 3 * batch + blocks;
+__host__ __device__ constexpr Row* items_of(Row* plan, int batch, int blocks) {
+  return plan + 2 * batch + blocks / 4 + 1;
 }
 
 // Requests with many parts come first, then some, then few or none: so many groups of threads share a merge. With 8

@@ -3,7 +3,8 @@
 //
 //   WgmmaE4m3<N>     64 x N x 32 over e4m3, both operands in shared memory
 //   WgmmaE4m3Rs<N>   the same with the left operand in registers
-//   WgmmaBf16Rs<N>   64 x N x 16 over bf16, the left operand in registers
+//   WgmmaBf16<N>     64 x N x 16 over bf16, both operands in shared memory
+//   WgmmaBf16Rs<N>   the same with the left operand in registers
 #pragma once
 #include "ptx.cuh"
 
@@ -84,6 +85,30 @@ PTX_WGMMA(32, 16, "16", "17", "18", PTX_D16(d, 0))
 PTX_WGMMA(48, 24, "24", "25", "26", PTX_D16(d, 0), PTX_D8(d, 16))
 PTX_WGMMA(64, 32, "32", "33", "34", PTX_D32(d, 0))
 PTX_WGMMA(96, 48, "48", "49", "50", PTX_D32(d, 0), PTX_D16(d, 32))
+PTX_WGMMA(128, 64, "64", "65", "66", PTX_D32(d, 0), PTX_D32(d, 32))
+
+#undef PTX_WGMMA
+
+template <int N>
+struct WgmmaBf16;
+
+#define PTX_WGMMA(N, R, A, B, P, ...)                                                                            \
+  template <>                                                                                                    \
+  struct WgmmaBf16<N> {                                                                                          \
+    /* d (+)= A[64, 16] B[N, 16]^T in bf16; accumulate 0 overwrites d. */                                        \
+    static __device__ __forceinline__ void go(float (&d)[R], uint64_t a, uint64_t b, int accumulate) {           \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P                                                        \
+                   ", 0;\n"                                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PTX_S##R "}, %" A ", %" B        \
+                                                                                         ", p, 1, 1, 0, 0;\n}\n" \
+                   : __VA_ARGS__                                                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                           \
+    }                                                                                                            \
+  };
+
+PTX_WGMMA(16, 8, "8", "9", "10", PTX_D8(d, 0))
+PTX_WGMMA(32, 16, "16", "17", "18", PTX_D16(d, 0))
+PTX_WGMMA(64, 32, "32", "33", "34", PTX_D32(d, 0))
 PTX_WGMMA(128, 64, "64", "65", "66", PTX_D32(d, 0), PTX_D32(d, 32))
 
 #undef PTX_WGMMA

@@ -27,6 +27,7 @@ constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, o
 struct Args : moe::Fp8Args {
   int w2_bf16;    // second-stage weights are bf16
   int in_flight;  // chunks of weights that a block may have requested and not yet received
+  int unpaired;   // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
 };
 
 template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>

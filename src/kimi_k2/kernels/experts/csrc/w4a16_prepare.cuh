@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) count_kernel(const __grid_con
   if (tid < moe::kMaxExperts) scratch.cursor[tid] = slots - n;
   const int even = tiles ? min(a.nmax, ((n + tiles - 1) / tiles + 7) / 8 * 8) : 0;
   for (int i = 0, off = 0; i < tiles; ++i, off += even)
-    a.tiles[cells - tiles + i] = make_int4(tid, slots - n + off, max(0, min(even, n - off)), tiles > 1);
+    a.tiles[cells - tiles + i] = make_int4(tid, slots - n + off, max(0, min(even, n - off)), tiles > 1 || a.unpaired);
 }
 
 // Second launch: put each pair into one of its expert's slots; which one does not matter to any sum.

@@ -149,8 +149,9 @@ __device__ __forceinline__ void publish_sums(Memory& m, const float (&acc)[TOKEN
     }
 }
 
-// This block's share of the tile, eight rows of a token a thread.
-template <class Memory, int TOKENS>
+// This block's share of the tile, eight rows of a token a thread; WIDE: as float32, to where `out` then is an array of
+// it.
+template <class Memory, int TOKENS, bool WIDE = false>
 __device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, const Tile tile, int rank) {
   constexpr int kParts = Memory::kRows / 8;
   const int tokens = min(TOKENS, a.tokens - tile.token);
@@ -164,8 +165,15 @@ __device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, co
       sum[0] += u.x, sum[1] += u.y, sum[2] += u.z, sum[3] += u.w;
       sum[4] += v.x, sum[5] += v.y, sum[6] += v.z, sum[7] += v.w;
     }
-    *reinterpret_cast<uint4*>(a.out + (size_t)(tile.token + token) * a.rows + tile.row + row) = make_uint4(
-        pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    const size_t at = (size_t)(tile.token + token) * a.rows + tile.row + row;
+    if constexpr (WIDE) {
+      float4* out = reinterpret_cast<float4*>(reinterpret_cast<float*>(a.out) + at);
+      out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    } else {
+      *reinterpret_cast<uint4*>(a.out + at) = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+                                                         pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    }
   }
 }
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(1024 / EACH) quantize_norm(const QuantizeArgum
     value[i] = __ldcg(reinterpret_cast<const uint4*>(a.x + int64_t(token) * a.x_stride) + v);
     if (a.delta != nullptr) delta[i] = __ldcg(reinterpret_cast<const uint4*>(a.delta) + int64_t(token) * groups + v);
   }
-  float sum = 0;
+  // 256 values a sum of a warp's, whatever EACH is: a token's bits do not depend on how many tokens there are.
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int v = thread + i * blockDim.x;
@@ -58,12 +58,11 @@ __global__ void __launch_bounds__(1024 / EACH) quantize_norm(const QuantizeArgum
       value[i] = decode::add8(value[i], delta[i]);
       if (v < groups) reinterpret_cast<uint4*>(a.total)[int64_t(token) * groups + v] = value[i];
     }
-    sum += decode::squares8(value[i]);
+    const float sum = decode::sum_lanes(decode::squares8(value[i]));
+    if (thread % 32 == 0) sums[v / 32] = sum;
   }
-  sum = decode::sum_lanes(sum);
-  if (thread % 32 == 0) sums[thread / 32] = sum;
   __syncthreads();
-  const float whole = decode::sum_lanes(thread % 32 < blockDim.x / 32 ? sums[thread % 32] : 0.f);
+  const float whole = decode::sum_lanes(thread % 32 < EACH * blockDim.x / 32 ? sums[thread % 32] : 0.f);
   const float inverse = rsqrtf(whole / a.columns + a.eps);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)

@@ -1,0 +1,80 @@
+"""BF16 GEMM whose rows have the same bits for any number of tokens: `torch.ops.kimi_k2.dense_gemm`.
+
+For batch-invariant mode, where cuBLAS will not do: its kernel, and with it the order of a sum, follows the number of
+tokens. csrc/dense_gemm.cuh says how the launch works.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.operation import kernel_operation
+
+STEP = 64
+CLUSTERS = (8, 4, 2, 1)
+# Blocks that a step of few tokens is to have at most, and columns of each at least.
+BLOCKS, COLUMNS = 144, 4 * STEP
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """BF16 tokens [..., K] and a BF16 weight [N, K] on a Hopper GPU with nvcc, K a multiple of 64, N of 8."""
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and is_hopper(x.device)
+        and weight.is_contiguous()
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[1] % STEP == 0
+        and weight.shape[0] % 8 == 0
+        and find_nvcc() is not None
+    )
+
+
+def decode_cluster(rows: int, columns: int) -> int:
+    """Parts of the columns for a step of few tokens, by the weight's shape alone."""
+    tiles = -(-rows // 64)
+    return next((one for one in CLUSTERS if tiles * one <= BLOCKS and columns >= one * COLUMNS), 1)
+
+
+def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool) -> Tensor:
+    """The empty result, if the arguments are what the kernel takes."""
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] % STEP or weight.shape[0] % 8:
+        raise KernelError(
+            f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K], K a multiple of {STEP}, N"
+            " of 8"
+        )
+    if cluster not in range(1, min(8, weight.shape[1] // STEP) + 1):
+        raise KernelError(f"cluster {cluster}: expected 1 to 8, at most a block for {STEP} columns")
+    expect("x", x, x.device, (x.shape[0], weight.shape[1]), torch.bfloat16)
+    expect("weight", weight, x.device, tuple(weight.shape), torch.bfloat16)
+    return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if wide else torch.bfloat16, device=x.device)
+
+
+@kernel_operation("dense_gemm")
+def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False) -> Tensor:
+    """x W^T, summed in float32.
+
+    Args:
+        x: bfloat16 [T, K], K a multiple of 64.
+        weight: bfloat16 [N, K], N a multiple of 8.
+        cluster: parts of the columns that are summed apart: the bits depend on it, and on nothing else but the row.
+        wide: float32 result.
+
+    Returns:
+        bfloat16 or float32 [T, N].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+    """
+    out = _check(x, weight, cluster, wide)
+    if x.shape[0]:
+        sizes = x.shape[0], weight.shape[0], x.shape[1], cluster, int(wide)
+        launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, out, *sizes)
+    return out
+
+
+dense_gemm.fake(_check)

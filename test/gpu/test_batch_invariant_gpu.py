@@ -1,0 +1,319 @@
+"""Batch-invariant mode on a Hopper GPU: every row has the bits that it has alone.
+
+`KIMI_K2_DRAWN_BATCHES` is the number of drawn batches of a case of the model's tests.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.model import synthetic_rank
+from kimi_k2.bench.kernels.w4a16 import random_packed
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.generate import prefill
+from kimi_k2.engine.prompt_step import PromptStep
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops import registry
+from kimi_k2.ops.experts import ExpertWeights, routed_experts, swiglu
+from kimi_k2.ops.linear import add_project, dense_linear, project
+from kimi_k2.ops.mla import mla_naive_attention
+from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan
+from kimi_k2.ops.router import add_norm_route
+from kimi_k2.ops.weights import Weight
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.synthetic.config import with_format
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "12"))
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HIDDEN, TOP_K = 7168, 8
+BATCHES = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 129, 200, 256)
+PROMPTS = (1, 3, 16, 17, 100, 300, 1500)
+
+
+@pytest.fixture(autouse=True)
+def _mode() -> Iterator[None]:
+    torch.manual_seed(0)
+    registry.set_batch_invariant(True)
+    yield
+    registry.set_batch_invariant(False)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(BF16)
+
+
+def fp8(*shape: int) -> Weight:
+    weight = (torch.randn(*shape, device="cuda") * 60).clamp(-448, 448).to(E4M3)
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    scale = torch.rand(*blocks, device="cuda") * 4e-4 + 1e-4
+    return Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat())
+
+
+def assert_rows_alone(operation: Callable[..., Tensor | tuple[Tensor, ...]], *given: Tensor, rows: int = 6) -> None:
+    """Rows of a call's results, and those of calls with one row each and with a few in another order."""
+    count = len(given[0])
+    whole = operation(*given)
+    whole = whole if isinstance(whole, tuple) else (whole,)
+    some = random.Random(count).sample(range(count), min(rows, count))
+    for chosen in [*([one] for one in some), some[::-1]]:
+        part = operation(*(tensor[chosen].contiguous() for tensor in given))
+        for index, (found, wanted) in enumerate(zip(part if isinstance(part, tuple) else (part,), whole, strict=True)):
+            assert torch.equal(found, wanted[chosen]), (count, chosen, index)
+
+
+def phases() -> Iterator[tuple[bool, int]]:
+    yield from ((True, count) for count in BATCHES)
+    yield from ((False, count) for count in PROMPTS)
+
+
+def in_phase(decoding: bool) -> object:
+    return registry.decoding() if decoding else nullcontext()
+
+
+SHAPES = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (576, 7168)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("stored", ["fp8", "bf16", "e4m3"])
+def test_linears(rows: int, columns: int, stored: str) -> None:
+    if stored == "e4m3":
+        registry.pin("fp8_linear=e4m3")
+    weight = Weight({"weight": normal(rows, columns, scale=0.02)}) if stored == "bf16" else fp8(rows, columns)
+    norm = normal(columns)
+    try:
+        for decoding, count in phases():
+            x, delta = normal(count, columns), normal(count, columns)
+            with in_phase(decoding):  # type: ignore[attr-defined]
+                assert_rows_alone(lambda x: project(x, weight), x)
+                assert_rows_alone(lambda x: project(x, weight, norm, 1e-6), x)
+                assert_rows_alone(lambda x, delta: add_project(x, delta, weight, norm, 1e-6), x, delta)
+    finally:
+        registry.pin("")
+
+
+def test_linears_are_near_float64() -> None:
+    for rows, columns in SHAPES:
+        weight = normal(rows, columns, scale=0.02)
+        for decoding, count in phases():
+            x = normal(count, columns)
+            with in_phase(decoding):  # type: ignore[attr-defined]
+                found = dense_linear(x, weight)
+            wanted = x.double() @ weight.double().T
+            assert (found - wanted).norm() / wanted.norm() < 2.5e-3
+
+
+def test_swiglu() -> None:
+    gate_up, down = fp8(512, HIDDEN), fp8(HIDDEN, 256)
+    for decoding, count in phases():
+        with in_phase(decoding):  # type: ignore[attr-defined]
+            assert_rows_alone(lambda x: swiglu(x, gate_up, down), normal(count, HIDDEN))
+
+
+@pytest.mark.parametrize("experts", [256, 384])
+def test_router(experts: int) -> None:
+    norm, weight, bias = normal(HIDDEN), normal(experts, HIDDEN, scale=0.02), torch.randn(experts, device="cuda") * 0.05
+
+    def route(x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        return add_norm_route(x, delta, norm, 1e-6, weight, bias, TOP_K, routed_scaling_factor=2.5)
+
+    for decoding, count in phases():
+        with in_phase(decoding):  # type: ignore[attr-defined]
+            assert_rows_alone(route, normal(count, HIDDEN), normal(count, HIDDEN))
+
+
+def held(stored: str, experts: int, inter: int, mapped: bool) -> ExpertWeights:
+    expert_map = None
+    if mapped:  # every third expert of the model is not held
+        expert_map = torch.full((experts * 3 // 2,), -1, dtype=torch.int32, device="cuda")
+        expert_map[torch.arange(experts, device="cuda") * 3 // 2] = torch.arange(
+            experts, dtype=torch.int32, device="cuda"
+        )
+    if stored == "fp8":
+        return ExpertWeights(fp8(experts, 2 * inter, HIDDEN), fp8(experts, HIDDEN, inter), 0, expert_map)
+    if stored == "bf16":
+        both = normal(experts, 2 * inter, HIDDEN, scale=0.02), normal(experts, HIDDEN, inter, scale=0.02)
+        return ExpertWeights(Weight({"weight": both[0]}), Weight({"weight": both[1]}), 0, expert_map)
+    format_ = Int4GroupFormat()
+    gate_up = dict(zip(("weight_packed", "weight_scale"), random_packed(experts, 2 * inter, HIDDEN), strict=True))
+    down = dict(zip(("weight_packed", "weight_scale"), random_packed(experts, HIDDEN, inter), strict=True))
+    second = Weight(down, format_)
+    if stored == "int4_w2_bf16":
+        second = Weight({"weight": normal(experts, HIDDEN, inter, scale=0.02)})
+    made = prepare_w4a16_experts(ExpertWeights(Weight(gate_up, format_), second, 0, expert_map), BF16)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("inter", [256, 512])
+@pytest.mark.parametrize("stored", ["fp8", "int4", "int4_w2_bf16", "bf16"])
+def test_experts(stored: str, inter: int) -> None:
+    """Even and skewed choices: how many tokens share an expert changes from call to call."""
+    experts = held(stored, 96, inter, mapped=inter == 512)
+    model = 96 if experts.expert_map is None else len(experts.expert_map)
+    for decoding, count in phases():
+        for favourites in (model, 9):
+            chosen = torch.stack([torch.randperm(favourites, device="cuda")[:TOP_K] for _ in range(count)])
+            scores = torch.rand(count, TOP_K, device="cuda")
+            with in_phase(decoding):  # type: ignore[attr-defined]
+                assert_rows_alone(
+                    lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores, rows=4
+                )
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("cached", [BF16, E4M3])
+def test_decode_attention(heads: int, cached: torch.dtype) -> None:
+    """From q to values, over lengths of every kind, each in caches of several capacities."""
+    w_uk, w_uv, norm = normal(heads, 128, 512, scale=0.05), normal(heads, 128, 512, scale=0.05), normal(512)
+
+    def attend(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, at: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        cache = cache.clone().view(cached)  # as bytes: PyTorch indexes no FP8
+        query = absorb_and_store(q, kv, norm, cos, sin, at, w_uk, cache, 1e-6)
+        lengths = (at + 1).int()
+        plan = attention_plan(lengths, cache, heads)
+        values = attend_values(query, cache, lengths, w_uv, 0.1, plan)
+        wider = torch.cat((cache.view(torch.uint8), cache.view(torch.uint8)), dim=1).view(cached)
+        assert torch.equal(values, attend_values(query, wider, lengths, w_uv, 0.1))
+        return query, values
+
+    with registry.decoding():
+        for count in BATCHES:
+            most = 9000 if count <= 8 else 1300 if count <= 64 else 200
+            cache = normal(count, most, 576).to(cached).view(torch.uint8)
+            at = (torch.rand(count, device="cuda").pow(2) * most).long()
+            at[0] = most - 1
+            given = normal(count, heads * 192), normal(count, 576), normal(count, 32), normal(count, 32), at, cache
+            assert_rows_alone(attend, *given)
+
+
+def test_prompt_attention_in_any_chunks() -> None:
+    heads, length = 8, 700
+    kv_b, cache, positions = (
+        normal(heads, 256, 512, scale=0.05),
+        normal(1, length, 576),
+        torch.arange(length)[None].cuda(),
+    )
+    q, rope = normal(1, length, heads, 128), normal(1, length, heads, 64)
+    whole = mla_naive_attention(q, rope, cache, kv_b, positions, 0.1)
+    rng = random.Random(1)
+    for _ in range(40):
+        cuts = sorted({0, length, *(rng.randint(1, length - 1) for _ in range(rng.randint(1, 6)))})
+        for begin, end in pairwise(cuts):
+            seen = cache[:, : rng.choice([end, length])]
+            part = mla_naive_attention(q[:, begin:end], rope[:, begin:end], seen, kv_b, positions[:, begin:end], 0.1)
+            assert torch.equal(part, whole[:, begin:end]), (begin, end)
+
+
+# (format, dtype of the cache, share of the drawn batches)
+CASES = [("fp8", BF16), ("fp8", E4M3), ("int4", BF16), ("bf16", BF16)]
+
+
+@pytest.fixture(scope="module", params=["fp8", "int4", "bf16"])
+def model(request: pytest.FixtureRequest) -> KimiK2ForCausalLM:
+    """A dense and a MoE layer of a rank of TP8 at the real sizes."""
+    preset = "kimi-k2-thinking" if request.param == "int4" else "kimi-k2-instruct-0905"
+    config = KimiK2Config.load(preset).model_copy(update={"num_hidden_layers": 2})
+    if request.param == "bf16":
+        config = with_format(config, "bf16")
+    return synthetic_rank(config, Layout(8, target="cuda", experts="stored"), 0, communicate=False)
+
+
+class Pool:
+    """Sequences with cached contexts, the token that follows, and its logits alone."""
+
+    def __init__(self, model: KimiK2ForCausalLM, cached: torch.dtype, count: int = 24) -> None:
+        rng = random.Random(2)
+        self.lengths = [rng.choice([1, 63, 64, 200, 500, 1000, 1023, 1800]) + rng.randint(0, 9) for _ in range(count)]
+        layers = model.config.num_hidden_layers
+        self.contexts = [normal(layers, length, 576).to(cached).view(torch.uint8) for length in self.lengths]
+        self.tokens = torch.randint(0, model.lm_head.weight.shape[0], (count,), device="cuda")
+        self.step = DecodeStep(model, model.new_cache(1, 2560, cached), graph=True)
+        self.alone = torch.cat([self.logits(self.step, [one]).clone() for one in range(count)])
+
+    def logits(self, step: DecodeStep, chosen: list[int]) -> Tensor:
+        """Of these sequences, in this order."""
+        for place, one in enumerate(chosen):
+            step.cache.data.view(torch.uint8)[:, place, : self.lengths[one]] = self.contexts[one]
+        return step(self.tokens[chosen], torch.tensor([self.lengths[one] for one in chosen], device="cuda"))
+
+    def drawn(self, rng: random.Random, step: DecodeStep) -> bool:
+        """Whether all logits of a drawn batch are those of the sequences alone."""
+        chosen = [rng.randrange(len(self.lengths)) for _ in range(step.cache.data.shape[1])]
+        return torch.equal(self.logits(step, chosen), self.alone[chosen])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cached", [BF16, E4M3])
+def test_decode_steps_of_drawn_batches(model: KimiK2ForCausalLM, cached: torch.dtype) -> None:
+    """Graphs of several batch sizes and capacities, replayed over drawn sequences at drawn places."""
+    pool, rng = Pool(model, cached), random.Random(3)
+    batches = BATCHES if DRAWN > 50 else (2, 9, 64, 200)
+    for number, batch in enumerate(batches):
+        step = DecodeStep(model, model.new_cache(batch, rng.choice([1900, 2560]), cached), graph=True)
+        for _ in range(-(-DRAWN // len(batches)) if number or DRAWN <= 50 else 4):
+            assert pool.drawn(rng, step), batch
+        step.close()
+    assert "plain" not in registry.explain().split("routed_experts: ")[1].split(";")[0]
+
+
+@torch.inference_mode()
+def test_the_normal_mode_fails_the_test(model: KimiK2ForCausalLM) -> None:
+    registry.set_batch_invariant(False)
+    pool, rng = Pool(model, BF16, 8), random.Random(3)
+    step = DecodeStep(model, model.new_cache(33, 1900, BF16), graph=True)
+    assert not pool.drawn(rng, step)
+    registry.set_batch_invariant(True)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cached", [BF16, E4M3])
+def test_prompts_in_drawn_chunks(model: KimiK2ForCausalLM, cached: torch.dtype) -> None:
+    """Logits and cache entries of prompts, side by side and cut anyhow, from graphs of padded sizes and without."""
+    rng, vocabulary = random.Random(4), model.lm_head.weight.shape[0]
+    prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in (1, 5, 17, 64, 200, 333, 700)]
+    made: list[tuple[Tensor, Tensor]] = []
+    for prompt in prompts:
+        cache = model.new_cache(1, len(prompt), cached)
+        step = PromptStep(DecodeStep(model, cache))
+        logits = prefill(model, [prompt], cache, None, None, step)
+        made.append((logits[0].clone(), cache.data[:, 0].view(torch.uint8).clone()))
+    reads = {}
+    for batch in (1, 2, 4):
+        reads[batch] = PromptStep(DecodeStep(model, model.new_cache(batch, 1024, cached), graph=True))
+    for _ in range(DRAWN):
+        read = rng.choice(list(reads.values()))
+        chosen = [rng.randrange(len(prompts)) for _ in range(read.cache.data.shape[1])]
+        read.step.graph = rng.random() < 0.7
+        chunk = rng.choice([None, None, 16, 64, 100, 129, 256])
+        logits = prefill(model, [prompts[one] for one in chosen], read.cache, chunk, None, read)
+        for place, one in enumerate(chosen):
+            assert torch.equal(logits[place], made[one][0]), (chosen, place, chunk)
+            entries = read.cache.data[:, place, : len(prompts[one])].view(torch.uint8)
+            assert torch.equal(entries, made[one][1]), (chosen, place, chunk)
+    for read in reads.values():
+        read.close()
+
+
+def test_what_has_no_entry_is_refused() -> None:
+    x, weight = torch.randn(2, 64, device="cuda"), torch.randn(8, 64, device="cuda")
+    with pytest.raises(KernelError, match="batch-invariant mode: no entry of dense_linear"):
+        dense_linear(x, weight)
+    registry.pin("dense_linear=plain")
+    with pytest.raises(KernelError, match="batch-invariant"):
+        dense_linear(x.to(BF16), weight.to(BF16))
+    registry.pin("")

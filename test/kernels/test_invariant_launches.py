@@ -1,0 +1,49 @@
+"""Launches of batch-invariant mode: what orders a sum does not change with the number of tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from kimi_k2.kernels.experts import invariant
+from kimi_k2.kernels.experts.tuning import choose
+from kimi_k2.kernels.linear import block_gemm, dense_gemm
+
+TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
+WEIGHTS = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (20480, 7168), (128, 128)]
+EXPERTS = [("fp8_e4m3", "128x128"), ("int4", "1x32"), ("int4_w2_bf16", "1x32")]
+
+
+@pytest.mark.parametrize(("rows", "columns"), WEIGHTS)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_linears_have_one_number_of_parts(rows: int, columns: int, terms: int) -> None:
+    for decoding in (True, False):
+        made = [block_gemm.fixed_launch(terms, tokens, rows, columns, 132, decoding) for tokens in TOKENS]
+        assert len({one.cluster for one in made}) == 1
+        assert all(block_gemm.Tile(one.groups, one.tile) in block_gemm.TILES[terms] for one in made)
+        assert decoding or made[0].cluster == 1
+    assert 1 <= dense_gemm.decode_cluster(rows, columns) <= max(1, columns // dense_gemm.COLUMNS)
+
+
+def test_the_best_launches_differ() -> None:
+    """Else the test above would say nothing of `fixed_launch`."""
+    assert len({block_gemm.choose_launch(2, tokens, 2112, 7168, 132).cluster for tokens in TOKENS}) > 1
+
+
+@pytest.mark.parametrize(("dtype", "block"), EXPERTS)
+@pytest.mark.parametrize(("experts", "inter"), [(384, 256), (384, 512), (48, 2048)])
+@pytest.mark.filterwarnings("ignore:no tuned choices")
+def test_experts_have_one_number_of_parts(dtype: str, block: str, experts: int, inter: int) -> None:
+    tuned = [
+        choose(tokens, 8, experts, inter, 7168, dtype=dtype, block=block, device="NVIDIA H200") for tokens in TOKENS
+    ]
+    assert len({(one.fused, one.splits1, one.splits2) for one in tuned}) > 1
+    for decoding in (True, False):
+        made = [
+            invariant.fixed_choice(one, 8, 7168, inter, decoding=decoding, int4=dtype != "fp8_e4m3") for one in tuned
+        ]
+        assert len({(one.fused, one.splits1, one.splits2) for one in made}) == 1
+        # INT4 multiplies tiles of up to 32 tokens otherwise than larger ones, FP8 those from 128 on.
+        assert len({one.max_tokens > (64 if dtype == "fp8_e4m3" else 32) for one in made}) == 1
+        for tokens, one in zip(TOKENS, made, strict=True):
+            one.check(tokens, 8, 7168, inter)
+    assert invariant.fixed_bf16_launch(decoding=True) != invariant.fixed_bf16_launch(decoding=False)
