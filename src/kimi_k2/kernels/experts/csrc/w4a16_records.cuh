@@ -100,7 +100,7 @@ __device__ __forceinline__ int place_of(int token, int part, bool lower, bool pa
 
 // Clears the rows of a stage that no token fills, if it held other rows last: zeros take the tensor cores less energy,
 // and the card's limit of that bounds the speed. Of paired values the lower ones' offsets must be zero. One warp has
-// the stage to itself.
+// the stage to itself. Past an odd number of tokens RecordCopy writes the same zeros: racecheck warns of that.
 template <class C>
 __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, const int4& tile, int lane) {
   const bool paired = is_paired(tile);
