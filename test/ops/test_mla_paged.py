@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.ops.mla_decode import mla_decode
-from kimi_k2.ops.mla_paged import gather_pages, paged_mla_decode, store_pages
+from kimi_k2.ops.mla_decode import attend_values, mla_decode, query_and_entry
+from kimi_k2.ops.mla_paged import (
+    gather_pages,
+    paged_attend_values,
+    paged_mla_decode,
+    paged_query_and_entry,
+    store_pages,
+)
+from kimi_k2.ops.weights import Weight
 
 RANK, ROPE, PAGE = 24, 8, 4
 DIM = RANK + ROPE
@@ -53,3 +60,24 @@ def test_stored_where_it_belongs(dtype: torch.dtype) -> None:
 def test_gathered_in_order() -> None:
     whole, pages, table = scattered([9, 16])
     assert torch.equal(gather_pages(pages, table, 9), whole[:, :9])
+
+
+def test_step_same_as_in_one_piece() -> None:
+    """From attention's first GEMM to its values; the last sequence is padding."""
+    lengths, heads, nope = [5, 13, 8], 3, 6
+    whole, pages, table = scattered(lengths)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    slots = torch.tensor([int(table[i, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE for i, n in enumerate(lengths)])
+    positions = seq_lens.long() - 1
+    slots[2] = positions[2] = -1
+    qkv_a, w_uk = torch.randn(3, 16 + DIM).double(), torch.randn(heads, nope, RANK).double()
+    q_b = Weight({"weight": torch.randn(heads * (nope + ROPE), 16).double()})
+    norms, (cos, sin) = (torch.rand(16).double(), torch.rand(RANK).double()), torch.randn(2, 3, ROPE // 2).double()
+    wanted = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, positions, w_uk, whole, 1e-6, 1e-6)
+    before = pages.clone()
+    found = paged_query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, pages, 1e-6, 1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert int((pages != before).any(-1).sum()) == 2  # slots written
+    w_uv = torch.randn(heads, 5, RANK).double()
+    found = paged_attend_values(found, pages, table, seq_lens, w_uv, 0.3)
+    torch.testing.assert_close(found, attend_values(wanted, whole, seq_lens, w_uv, 0.3), rtol=1e-12, atol=1e-12)

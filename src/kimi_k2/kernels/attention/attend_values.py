@@ -17,12 +17,12 @@ from kimi_k2.kernels.common.operation import kernel_operation
 WIDTH = 128
 
 
-def supports(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor) -> bool:
-    """What both take, and the kernel of a BF16 cache in one piece; values of 128."""
+def supports(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, block_table: Tensor | None = None) -> bool:
+    """What both take, and the kernel of a BF16 cache; values of 128."""
     return (
         value_rows.supports(query[..., :LATENT], w_uv)
         and w_uv.shape[1] == WIDTH
-        and mla_decode.supports(query, cache, seq_lens)
+        and mla_decode.supports(query, cache, seq_lens, block_table)
         and cache.dtype == torch.bfloat16
         and mla_decode.uses_cuda(query.shape[1], cache.dtype)
     )
@@ -36,12 +36,18 @@ def _check(query: Tensor, w_uv: Tensor) -> Tensor:
 
 @kernel_operation("attend_values")
 def attend_values(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    w_uv: Tensor,
+    softmax_scale: float,
+    plan: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale, plan=plan), w_uv)`.
 
     Args:
-        query, cache, seq_lens, softmax_scale, plan: as `mla_decode` takes them; a bfloat16 cache [B, T, 576].
+        query, cache, seq_lens, softmax_scale, plan, block_table: as `mla_decode` takes them; a bfloat16 cache.
         w_uv: bfloat16 [H, 128, 512].
 
     Returns:
@@ -51,20 +57,21 @@ def attend_values(
         KernelError: a shape or dtype that the kernels do not take, or a failed launch.
     """
     out = _check(query, w_uv)
-    (batch, heads), capacity = query.shape[:2], cache.shape[1]
+    (batch, heads) = query.shape[:2]
+    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * mla_decode.PAGE
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
     how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
     even = plan is None and how.splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
     if not (even or (plan is not None and heads == few)) or not batch or not capacity:
-        latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
+        latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
         result: Tensor = value_rows.value_rows(latent, w_uv)
         return result
-    mla_decode.check_arguments(query, cache, seq_lens, None)
+    mla_decode.check_arguments(query, cache, seq_lens, block_table)
     if plan is None:
-        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how)
+        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how, block_table)
     else:
         mla_decode.check_plan(query, plan)
-        parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan)
+        parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan, block_table)
     given = parts, sums, w_uv, out, plan
     launch(
         "attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, batch, heads, how.splits

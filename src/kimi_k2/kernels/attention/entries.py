@@ -104,18 +104,36 @@ def decode_attention(
     return out
 
 
+def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
+    return (
+        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * mla_decode.PAGE)
+        and is_hopper(cache.device)
+        and mla_decode.uses_cuda(heads, cache.dtype)
+    )
+
+
+@mla_paged.paged_attention_plan.entry("mla_plan", takes=_supports_paged_plan, joins={"paged_mla_decode": "mla_decode"})
+def paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
+    """`mla_plan` for pages of 64 slots."""
+    capacity = block_table.shape[1] * mla_decode.PAGE
+    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16)
+    return plan
+
+
 def _supports_pages(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int
-) -> bool:
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
+    plan: Tensor | None = None,
+) -> bool:  # fmt: skip
     return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
 
 
 @mla_paged.paged_mla_decode.entry("mla_decode", takes=_supports_pages)
 def paged_decode_attention(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int
-) -> Tensor:
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
+    plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`mla_decode` over pages of 64 slots."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table)
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
     return out
 
 
@@ -156,4 +174,45 @@ def query_and_entry(
     out: Tensor = query_kernel.query_and_entry(
         qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
     )
+    return out
+
+
+def _supports_paged_query(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
+    cache: Tensor, q_eps: float, kv_eps: float,
+) -> bool:  # fmt: skip
+    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+
+
+@mla_paged.paged_query_and_entry.entry(
+    "cuda", takes=_supports_paged_query, joins={"project": "fused_linear", "paged_absorb_and_store": "triton"}
+)
+def paged_query_and_entry(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
+    cache: Tensor, q_eps: float, kv_eps: float,
+) -> Tensor:  # fmt: skip
+    """`query_and_entry` into pages, of an FP8 q_b."""
+    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    out: Tensor = query_kernel.query_and_entry(
+        qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps, pages=True
+    )
+    return out
+
+
+def _supports_paged_values(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float,
+    plan: Tensor | None = None,
+) -> bool:  # fmt: skip
+    return attend.supports(query, cache, seq_lens, w_uv, block_table)
+
+
+@mla_paged.paged_attend_values.entry(
+    "cuda", takes=_supports_paged_values, joins={"paged_mla_decode": "mla_decode", "value_rows": "cuda"}
+)
+def paged_attend_values(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float,
+    plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`attend_values` over pages of 64 slots."""
+    out: Tensor = attend.attend_values(query, cache, seq_lens, w_uv, softmax_scale, plan, block_table)
     return out

@@ -186,9 +186,9 @@ def _planned_parts(q: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_planned_parts(
-    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor, block_table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A plan's items, for another launch to join, over a BF16 cache in one piece.
+    """A plan's items, for another launch to join, over a BF16 cache.
 
     Args:
         q: bfloat16 [B, 8, 576].
@@ -203,14 +203,19 @@ def attend_planned_parts(
     if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or cache.numel() == 0:
         raise KernelError(f"parts of {q.shape[1]} heads, a cache of {cache.dtype}: expected {FEW_HEADS}, {q.dtype}")
     parts = _planned_parts(q, plan)
-    _launch(q, cache, seq_lens, softmax_scale, None, 1.0, 0, None, parts, plan)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, 0, None, parts, plan)
     return parts
 
 
 def attend_parts(
-    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, launch: CudaLaunch
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    launch: CudaLaunch,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The parts of the context, for another launch to join, over a BF16 cache in one piece.
+    """The parts of the context, for another launch to join, over a BF16 cache.
 
     Args:
         q: bfloat16 [B, H, 576], H a multiple of 8: every 8 heads read the cache for themselves.
@@ -228,5 +233,5 @@ def attend_parts(
         raise KernelError(f"parts of {found}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
     q = q.view(-1, FEW_HEADS, ROW)
     parts = _parts(q, launch.splits)
-    _launch(q, cache, seq_lens, softmax_scale, None, 1.0, launch.splits, None, parts)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, launch.splits, None, parts)
     return parts

@@ -22,7 +22,7 @@ MAX_TOKENS = 4
 POINTERS = (
     "qkv_a", "q_norm", "q_b", "q_b_scale", "kv_norm", "cos", "sin", "positions", "w_uk", "cache", "out",
 )  # fmt: skip
-INTEGERS = ("tokens", "heads", "capacity")
+INTEGERS = ("tokens", "heads", "capacity", "stride")
 
 
 class Arguments(ctypes.Structure):
@@ -48,10 +48,11 @@ def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 def _check(
     qkv_a: Tensor, q_norm: Tensor, q_b: Tensor, q_b_scale_inv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor,
-    positions: Tensor, w_uk: Tensor, cache: Tensor,
+    positions: Tensor, w_uk: Tensor, cache: Tensor, pages: bool,
 ) -> Tensor:  # fmt: skip
     """The empty result, if the arguments are what the kernel takes."""
     tokens, heads, capacity = qkv_a.shape[0], w_uk.shape[0], cache.shape[1]
+    caches = cache.shape[0] if pages else tokens
     rows, bf16 = heads * (NOPE + ROPE), torch.bfloat16
     for name, tensor, shape, dtype in (
         ("qkv_a", qkv_a, (tokens, INPUT + RANK + ROPE), bf16),
@@ -63,7 +64,7 @@ def _check(
         ("sin", sin, (tokens, ROPE // 2), bf16),
         ("positions", positions, (tokens,), torch.int64),
         ("w_uk", w_uk, (heads, NOPE, RANK), bf16),
-        ("cache", cache, (tokens, capacity, RANK + ROPE), bf16),
+        ("cache", cache, (caches, capacity, RANK + ROPE), bf16),
     ):
         expect(name, tensor, qkv_a.device, shape, dtype)
     if not 0 < tokens <= MAX_TOKENS:
@@ -85,6 +86,7 @@ def query_and_entry(
     cache: Tensor,
     q_eps: float,
     kv_eps: float,
+    pages: bool = False,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -98,6 +100,7 @@ def query_and_entry(
         positions: int64 [B], slots to write; one outside the cache writes nothing.
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 [B, T, 576], written.
+        pages: the cache is [N, P, 576] of all tokens, and `positions` number its N * P slots.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope; q itself is rounded to bfloat16.
@@ -106,10 +109,12 @@ def query_and_entry(
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, positions, w_uk, cache)
-    out = _check(*given)
+    out = _check(*given, pages)
+    capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
     arguments = Arguments(
         **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
-        tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=cache.shape[1], q_eps=q_eps, kv_eps=kv_eps,
+        tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=0 if pages else capacity,
+        q_eps=q_eps, kv_eps=kv_eps,
     )  # fmt: skip
     launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
     return out

@@ -50,15 +50,18 @@ def _kernels() -> Any:
     return decode_triton
 
 
-def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions: Tensor, cache: Tensor) -> None:
+def _check_absorb(
+    q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions: Tensor, cache: Tensor, pages: bool
+) -> None:
     batch, heads = q.shape[0], w_uk.shape[0]
+    caches = cache.shape[0] if pages else batch
     for name, tensor, shape in (
         ("q", q, (batch, heads * (NOPE + ROPE))),
         ("kv_a", kv_a, (batch, RANK + ROPE)),
         ("w_uk", w_uk, (heads, NOPE, RANK)),
         ("cos", cos, (batch, ROPE // 2)),
         ("positions", positions, (batch,)),
-        ("cache", cache, (batch, cache.shape[1], RANK + ROPE)),
+        ("cache", cache, (caches, cache.shape[1], RANK + ROPE)),
     ):
         if tuple(tensor.shape) != shape or (name != "kv_a" and not tensor.is_contiguous()):
             raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}, contiguous")
@@ -82,6 +85,7 @@ def absorb_and_store(
     eps: float,
     cache_scale: float = 1.0,
     invariant: bool = False,
+    pages: bool = False,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -95,6 +99,7 @@ def absorb_and_store(
         cache: bfloat16 or e4m3 [B, T, 576], written.
         cache_scale: of an e4m3 cache, whose values are multiplied by it, as `mla_decode` reads them; saturated at 448.
         invariant: a sequence's bits do not depend on how many there are.
+        pages: the cache is [N, P, 576] of all tokens, and `positions` number its N * P slots.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope.
@@ -102,7 +107,8 @@ def absorb_and_store(
     Raises:
         KernelError: a shape or dtype that the kernel does not take.
     """
-    _check_absorb(q, kv_a, w_uk, cos, positions, cache)
+    _check_absorb(q, kv_a, w_uk, cos, positions, cache, pages)
+    capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
@@ -110,7 +116,8 @@ def absorb_and_store(
     programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
     if batch:
         _kernels().absorb[(programs - first, batch)](
-            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), cache.shape[1], eps, stored,
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), capacity,
+            0 if pages else capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

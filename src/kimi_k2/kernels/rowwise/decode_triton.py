@@ -10,14 +10,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton takes no annotations but its own.
 @triton.jit
 def absorb(  # type: ignore[no-untyped-def]
-    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, eps, stored,
+    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, stride, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
 
     The first is number FIRST. OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has
-    ended. The entry is stored `stored` times its value.
+    ended. The entry is stored `stored` times its value, among `capacity` slots that begin `stride` after those of the
+    token before.
     """
     job, batch = tl.program_id(0) + FIRST, tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
@@ -53,7 +54,7 @@ def absorb(  # type: ignore[no-untyped-def]
         row_here, pair_here = slot + column >= column, slot + pair >= pair
         latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
         quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
-        entry = cache + (batch.to(tl.int64) * capacity + position) * (RANK + ROPE)
+        entry = cache + (batch.to(tl.int64) * stride + position) * (RANK + ROPE)
         entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
         tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
         source = kv + batch * kv_stride + RANK + 2 * pair

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.rowwise import decode, prefill
 from kimi_k2.ops import mla_decode as ops_decode
+from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
 from kimi_k2.ops.cache import store_entries
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
@@ -44,4 +45,21 @@ def absorb_and_store(
     """`decode.absorb_and_store`."""
     given = q, kv_a, norm_weight, cos, sin, positions, w_uk, cache, eps
     out: Tensor = decode.absorb_and_store(*given, invariant=batch_invariant())
+    return out
+
+
+def _supports_paged_absorb(
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor,
+    eps: float,
+) -> bool:  # fmt: skip
+    return decode.supports(q, w_uk, cache)
+
+
+@mla_paged.paged_absorb_and_store.entry("triton", takes=_supports_paged_absorb)
+def paged_absorb_and_store(
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """`absorb_and_store` into pages."""
+    out: Tensor = decode.absorb_and_store(q, kv_a, norm_weight, cos, sin, slots, w_uk, cache, eps, pages=True)
     return out

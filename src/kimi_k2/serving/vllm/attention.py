@@ -55,11 +55,16 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         """The batch of a step, for all layers."""
         common = common_attn_metadata
         decodes, _, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        lengths: list[int] = []
+        if decodes < common.num_reqs:
+            # On a GPU reading them back waits for the device, so the host's copy is preferred: exact for prompts.
+            known = getattr(common, "seq_lens_cpu_upper_bound", None)
+            known = common.seq_lens if known is None else known
+            lengths = known[decodes : common.num_reqs].tolist()
         return Batch(
             query_start=common.query_start_loc_cpu.tolist(),
             seq_lens=common.seq_lens,
-            # On a GPU this waits for the device, and a batch of decodes alone has nothing to wait for.
-            lengths=common.seq_lens[decodes : common.num_reqs].tolist() if decodes < common.num_reqs else [],
+            lengths=lengths,
             block_table=common.block_table_tensor,
             slots=common.slot_mapping,
             decodes=decodes,

@@ -17,8 +17,7 @@ from kimi_k2.ops.mla import (
     rotated_queries,
     value_heads,
 )
-from kimi_k2.ops.mla_decode import value_rows
-from kimi_k2.ops.mla_paged import gather_pages, paged_mla_decode, store_pages
+from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, store_pages
 from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.vllm.attention import Batch, LatentAttention
 
@@ -37,37 +36,53 @@ class PagedLayer(LayerStep):
 
     def attend(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The attention half before the sum over ranks [T, H], and the residual x + delta; `cache` in pages."""
-        attention, norm = self.attention, self.layer.input_layernorm
-        config, q_norm, kv_norm = attention.config, attention.q_a_layernorm, attention.kv_a_layernorm
+        norm = self.layer.input_layernorm
         qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q = project(q_a.contiguous(), self.q_b, q_norm.weight, q_norm.eps).view(len(x), 1, -1, config.qk_head_dim)
-        cos, sin = place.cos.unsqueeze(1), place.sin.unsqueeze(1)
-        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin)
         batch = self.held.batch()
+        width = self.w_uv.shape[0] * self.w_uv.shape[1]
         if batch is None:  # vLLM measures memory; there is no cache yet
-            return project(q_nope.new_zeros(len(x), self.w_uv.shape[0] * config.v_head_dim), self.o), x
-        normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
-        entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-        store_pages(cache, entries[: len(batch.slots)], batch.slots)
-        values = self._values(q_nope.squeeze(1), q_rope.squeeze(1), cache, batch)
+            return project(qkv_a.new_zeros(len(x), width), self.o), x
+        one = batch.decodes
+        if not batch.lengths and one == len(x):
+            return project(self._decode(qkv_a, place, cache, batch), self.o), x
+        values = qkv_a.new_zeros(len(x), width)
+        if one:
+            values[:one] = self._decode(qkv_a[:one], place, cache, batch)
+        if batch.lengths:
+            rest = slice(one, batch.query_start[-1])
+            self._read(qkv_a[rest], place.cos[rest], place.sin[rest], cache, batch, values[rest])
         return project(values, self.o), x
 
-    def _values(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        """Attention of [T, H, nope] and [T, H, rope]: [T, H * v_head_dim], zeros for padding."""
-        scale, one = self.attention.config.softmax_scale, batch.decodes
-        out = q_nope.new_zeros(len(q_nope), self.w_uv.shape[0], self.w_uv.shape[1]).flatten(1)
-        if one:
-            query = torch.cat((absorb(q_nope[:one].unsqueeze(1), self.w_uk).squeeze(1), q_rope[:one]), dim=-1)
-            table, seq_lens = batch.block_table[:one], batch.seq_lens[:one]
-            summed = paged_mla_decode(query, cache, table, seq_lens, scale, self.w_uv.shape[-1])
-            out[:one] = value_rows(summed, self.w_uv)
+    def _decode(self, qkv_a: Tensor, place: Place, cache: Tensor, batch: Batch) -> Tensor:
+        """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
+        attention, one = self.attention, batch.decodes
+        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
+        query = paged_query_and_entry(
+            qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos[:one], place.sin[:one], batch.slots[:one],
+            self.w_uk, cache, q_norm.eps, kv_norm.eps,
+        )  # fmt: skip
+        table, seq_lens = batch.block_table[:one], batch.seq_lens[:one]
+        scale = attention.config.softmax_scale
+        return paged_attend_values(query, cache, table, seq_lens, self.w_uv, scale, place.plan)
+
+    def _read(self, qkv_a: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Batch, values: Tensor) -> None:
+        """Store the new tokens of the sequences with several, and fill in their values [T, H * v_head_dim]."""
+        attention, config, one = self.attention, self.attention.config, batch.decodes
+        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
+        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(qkv_a), 1, -1, config.qk_head_dim)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin)
+        normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
+        entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
+        first = batch.query_start[one]
+        store_pages(cache, entries, batch.slots[first : batch.query_start[-1]])
         for sequence, length in enumerate(batch.lengths, start=one):
-            rows = slice(batch.query_start[sequence], batch.query_start[sequence + 1])
+            rows = slice(batch.query_start[sequence] - first, batch.query_start[sequence + 1] - first)
             if rows.stop > rows.start:
-                slots = gather_pages(cache, batch.block_table[sequence : sequence + 1], length).to(q_nope.dtype)
-                out[rows] = self._sequence(q_nope[rows].unsqueeze(0), q_rope[rows].unsqueeze(0), slots, length)
-        return out
+                slots = gather_pages(cache, batch.block_table[sequence : sequence + 1], length).to(values.dtype)
+                given = q_nope[rows].transpose(0, 1), q_rope[rows].transpose(0, 1)
+                values[rows] = self._sequence(*given, slots, length)
 
     def _sequence(self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, length: int) -> Tensor:
         """The last [1, S, H, ...] of a sequence over its slots [1, length, C]: [S, H * v_head_dim]."""

@@ -17,6 +17,7 @@ from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.linear import dense_linear
 from kimi_k2.ops.mla_decode import sequence_lengths
+from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
@@ -97,11 +98,20 @@ class _Ours:
         x = inputs_embeds
         delta: Tensor | None = None
         cos, sin = model.rotary(positions, x.dtype)
-        place = Place(positions, sequence_lengths(positions), cos, sin)
+        place = Place(positions, sequence_lengths(positions), cos, sin, self._plan())
         for step in self.steps:
             x, delta = step(x, delta, place, step.held.cache)
         assert delta is not None
         return add_norm(x, delta, model.norm.weight, model.norm.eps)[1]
+
+    def _plan(self) -> Tensor | None:
+        """How kernels share out the attention of the sequences with one new token, the same for all layers."""
+        first = self.steps[0]
+        batch = first.held.batch()
+        if batch is None or not batch.decodes:
+            return None
+        one, cache = batch.decodes, first.held.cache
+        return paged_attention_plan(batch.seq_lens[:one], cache, batch.block_table[:one], len(first.w_uk))
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """[N, H] to [N, vocab_size]."""

@@ -22,9 +22,10 @@ struct QueryArguments {
   const __nv_bfloat16* sin;
   const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
   const __nv_bfloat16* w_uk;  // [heads, 128, 512]
-  __nv_bfloat16* cache;       // [tokens, capacity, 576]
+  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
   __nv_bfloat16* out;         // [tokens, heads, 576]
   int tokens, heads, capacity;
+  int stride;  // slots from one token's to the next one's; 0 where all share them
   float q_eps, kv_eps;
 };
 
@@ -48,7 +49,7 @@ __device__ __forceinline__ void store_entry(const QueryArguments& a, int token) 
   const int64_t position = a.positions[token];
   if (warp > 1 || position < 0 || position >= a.capacity) return;
   const __nv_bfloat16* latent = a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput;
-  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.capacity + position) * kEntry;
+  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.stride + position) * kEntry;
   if (warp == 1) {
     const __nv_bfloat16* key = latent + kRank + 2 * lane;
     reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = rotated(a, token, lane, widened(key), widened(key + 1));
