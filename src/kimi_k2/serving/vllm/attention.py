@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from kimi_k2.kernels.attention.mla_decode import PAGE
 
 NAME = "KIMI_K2_MLA"
 
@@ -81,6 +84,12 @@ class LatentBackend(AttentionBackend):  # type: ignore[misc]
     def get_name() -> str:
         """Its name in vLLM's log."""
         return NAME
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """The kernels' pages on a GPU, where vLLM then takes these if nobody asks for others; any on a CPU."""
+        sizes: list[Any] = AttentionBackend.get_supported_kernel_block_sizes()
+        return [PAGE] if current_platform.is_cuda() else sizes
 
     @staticmethod
     def get_impl_cls() -> type:

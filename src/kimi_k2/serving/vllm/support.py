@@ -8,8 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.kernels.attention.attend_values import WIDTH
+from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, ROPE
+from kimi_k2.kernels.attention.query import NOPE
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 
@@ -25,7 +31,6 @@ NEEDED = (
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
 )
 ON_GPU = "KIMI_K2_VLLM_GPU"
-PAGE = 64  # slots of a page, of `paged_mla_decode` on a GPU
 AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausalLM("),)
 
 
@@ -72,24 +77,37 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         ("LoRA", vllm_config.lora_config is not None),
         ("speculative decoding", vllm_config.speculative_config is not None),
         (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
-        (f"a GPU, where this is not measured yet; {ON_GPU}=1 takes it", _on_gpu(vllm_config) and not _wanted_on_gpu()),
-        (
-            f"pages of {cache.block_size} tokens, the kernel takes {PAGE} (--block-size {PAGE})",
-            _on_gpu(vllm_config) and cache.block_size != PAGE,
-        ),
     ):
         if holds:
             return reason
     try:
-        make_plan(config_of(hf_config), layout_of(vllm_config))
+        config = config_of(hf_config)
+        make_plan(config, layout_of(vllm_config))
     except KimiK2Error as error:
         return str(error)
+    return None if str(vllm_config.device_config.device_type) == "cpu" else _refusal_of_gpu(vllm_config, config)
+
+
+def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
+    """Why our kernels cannot serve; a CUDA graph cannot hold the plain functions in their place."""
+    cache, ranks = vllm_config.cache_config, layout_of(vllm_config).ranks
+    sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+    asked, dtype = os.environ.get(ON_GPU), vllm_config.model_config.dtype
+    given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
+    for reason, holds in (
+        (f"{ON_GPU}=0", asked == "0"),
+        (f"several GPUs, which are not measured yet; {ON_GPU}=1 takes them", ranks > 1 and asked != "1"),
+        ("a GPU that is no Hopper", not _is_hopper()),
+        ("no nvcc, which the kernels are built with", find_nvcc() is None),
+        (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
+        (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, WIDTH)),
+        (f"{config.num_attention_heads // ranks} heads a rank", config.num_attention_heads // ranks not in HEADS),
+        (f"pages of {cache.block_size} tokens, the kernels take {PAGE}", given and cache.block_size != PAGE),
+    ):
+        if holds:
+            return reason
     return None
 
 
-def _on_gpu(vllm_config: Any) -> bool:
-    return str(vllm_config.device_config.device_type) != "cpu"
-
-
-def _wanted_on_gpu() -> bool:
-    return os.environ.get(ON_GPU) == "1"
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

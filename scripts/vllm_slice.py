@@ -1,0 +1,128 @@
+"""Time vLLM on one GPU with a rank's slice of Kimi-K2 and random weights: its own model, or ours.
+
+Run it once for each, and compare: `VLLM_PLUGINS=kimi_k2_parsers vllm_slice.py fp8 stock.json` is vLLM's own model,
+`VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours. The engine runs in this process, CUDA graphs on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.synthetic.config import hf_config
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+NAMES = {"fp8": "kimi-k2-instruct-0905", "int4": "kimi-k2-thinking"}
+# One of eight tensor-parallel ranks; the head's rows too.
+SLICE = {
+    "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256,
+    "intermediate_size": 2304, "vocab_size": 20480, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
+}  # fmt: skip
+CHUNK, CONTEXTS, CONCURRENCY = 8192, (1024, 8192), (1, 4, 16, 64)
+PROMPTS = {1024: 5, 8192: 5, 32768: 3}  # tokens: repetitions
+CACHE_BYTES = 8_300_000_000
+
+
+def fill(name: str, tensor: torch.Tensor) -> None:
+    """Values of a trained model's size, so that routing is about uniform; vLLM's own choose the same experts always."""
+    last = name.rpartition(".")[2]
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF)  # below 2, no NaN
+    elif tensor.dtype == torch.int32 and "packed" in last:
+        tensor.random_(-(2**31), 2**31 - 1)
+    elif not tensor.is_floating_point() or "rotary" in name or "cos" in name or "inv_freq" in name:
+        return
+    elif "e_score_correction_bias" in name:
+        tensor.normal_(0, 0.01)
+    elif "scale" in last:
+        tensor.fill_(0.02 if tensor.dtype == torch.float32 else 0.0025)
+    elif "norm" in name:
+        tensor.fill_(1)
+    elif any(part in last for part in ("weight", "proj", "bias")):
+        tensor.normal_(0, 0.02)
+
+
+def load_weights(self: object, model: torch.nn.Module, model_config: object) -> None:
+    """In place of vLLM's loader of random weights."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not tensor.is_meta:
+                fill(name, tensor.data)
+
+
+class Timer:
+    """Requests of random tokens, timed step by step."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.draw, self.count = engine, random.Random(0), 0
+
+    def run(self, requests: int, length: int, new: int) -> tuple[float, float]:
+        """Milliseconds until the first token, and a token once all requests decode (NaN for few tokens)."""
+        from vllm import SamplingParams
+
+        got: dict[str, int] = {}
+        for _ in range(requests):
+            self.count += 1
+            prompt = [self.draw.randrange(10, 20000) for _ in range(length)]
+            sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+            self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling)
+            got[str(self.count)] = 0
+        torch.cuda.synchronize()
+        start, first, inside = time.perf_counter(), float("nan"), []
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                got[output.request_id.split("-")[0]] = len(output.outputs[0].token_ids)
+            now, fewest, most = time.perf_counter(), min(got.values()), max(got.values())
+            if most and first != first:
+                first = now - start
+            if fewest >= 4 and most < new:
+                inside.append((now, fewest))
+        if len(inside) < 5:
+            return first * 1e3, float("nan")
+        return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
+
+
+def main(kind: str, result: str) -> None:
+    """Measure and write {what: milliseconds}."""
+    from vllm import EngineArgs, LLMEngine
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = load_weights
+    with tempfile.TemporaryDirectory() as directory:
+        config = KimiK2Config.load(NAMES[kind]).model_copy(update=SLICE)
+        (Path(directory) / "config.json").write_text(json.dumps(hf_config(config)))
+        arguments = EngineArgs(
+            model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
+            enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
+            kv_cache_memory_bytes=CACHE_BYTES, compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)},
+        )  # fmt: skip
+        timer = Timer(LLMEngine.from_engine_args(arguments))
+    found: dict[str, float] = {}
+    for requests in CONCURRENCY:  # whatever is built when it first runs
+        timer.run(requests, 200, 8)
+    for length, times in PROMPTS.items():
+        timer.run(1, length, 1)
+        found[f"TTFT of {length} tokens"] = statistics.median(timer.run(1, length, 1)[0] for _ in range(times))
+    for length in CONTEXTS:
+        for requests in CONCURRENCY:
+            new = -(-requests * length // CHUNK) + (100 if requests < 16 else 50)
+            found[f"TPOT of {requests} at {length}"] = min(timer.run(requests, length, new)[1] for _ in range(2))
+    for what, milliseconds in found.items():
+        sys.stdout.write(f"{what}: {milliseconds:.3f} ms\n")
+    Path(result).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
