@@ -134,8 +134,9 @@ def test_values(library: ctypes.CDLL) -> None:
     assert torch.equal(few, many[:3])
 
 
-def test_query_and_entry(library: ctypes.CDLL) -> None:
-    """A slot inside the cache, and two tokens whose slot lies outside."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_query_and_entry(library: ctypes.CDLL, shared: bool) -> None:
+    """A slot inside the cache, and two tokens whose slot lies outside; a cache for each token, or pages for all."""
     torch.manual_seed(5)
     tokens, heads, capacity = 3, 2, 5
     weight = (torch.randn(heads * 192, 1536) * 20).to(torch.float8_e4m3fn)
@@ -146,10 +147,16 @@ def test_query_and_entry(library: ctypes.CDLL) -> None:
         t.bfloat16() for t in (qkv, q_norm, kv_norm, angles.cos(), angles.sin(), w_uk)
     )
     cache, out = torch.randn(tokens, capacity, 576).bfloat16(), unwritten(tokens, heads, 576)
-    positions, before = torch.tensor([4, -1, capacity]), cache.clone()
+    before, slots = cache.clone(), tokens * capacity if shared else capacity
+    positions = torch.tensor([9 if shared else 4, -1, slots])
     given = (x, q_norm, weight, scale, kv_norm, cos, sin, positions, w_uk, cache, out)
     arguments = query.Arguments(**{n: t.data_ptr() for n, t in zip(query.POINTERS, given, strict=True)})
-    arguments.tokens, arguments.heads, arguments.capacity = tokens, heads, capacity
+    arguments.tokens, arguments.heads, arguments.capacity, arguments.stride = (
+        tokens,
+        heads,
+        slots,
+        0 if shared else slots,
+    )
     arguments.q_eps = arguments.kv_eps = 1e-6
     assert library.kimi_query(ctypes.byref(arguments), None) == 0
     q = (normed(x[:, :1536], q_norm) @ dense(weight, scale).T).view(tokens, heads, 192)
@@ -163,8 +170,9 @@ def test_query_and_entry(library: ctypes.CDLL) -> None:
     assert distance(out[..., :512], wanted[..., :512]) < 5e-3
     assert distance(out[..., 512:], wanted[..., 512:]) < 5e-3
     entry = torch.cat((normed(x[:, 1536:2048], kv_norm), rotate(x[:, 2048:].double(), turn).flatten(-2)), -1)
-    assert distance(cache[0, 4], entry[0]) < 4e-3
-    cache[0, 4] = before[0, 4]
+    written = (1, 4) if shared else (0, 4)
+    assert distance(cache[written], entry[0]) < 4e-3
+    cache[written] = before[written]
     assert torch.equal(cache, before)
 
 
