@@ -44,13 +44,11 @@ KERNELS = {
 }
 
 
-@pytest.mark.skipif(LIBRARY is None, reason="needs NKI_LIBRARY, a checkout of aws-neuron/nki-library")
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_of_aws(kernel: str) -> None:
-    file, cases, each = KERNELS[kernel]
+def run(file: str, cases: str, each: str) -> str:
+    """Run tests inside nki-library on the emulator; how many passed."""
     source = Path(__file__).parents[2] / "src"
     environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
-    environment.setdefault("NKI_EACH", str(each))
+    environment.setdefault("NKI_EACH", each)
     command = [
         sys.executable,
         "-m",
@@ -64,10 +62,22 @@ def test_kernel_of_aws(kernel: str) -> None:
     ]
     command += ["-W", "ignore", "--rootdir=.", "-c", os.devnull, "--import-mode=importlib", "--tb=line"]
     expression = " and ".join(f"({part})" for part in (cases, "not model_config and not mx") if part)
-    run = subprocess.run(
-        [*command, "-k", expression, f"{TESTS}/{file}"], cwd=LIBRARY, env=environment, capture_output=True, text=True
+    done = subprocess.run(
+        [*command, "-k", expression, file], cwd=LIBRARY, env=environment, capture_output=True, text=True
     )
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    assert passed is not None, run.stdout[-3000:]
-    print(kernel, passed.group(0))
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert passed is not None, done.stdout[-3000:]
+    return passed.group(0)
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="needs NKI_LIBRARY, a checkout of aws-neuron/nki-library")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_of_aws(kernel: str) -> None:
+    file, cases, each = KERNELS[kernel]
+    print(kernel, run(f"{TESTS}/{file}", cases, str(each)))
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="needs NKI_LIBRARY, a checkout of aws-neuron/nki-library")
+def test_prefill_kernels_of_aws_at_our_widths() -> None:
+    print("prefill", run(str(HERE / "prefill_cases.py"), "", "0"))

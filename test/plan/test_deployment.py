@@ -183,3 +183,10 @@ def test_continuous_batching_holds_128_slots_more_a_line(name: str, lines: int) 
     assert memory_plan(config, make_target(preset, config)).parts["KV cache"] == 61 * 576 * 2 * lines * (
         preset.seq_len + 128
     )
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("trn2")])
+def test_prefill_calls_no_nki_kernel(name: str) -> None:
+    """Without one of two options, which the model refuses, NxD 2.29 calls a kernel that raises NotImplementedError."""
+    neuron = Deployment.load(name).neuron_config
+    assert neuron.blockwise_matmul_config.use_torch_block_wise
