@@ -77,3 +77,13 @@ def test_parts_of_four_ranks_merge_to_the_whole(heads: int, cores: int) -> None:
     merged = (torch.stack(sums) * shares[..., None]).sum(0)
     assert shares[3].max() == 0
     assert ((merged - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_first_slots_of_a_longer_cache(cores: int) -> None:
+    """What lies behind them is not read: it is no number here."""
+    inputs = draw(3, 256, 2, torch.float32)
+    longer = [torch.cat((part, torch.full_like(part, torch.nan)), dim=1) for part in inputs[1:3]]
+    wanted = mla_decode[cores](*inputs, SCALE)
+    got = mla_decode[cores](inputs[0], *longer, *inputs[3:], SCALE, slots=256)
+    assert (got == wanted).all()

@@ -25,6 +25,7 @@ def mla_decode(
     softmax_scale: float,
     own: Any = None,
     return_logsumexp: bool = False,
+    slots: int | None = None,
 ) -> Any:
     """Attention of one query a sequence over its cache and its own new entry.
 
@@ -41,6 +42,7 @@ def mla_decode(
         softmax_scale: of the configuration.
         own: int32 [B, 1], 1 where the new entry takes part, 0 where another rank counts it; None: everywhere.
         return_logsumexp: return the scores' log of the sum of exponentials too.
+        slots: read only so many slots of the cache, in place of S; all that are in use.
 
     Returns:
         [B, heads, rank] float32, softmax times latents; with return_logsumexp also float32 [B, heads], about -30,000
@@ -48,6 +50,8 @@ def mla_decode(
     """
     batch, heads, _ = query.shape
     rank, rope = latents.shape[2], keys.shape[2]
+    if slots is not None:
+        latents, keys = latents[:, 0:slots], keys[:, 0:slots]
     identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     first, count = share_of(latents.shape[1] // BLOCK)
