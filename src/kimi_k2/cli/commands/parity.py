@@ -1,4 +1,4 @@
-"""`kimi-k2 parity capture` and `parity compare`."""
+"""`kimi-k2 parity capture`, `parity compare`, `parity tower` and `parity kernels`."""
 
 from __future__ import annotations
 
@@ -201,6 +201,29 @@ def tower_command(
         return
     console.print(f"diverges first at {divergence.point}: relative L2 {divergence.relative:.1e}", style="bold red")
     raise typer.Exit(1)
+
+
+@parity.command("kernels")
+def kernels_command(
+    directory: Annotated[Path, typer.Argument(help="For the emulator's inputs and results; kept if they are there.")],
+    model: Annotated[str, typer.Option(help="Published configuration, whose sizes the kernels get.")] = (
+        "kimi-k2-instruct-0905"
+    ),
+    cores: Annotated[int, typer.Option(min=1, max=2, help="Physical cores of a logical one (LNC).")] = 2,
+) -> None:
+    """Run each NKI kernel of a decode step here and on the emulator; exit status 1 if one differs."""
+    from kimi_k2.nki import install
+    from kimi_k2.parity.kernels import TOLERANCE, compare_kernels, recorded
+
+    recorded(directory, model, cores)
+    where = "the emulator again: no nki is importable here" if install() else "nki"
+    typer.echo(f"on {where}; relative L2 difference to the emulator, at most {TOLERANCE:g}:")
+    passed = True
+    for one in compare_kernels(directory):
+        typer.echo(f"  {one.name:22} {one.difference:.1e} {'ok' if one.passed else 'DIFFERS'}")
+        passed = passed and one.passed
+    if not passed:
+        raise typer.Exit(1)
 
 
 COMMAND = Command("parity", parity, "Measure and prove")

@@ -1,0 +1,38 @@
+"""`parity kernels`: the emulator's recording, and a comparison that sees what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from kimi_k2.cli.app import app
+from kimi_k2.errors import CheckpointError
+from kimi_k2.nki import install
+from kimi_k2.parity.kernels import CASES, TENSORS, compare_kernels
+
+
+def test_kernels_are_recorded_compared_and_a_wrong_result_is_named(tmp_path: Path) -> None:
+    assert install(), "this test compares the emulator with itself"
+    done = CliRunner().invoke(app, ["parity", "kernels", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.count(" ok\n") == 4
+    # By hand: the router's choice is that of its logits' sigmoids and the bias.
+    held = load_file(tmp_path / TENSORS)
+    hidden, weight, bias = (held[f"0.input.{place}"].double() for place in range(3))
+    chosen = ((hidden @ weight).sigmoid() + bias).topk(8).indices
+    assert torch.equal(held["0.result.0"].long(), chosen)
+
+    held["1.result.0"] *= 1.02
+    save_file(held, tmp_path / TENSORS)
+    done = CliRunner().invoke(app, ["parity", "kernels", str(tmp_path)])
+    assert done.exit_code == 1
+    (wrong,) = [line for line in done.output.splitlines() if line.endswith("DIFFERS")]
+    assert wrong.split()[0] == "attention"
+
+    (tmp_path / CASES).write_text("{}")
+    with pytest.raises(CheckpointError, match=CASES):
+        list(compare_kernels(tmp_path))
