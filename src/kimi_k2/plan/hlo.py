@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from kimi_k2.plan.kernel_calls import CallCost, call_cost
+
 DTYPE_BYTES = {
     "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
     "f8e4m3fn": 1, "f8e4m3": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8,
@@ -170,6 +172,9 @@ def _split_operands(rest: str) -> tuple[str, str]:
 def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts:
     """Count one HLO module.
 
+    Custom calls of our NKI kernels read of their operands what the kernels' own DMA reads (`kernel_calls`); other
+    custom calls all of them. What kernels read of intermediate arrays, and write, is moved.
+
     Args:
         text: HLO text.
         parameters: names by parameter number; others are called `p<number>`.
@@ -189,12 +194,19 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
             number = int(one.operands[0])
             name = (parameters or {}).get(number, f"p{number}")
             counts.held[name] = sum(shape.nbytes for shape in one.shapes)
-            whole, rows = _read(one, consumers, DTYPE_BYTES[one.shapes[0].dtype])
+            whole, rows = _read(one, consumers, DTYPE_BYTES[one.shapes[0].dtype], instructions)
             counts.read[name] = rows + (counts.held[name] if whole else 0)
         elif one.op == "dot":
             counts.flops += _dot_flops(one, instructions)
         elif one.op == "scatter" or (one.op == "gather" and not _of_parameter(one, instructions)):
             counts.moved[one.op] = counts.moved.get(one.op, 0) + _moved(one, instructions, combined)
+        elif one.op == "custom-call" and (cost := _kernel(one, instructions)):
+            moved = cost.written + sum(
+                size
+                for operand, size in zip(one.operands, cost.read, strict=True)
+                if not _is_parameter(operand, instructions)
+            )
+            counts.moved["kernels"] = counts.moved.get("kernels", 0) + moved
         elif one.op in COLLECTIVES:
             # A tuple may carry a scalar token behind the payload.
             payload = max((shape.nbytes for shape in one.shapes), default=0)
@@ -203,16 +215,26 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     return counts
 
 
-def _read(one: Instruction, consumers: Mapping[str, list[Instruction]], item: int) -> tuple[bool, int]:
-    """Whether some use needs all of a parameter, and the bytes that gathers and slices of it read."""
+def _kernel(one: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:
+    """What a custom call moves, if it is a kernel of ours."""
+    shapes = (instructions[operand].shapes[0] for operand in one.operands)
+    return call_cost(one.attributes, tuple((shape.dtype, shape.dims) for shape in shapes))
+
+
+def _read(
+    one: Instruction, consumers: Mapping[str, list[Instruction]], item: int, instructions: Mapping[str, Instruction]
+) -> tuple[bool, int]:
+    """Whether some use needs all of a parameter, and the bytes that gathers, slices and kernels read of it."""
     whole, rows = False, 0
     for consumer in consumers[one.name]:
         if consumer.op in ("gather", "dynamic-slice", "slice") and consumer.operands[0] == one.name:
             rows += prod(consumer.shapes[0].dims) * item
         elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == one.name:
             continue  # written in place through the alias
+        elif consumer.op == "custom-call" and (cost := _kernel(consumer, instructions)):
+            rows += sum(size for name, size in zip(consumer.operands, cost.read, strict=True) if name == one.name)
         elif consumer.op in TRANSPARENT:
-            inner, more = _read(consumer, consumers, item)
+            inner, more = _read(consumer, consumers, item, instructions)
             whole, rows = whole or inner, rows + more
         elif consumer.op != "tuple":
             whole = True
@@ -221,7 +243,12 @@ def _read(one: Instruction, consumers: Mapping[str, list[Instruction]], item: in
 
 def _of_parameter(one: Instruction, instructions: Mapping[str, Instruction]) -> bool:
     """Whether the array that is gathered from is a parameter; then the rows are among what is read of it."""
-    source = instructions.get(one.operands[0])
+    return _is_parameter(one.operands[0], instructions)
+
+
+def _is_parameter(name: str, instructions: Mapping[str, Instruction]) -> bool:
+    """Whether an array is a parameter, or a view of one."""
+    source = instructions.get(name)
     while source is not None and source.op in TRANSPARENT:
         source = instructions.get(source.operands[0])
     return source is not None and source.op == "parameter"
