@@ -52,7 +52,7 @@ def test_tensor_parallel_decode_reads_8_experts() -> None:
 
 @pytest.mark.parametrize(("preset", "stage"), [
     ("trn2-tp32-ep2", PREFILL), ("trn2-tp64-ep1", PREFILL), ("trn2-tp32-ep2", DECODE), ("trn2-tp64-ep1", DECODE),
-    ("trn2-tp64-ep1-128k", DECODE), ("trn2-tp64-ep1-b8", DECODE),
+    ("trn2-tp64-ep1-128k", DECODE), ("trn2-tp64-ep1-b8", DECODE), ("trn2-tp32-ep2-nki", PREFILL),
 ])  # fmt: skip
 def test_graphs_cost_what_the_planner_says(preset: str, stage: str) -> None:
     counts = lowered(preset, "2", stage)
@@ -68,3 +68,19 @@ def test_graphs_cost_what_the_planner_says(preset: str, stage: str) -> None:
     assert {frozenset(one.items()) for one in counts["collectives"]} == {
         frozenset(one.items()) for one in planned["collectives"]
     }
+
+
+@pytest.mark.parametrize("preset", ["trn2-tp64-ep1-nki", "trn2-tp32-ep2-nki"])
+def test_kernels_in_the_graph_cost_what_the_planner_says(preset: str) -> None:
+    """HLO and kernels together; the kernels' products are in the plan alone."""
+    counts = lowered(preset, "2", DECODE)
+    planned, plain = counts["planned"], lowered(preset.removesuffix("-nki"), "2", DECODE)
+    print(f"\n{preset}: {counts['weight_bytes_read']:,} bytes read, {counts['bytes_moved']:,} moved")
+    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    # Of a token's 8 experts a rank of EP2 reads the 4 that it holds, and has no graph that reads the cache twice.
+    assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.01
+    assert counts["bytes_moved"] < 300_000
+    assert counts["live"] <= counts["planned_live"]
+    key = sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in counts["collectives"])
+    assert key == sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in plain["collectives"])

@@ -26,6 +26,7 @@ from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, 
 
 # Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
 CPU_BLOCK = 16
+ATTENTION_TILE = 256  # slots that the attention kernel's two cores take at least
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ def cpu_deployment(
 ) -> Deployment:
     """A preset brought down to CPU mode, on the ranks that torchrun started.
 
-    Kept are its experts' format, expert parallelism, and flash decoding where there are ranks to split the cache over.
+    Kept are its experts' format and NKI kernels (on the emulator), expert parallelism, and flash decoding where there
+    are ranks to split the cache over.
 
     Args:
         preset: what is brought down.
-        length: cache slots a sequence, and the longest prompt; rounded up to what flash decoding can divide.
+        length: cache slots a sequence, and the longest prompt; rounded up to what flash decoding can divide, or to the
+            attention kernel's tiles.
         batch_size: sequences at once.
         dtype: `float32` or `bfloat16`.
         sampling: on-device sampling; None returns logits.
@@ -73,7 +76,10 @@ def cpu_deployment(
         block_size=CPU_BLOCK, use_torch_block_wise=True, parallelize_token_to_block_mapping=ep > 1
     )
     cores = math.gcd(preset.cache_ranks, ranks)
-    length = -(-length // cores) * cores  # its positions divide among the ranks of a group
+    kernels = preset.neuron_config.nki_kernels
+    # Positions divide among the ranks of a group, and among the tiles of both cores.
+    step = math.lcm(cores, ATTENTION_TILE if "attention" in kernels else 1)
+    length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,
         num_cores_per_group=cores if cores > 1 else None,
@@ -81,6 +87,7 @@ def cpu_deployment(
         enable_bucketing=False,
         on_device_sampling_config=sampling,
         blockwise_matmul_config=blockwise,
+        nki_kernels=kernels,
     )
     changed = {
         "tp_degree": ranks, "moe_tp_degree": ranks // ep, "moe_ep_degree": ep, "torch_dtype": dtype,

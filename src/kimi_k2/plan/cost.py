@@ -28,7 +28,10 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     """
     slots = target.context if context is None else context
     tokens = target.batch
-    counts = _weights(config, target, plan, tokens, _expert_share(config, target, tokens))
+    share = _expert_share(config, target, tokens)
+    if "experts" in target.kernels and share < 1:
+        share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
+    counts = _weights(config, target, plan, tokens, share)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -71,9 +74,10 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
 def dequantized_bytes(config: KimiK2Config, target: Target) -> int:
     """What a decode step writes of dequantized experts if the compiler fuses nothing: float32, and its BF16 copy.
 
-    Not part of `decode_counts`, which takes them to be fused with the GEMM. 0 where scales multiply the GEMM's result.
+    Not part of `decode_counts`, which takes them to be fused with the GEMM. 0 where scales multiply the GEMM's result,
+    and where the experts are an NKI kernel.
     """
-    if not target.is_neuron or not held_as(config, target).dequantized:
+    if not target.is_neuron or not held_as(config, target).dequantized or "experts" in target.kernels:
         return 0
     experts = min(target.batch * config.num_experts_per_tok, _local(config, target))
     elements = experts * 3 * config.hidden_size * config.moe_intermediate_size // target.layout.moe_tp

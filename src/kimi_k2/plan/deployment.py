@@ -17,11 +17,13 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.instance import INSTANCES, Instance
+from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
 InstanceName = Literal["trn2.48xlarge", "h200"]
+NkiKernel = Literal["router", "attention", "experts"]
 
 
 class _Part(BaseModel):
@@ -67,6 +69,7 @@ class NeuronOptions(_Part):
         on_device_sampling_config: None returns 163,840 logits a token to the host.
         flash_decoding_enabled: the latent cache is split over groups of ranks by positions.
         num_cores_per_group: ranks of such a group; all if None.
+        nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
     logical_nc_config: PositiveInt = 2
@@ -80,6 +83,7 @@ class NeuronOptions(_Part):
     blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
     flash_decoding_enabled: bool = False
     num_cores_per_group: PositiveInt | None = None
+    nki_kernels: tuple[NkiKernel, ...] = ()
 
 
 class Deployment(_Part):
@@ -133,6 +137,9 @@ class Deployment(_Part):
                 field="neuron_config.num_cores_per_group",
             )
         Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts)  # refuses a format of the other target
+        held = expert_formats().get(self.experts)
+        if "experts" in self.neuron_config.nki_kernels and not (held and held.tiles):
+            raise ConfigError(f"expected a format in tiles with nki_kernels, got {self.experts}", field="experts")
         return self
 
     @classmethod

@@ -142,9 +142,11 @@ def _attention_decode(config: KimiK2Config, target: Target) -> int:
 
 
 def _experts_decode(config: KimiK2Config, target: Target) -> int:
-    """Gate and up of the experts that the step reads: gathered, and as they are multiplied."""
+    """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.batch * config.num_experts_per_tok
+    if "experts" in target.kernels and slots < local:
+        return 0
     elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
     if held.dequantized:
         return 2 * elements * FLOAT32  # before and after the scale

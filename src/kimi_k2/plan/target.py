@@ -69,6 +69,7 @@ class Target:
         reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
+        kernels: operations of decode that run as NKI kernels of ours.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Target:
     prefill_batch: int | None = None
     cache_ranks: int = 1
     reserved_slots: int = 0
+    kernels: tuple[str, ...] = ()
 
     @property
     def prefill_sequences(self) -> int:
@@ -131,6 +133,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         prefill_batch=options.ctx_batch_size,
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
+        kernels=options.nki_kernels,
     )
 
 

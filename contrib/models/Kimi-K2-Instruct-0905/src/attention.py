@@ -21,6 +21,7 @@ from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
 from .flash_decoding import combine, group_heads, own_tokens
+from .kernels import AttentionKernel
 from .lora import project
 from .norm import make_rms_norm
 from .products import dot_float32
@@ -41,6 +42,7 @@ class KimiK2Attention(nn.Module):
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
         self.flash_decoding = neuron.flash_decoding_enabled
         self.sequence_parallel = neuron.sequence_parallel_enabled
+        self.kernel = AttentionKernel(neuron.logical_nc_config) if "attention" in neuron.nki_kernels else None
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
@@ -132,6 +134,11 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights, latent, 1)
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
+            slots = attention_mask.shape[-1]
+            if self.kernel is not None and self.kernel.takes(q_latent, slots):
+                query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask.sum(dim=(1, 2, 3))
+                summed = self.kernel(query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
+                return self._output(summed, w_uv, adapter_ids), self._entries(k_rope, latent), cos_cache, sin_cache
             if self.flash_decoding:
                 widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
                 q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
@@ -149,9 +156,18 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], active[1], 1)
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
-        out = torch.einsum("bhsr,hvr->bshv", summed.to(hidden_states.dtype), w_uv)
-        out = project(self.o_proj, out.reshape(batch, length, self.num_heads * hf.v_head_dim), adapter_ids)
-        return out, (k_rope.unsqueeze(1), latent.unsqueeze(1)), cos_cache, sin_cache
+        return self._output(summed, w_uv, adapter_ids), self._entries(k_rope, latent), cos_cache, sin_cache
+
+    def _output(self, summed: Tensor, w_uv: Tensor, adapter_ids: Tensor | None) -> Tensor:
+        """Sums of latents float32 [B, h, S, rank] to [B, S, H], to be summed over the ranks."""
+        values = torch.einsum("bhsr,hvr->bshv", summed.to(w_uv.dtype), w_uv).flatten(2)
+        out: Tensor = project(self.o_proj, values, adapter_ids)
+        return out
+
+    @staticmethod
+    def _entries(k_rope: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """What the cache takes: [B, 1, S, rope] and [B, 1, S, rank]."""
+        return k_rope.unsqueeze(1), latent.unsqueeze(1)
 
     @staticmethod
     def _masked(scores: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import quantization_types
+from kimi_k2.sharding.experts.tiled import check_width
+from kimi_k2.sharding.layout import Layout
 
 from . import lora, options
 from .quantized import MODULES_TO_NOT_CONVERT
@@ -21,7 +23,8 @@ HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("qu
 
 
 # Operations that can run as NKI kernels; docs/nki.md.
-NKI_KERNELS = ("router",)
+NKI_KERNELS = ("router", "attention", "experts")
+EXPERTS_OF_KERNEL = 8
 
 
 class KimiK2NeuronConfig(MoENeuronConfig):
@@ -30,8 +33,10 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
-        nki_kernels: operations of decode that run as NKI kernels of ours (`router`): where `nki` is importable, and in
-            CPU mode on its emulator; elsewhere the PyTorch form runs.
+        nki_kernels: operations of decode that run as NKI kernels of ours, some of NKI_KERNELS: the vendor's `nki` where
+            it is importable, and in CPU mode its emulator. `experts` needs expert_tiles.
+        expert_tiles: routed experts are held in the kernel's tiles, and the router's weight as [H, E], as
+            `kimi-k2 convert --experts tiles` writes them.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -45,6 +50,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         *,
         router_bias_before_sigmoid: bool = False,
         nki_kernels: Sequence[str] = (),
+        expert_tiles: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -70,10 +76,12 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
+        options.check_kernels(self, nki_kernels, expert_tiles)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.nki_kernels = list(nki_kernels)
+        self.expert_tiles = expert_tiles
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
@@ -142,6 +150,24 @@ class KimiK2InferenceConfig(InferenceConfig):
         ):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)
+        if neuron.expert_tiles:
+            check_width(hf, Layout(moe_tp if moe_ep > 1 else tp, moe_ep))
+        rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
+        if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
+            raise ConfigError(
+                f"the attention kernel takes a multiple of 128 up to 512, and up to 128 rotary values, got {rank} and"
+                f" {rope}",
+                field="kv_lora_rank",
+            )
+        if "experts" in neuron.nki_kernels and hf.num_experts_per_tok != EXPERTS_OF_KERNEL:
+            raise ConfigError(
+                f"the experts kernel takes {EXPERTS_OF_KERNEL}, got {hf.num_experts_per_tok}",
+                field="num_experts_per_tok",
+            )
+        if neuron.nki_kernels and hf.hidden_size % (128 * cores):
+            raise ConfigError(
+                f"the kernels take a multiple of {128 * cores}, got {hf.hidden_size}", field="hidden_size"
+            )
 
     def get_required_attributes(self) -> list[str]:
         """All fields that KimiK2Config cannot do without."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from torch import Tensor
+
+from .kernels import ExpertsKernel
+from .tiles import TiledExperts
 
 # Tokens of all blocks of a group: 235 MB of BF16 outputs. Each group's outputs are read once for every choice of every
 # token, so larger groups move fewer bytes, and hold more.
@@ -17,7 +22,26 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
     Upstream refuses selective loading with EP at decode and, for short prompts, indexes the local weights with global
     expert numbers. Here every path knows which experts the rank holds. The router's weights are final, so nothing is
     normalised again. Reduction over ranks is left to the MoE module: one all-reduce for all paths.
+
+    Args:
+        tiles: dtype of weights that are held in the NKI kernel's tiles; None for NxD's own arrangement.
+        kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
     """
+
+    def __init__(self, *, tiles: torch.dtype | None = None, kernel_cores: int = 0, **kwargs: Any) -> None:
+        self.tiles = tiles  # before the base makes the weights
+        super().__init__(**kwargs)
+        self.kernel = ExpertsKernel(kernel_cores) if kernel_cores else None
+
+    def initialize_mlp_op(
+        self, tensor_model_parallel_group: Any, expert_model_parallel_group: Any, is_prefill: bool
+    ) -> Any:
+        """NxD's Experts, or the same on tiles."""
+        if self.tiles is None:
+            return super().initialize_mlp_op(tensor_model_parallel_group, expert_model_parallel_group, is_prefill)
+        config, tp, ep = self.routed_experts_mlp_config, tensor_model_parallel_group, expert_model_parallel_group
+        local, width = config.num_experts // ep.size(), config.intermediate_size // tp.size()
+        return TiledExperts(local, config.hidden_size, width, self.tiles, tp.size(), ep.size())
 
     @property
     def num_local_experts(self) -> int:
@@ -76,8 +100,19 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         return slots, weights * match.any(dim=-1).to(weights.dtype)
 
     def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
-        """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing."""
+        """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing.
+
+        The kernel does not read the experts of other ranks.
+        """
         tokens, top_k = expert_index.shape
+        if self.kernel is not None and self.kernel.takes(hidden_states):
+            weights = expert_affinities.gather(1, expert_index)
+            if self.moe_expert_model_parallel_group.size() > 1:
+                expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
+            op = self.get_mlp_op()
+            gate_up, down = ((part.weight, part.scales()) for part in (op.gate_up_proj, op.down_proj))
+            experts = self.routed_experts_mlp_config.num_experts
+            return self.kernel(hidden_states, gate_up, down, expert_index, weights, experts)
         slots, weights = self.local_slots(expert_affinities, expert_index)
         repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
         out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)

@@ -1,6 +1,14 @@
-"""Operations of the decode step as NKI kernels: the vendor's `nki` on a device, its emulator in CPU mode."""
+"""Operations of the decode step as NKI kernels: the vendor's `nki` on a device, its emulator in CPU mode.
+
+Where a graph is lowered without `nki`, a kernel is a custom call that nothing can execute: its name, and in
+`backend_config` the arguments that are no tensors. `kimi_k2.nki.calls` counts what it costs.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,24 +16,79 @@ from torch import Tensor
 from kimi_k2.nki import install
 
 MOST_TOKENS = 128
+MOST_HEADS = 128
+MODULES = {"noaux_tc_router": "router", "mla_decode": "mla_decode", "selective_experts": "experts"}
+CALL_PREFIX = "kimi_k2.nki."
+
+Result = tuple[Sequence[int], torch.dtype]
 
 
-class RouterKernel:
-    """`kimi_k2.nki.kernels.router` with KimiK2Router's results.
+class NkiKernel:
+    """A kernel of `kimi_k2.nki.kernels` on tensors of torch.
 
     Args:
         cores: 1 or 2 (LNC).
     """
 
+    name: str
+
     def __init__(self, cores: int) -> None:
         self.cores = cores
         self.emulated = install()
 
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether the kernel can be part of what is computed there."""
+        if self.emulated:
+            return device.type in ("cpu", "xla")
+        return device.type != "cpu"
+
+    def run(self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
+        """Call the kernel.
+
+        Args:
+            tensors: its first arguments, in their order.
+            arguments: the others by name; numbers.
+            results: shape and dtype of each result.
+        """
+        device = tensors[0].device
+        if self.emulated and device.type == "xla":
+            return self._lowered(tensors, arguments, results)
+        from importlib import import_module
+
+        kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}"), self.name)
+        given = [emulated_fp8(one) for one in tensors] if self.emulated else tensors
+        made = kernel[self.cores](*given, **arguments)
+        return [torch.as_tensor(part, device=device) for part in (made if isinstance(made, list | tuple) else [made])]
+
+    def _lowered(self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
+        import torch_xla
+
+        shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
+        described = json.dumps({"cores": self.cores, **arguments})
+        made: list[Tensor] = torch_xla._XLAC._xla_custom_call(
+            list(tensors), CALL_PREFIX + self.name, shapes, dtypes, False, described, 0, {}
+        )
+        return made
+
+
+def emulated_fp8(tensor: Tensor) -> Any:
+    """An e4m3fn tensor under Trainium's name for the same bits below 256 (`kimi_k2.quantization.neuron_e4m3`)."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    import ml_dtypes
+
+    return tensor.detach().contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
+
+
+class RouterKernel(NkiKernel):
+    """`kimi_k2.nki.kernels.router` with KimiK2Router's results."""
+
+    name = "noaux_tc_router"
+
     def takes(self, hidden_states: Tensor) -> bool:
-        """Whether the kernel routes these [B, S, H]: few enough tokens, and a device on which `nki` runs."""
+        """Whether the kernel routes these [B, S, H]: few enough tokens, and a device for it."""
         tokens, size = hidden_states.shape[:-1].numel(), hidden_states.shape[-1]
-        here = hidden_states.device.type == "cpu" if self.emulated else hidden_states.device.type != "cpu"
-        return here and tokens <= MOST_TOKENS and size % (128 * self.cores) == 0
+        return self.runs_on(hidden_states.device) and tokens <= MOST_TOKENS and size % (128 * self.cores) == 0
 
     def __call__(
         self,
@@ -35,23 +98,105 @@ class RouterKernel:
         top_k: int,
         norm_topk_prob: bool,
         routed_scaling_factor: float,
+        *,
+        transposed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits float32 [T, E], affinities float32 [T, E], expert numbers int64 [T, top_k].
 
         Args:
             tokens: [T, H].
-            weight: [E, H]; the kernel reads it transposed.
+            weight: [E, H], which is transposed for the kernel; or [H, E] if `transposed`.
         """
-        from kimi_k2.nki.kernels.router import noaux_tc_router
-
-        results = noaux_tc_router[self.cores](
-            tokens,
-            weight.to(tokens.dtype).T.contiguous(),
-            e_score_correction_bias.unsqueeze(0),
-            routed_scaling_factor,
-            norm_topk_prob,
-            top_k,
-            return_logits=True,
-        )
-        index, _, affinities, logits = (torch.as_tensor(part, device=tokens.device) for part in results)
+        weight = weight.to(tokens.dtype)
+        given = [tokens, weight if transposed else weight.T.contiguous(), e_score_correction_bias.unsqueeze(0)]
+        arguments = {
+            "routed_scaling_factor": routed_scaling_factor,
+            "norm_topk_prob": norm_topk_prob,
+            "top_k": top_k,
+            "return_logits": True,
+        }
+        count, experts = len(tokens), e_score_correction_bias.shape[0]
+        chosen, every = (count, top_k), (count, experts)
+        kinds = ((chosen, torch.int32), (chosen, torch.float32), (every, torch.float32), (every, torch.float32))
+        index, _, affinities, logits = self.run(given, arguments, kinds)
         return logits, affinities, index.to(torch.long)
+
+
+class AttentionKernel(NkiKernel):
+    """`kimi_k2.nki.kernels.mla_decode`: one token a sequence over its latent cache."""
+
+    name = "mla_decode"
+
+    def takes(self, query: Tensor, slots: int) -> bool:
+        """Whether the kernel attends with these [B, heads, S, .] to so many slots of the cache."""
+        one, heads = query.shape[2] == 1, query.shape[1]
+        return self.runs_on(query.device) and one and heads <= MOST_HEADS and slots % (128 * self.cores) == 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        new_latents: Tensor,
+        new_keys: Tensor,
+        lengths: Tensor,
+        softmax_scale: float,
+        slots: int,
+    ) -> Tensor:
+        """Sums of latents, float32 [B, heads, 1, rank].
+
+        Args:
+            query: [B, heads, 1, rank + rope], absorbed and rotated.
+            latents, keys: [B, S, rank] and [B, S, rope], the whole cache: a part of it would be copied for the kernel.
+            new_latents, new_keys: [B, 1, rank] and [B, 1, rope].
+            lengths: [B], slots in use.
+            softmax_scale: of the configuration.
+            slots: of the S, that the kernel reads.
+        """
+        batch, heads = query.shape[:2]
+        dtype, rank = query.dtype, latents.shape[2]
+        given = [query.squeeze(2), latents.to(dtype), keys.to(dtype), new_latents.squeeze(1), new_keys.squeeze(1)]
+        given.append(lengths.to(torch.int32).unsqueeze(1))
+        arguments = {"softmax_scale": softmax_scale, "slots": slots}
+        (sums,) = self.run(given, arguments, [((batch, heads, rank), torch.float32)])
+        return sums.unsqueeze(2)
+
+
+class ExpertsKernel(NkiKernel):
+    """`kimi_k2.nki.kernels.experts`: the chosen experts of each token, from their tiles.
+
+    FP8 tiles are multiplied with BF16, which hidden states in float32 are rounded to.
+    """
+
+    name = "selective_experts"
+
+    def takes(self, hidden_states: Tensor) -> bool:
+        """Whether the kernel takes these [T, H]."""
+        return self.runs_on(hidden_states.device) and hidden_states.shape[1] % (128 * self.cores) == 0
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        gate_up: tuple[Tensor, Tensor],
+        down: tuple[Tensor, Tensor],
+        expert_index: Tensor,
+        expert_weights: Tensor,
+        num_experts: int,
+    ) -> Tensor:
+        """[T, H] in the hidden states' dtype, to be summed over the ranks.
+
+        Args:
+            hidden_states: [T, H].
+            gate_up: tiles [E_local, 128, H/128, 2 I] and scales float32 [E_local, 2, H/128].
+            down: [E_local, I, H] and float32 [E_local, 1, H/128].
+            expert_index: [T, top_k], this rank's numbers; what is below 0, or above the last, is another rank's.
+            expert_weights: float32 [T, top_k].
+            num_experts: of all ranks.
+        """
+        tokens, hidden = hidden_states.shape
+        dtype = torch.bfloat16 if gate_up[0].dtype.itemsize == 1 else gate_up[0].dtype
+        given = [hidden_states.to(dtype), *gate_up, down[0], down[1].squeeze(1), expert_index.to(torch.int32)]
+        given.append(expert_weights)
+        arguments = {"first_expert": 0, "num_experts": num_experts}
+        (out,) = self.run(given, arguments, [((tokens, hidden // 128, 128), torch.float32)])
+        return out.reshape(tokens, hidden).to(hidden_states.dtype)

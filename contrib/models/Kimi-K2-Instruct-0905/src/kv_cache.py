@@ -43,7 +43,12 @@ class LatentKVCacheManager(KVCacheManager):
         self.v_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.kv_lora_rank)
 
     def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it."""
+        """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it.
+
+        The attention kernel is given the whole cache: a graph would copy a part of it before the call.
+        """
+        if "attention" in self.neuron_config.nki_kernels:
+            kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE
         found: tuple[Tensor, Tensor] = super().get_kv_by_layer_id(idx, seq_len, *args, **kwargs)

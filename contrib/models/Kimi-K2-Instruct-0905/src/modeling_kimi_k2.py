@@ -37,13 +37,13 @@ from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
-from .config import KimiK2InferenceConfig
+from .config import NKI_KERNELS, KimiK2InferenceConfig
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
 from .presharding import preshard
-from .quantized import q_config
+from .quantized import q_config, tile_dtype
 from .router import KimiK2Router
 
 
@@ -87,7 +87,10 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
         enable_spmd_rank=blockwise.parallelize_token_to_block_mapping or neuron.moe_ep_degree > 1,
         use_index_calc_kernel=neuron.use_index_calc_kernel,
     )
+    kernel_cores = {name: neuron.logical_nc_config if name in neuron.nki_kernels else 0 for name in NKI_KERNELS}
     experts = KimiK2ExpertMLPs(
+        tiles=tile_dtype(neuron),
+        kernel_cores=kernel_cores["experts"],
         routed_experts_mlp_config=routed,
         blockwise_matmul_config=blockwise,
         dtype=neuron.torch_dtype,
@@ -112,7 +115,8 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
     router = KimiK2Router(
         hf,
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
-        kernel_cores=neuron.logical_nc_config if "router" in neuron.nki_kernels else 0,
+        kernel_cores=kernel_cores["router"],
+        transposed=neuron.expert_tiles,
         sequence_parallel_enabled=False,  # it is given the gathered tokens
         sequence_dimension=1,
         dtype=neuron.torch_dtype,

@@ -6,7 +6,7 @@ no effect, and no error. `check` is the one place that refuses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kimi_k2.errors import ConfigError
@@ -144,6 +144,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "windowed_context_encoding_size": ((None,), _CACHE),
 }  # fmt: skip
 
+# With an operation of `nki_kernels`: field: (the values that are taken, why no other is). Continuous batching and
+# sequence parallelism are tested with all of them, a bucket's part of the cache too.
+KERNEL_REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "attention": {
+        "flash_decoding_enabled": ((False,), "the kernel is not wired for a part of the positions"),
+        "is_prefix_caching": ((False,), "the kernel reads a cache in one piece"),
+        "lora_config": ((None,), "not tried together"),
+        "speculation_length": ((0,), "the kernel takes one token a sequence"),
+    },
+    "experts": {"expert_tiles": ((True,), "the kernel reads experts in tiles (kimi-k2 convert --experts tiles)")},
+    "router": {},
+}
+
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
 # Buckets that NxDI makes itself are powers of two from here on, and the whole length.
@@ -273,4 +286,38 @@ def _check_several_tokens(config: Any) -> None:
         raise ConfigError(
             f"{length} is a bucket of context_encoding_buckets: its prompts would be taken for drafts",
             field="speculation_length",
+        )
+
+
+def check_kernels(config: Any, kernels: Sequence[str], tiles: bool) -> None:
+    """Refuse what the NKI kernels, and experts in their tiles, do not follow; `config` is the whole neuron config.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    values = {**vars(config), "expert_tiles": tiles}
+    for kernel in kernels:
+        for name, (taken, reason) in KERNEL_REFUSED[kernel].items():
+            if values[name] not in taken:
+                expected = " or ".join(repr(one) for one in taken)
+                raise ConfigError(f"expected {expected} with nki_kernels, got {values[name]!r}: {reason}", field=name)
+    if "attention" in kernels:
+        tile = 128 * config.logical_nc_config
+        made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
+        for name in ("seq_len", "token_generation_buckets"):
+            stated = getattr(config, name) or made_by_nxdi
+            for length in [stated] if isinstance(stated, int) else stated:
+                if length % tile:
+                    raise ConfigError(f"the attention kernel takes a multiple of {tile}, got {length}", field=name)
+    if not tiles:
+        return
+    if config.quantized and config.quantization_type != "blockwise_symmetric":
+        raise ConfigError(
+            f"expected blockwise_symmetric with expert_tiles, got {config.quantization_type!r}",
+            field="quantization_type",
+        )
+    if not config.blockwise_matmul_config.use_torch_block_wise:
+        raise ConfigError(
+            "expected True with expert_tiles: NxD's NKI kernels read experts in another arrangement",
+            field="blockwise_matmul_config.use_torch_block_wise",
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 # Only the routed experts are quantized; a name matches as a part of the module's path (NxD's convert()).
 MODULES_TO_NOT_CONVERT = (
     "lm_head", "embed_tokens", "norm", "self_attn", "router", "shared_experts",
@@ -24,3 +26,11 @@ def q_config(neuron_config: Any) -> dict[str, Any]:
     config["quantized_dtype"] = nxd.QuantizedDtype.get_dtype(neuron_config.quantization_dtype)
     result: dict[str, Any] = config
     return result
+
+
+def tile_dtype(neuron_config: Any) -> torch.dtype | None:
+    """Dtype of the routed experts' tiles; None where they are held in NxD's own arrangement."""
+    if not neuron_config.expert_tiles:
+        return None
+    dtype: torch.dtype = torch.float8_e4m3fn if neuron_config.quantized else neuron_config.torch_dtype
+    return dtype

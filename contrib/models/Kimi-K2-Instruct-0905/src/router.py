@@ -28,13 +28,20 @@ class KimiK2Router(RouterTopK):
         config: the validated Hugging Face configuration.
         bias_before_sigmoid: the published port's mistake, for measuring it only.
         kernel_cores: cores (1 or 2) of the NKI kernel that routes up to 128 tokens; 0 for the PyTorch form.
+        transposed: the weight is held as [H, E], as the kernel reads it.
 
     Raises:
         ConfigError: `n_group` is not 1 (no member of the family groups its experts).
     """
 
     def __init__(
-        self, config: KimiK2Config, *, bias_before_sigmoid: bool = False, kernel_cores: int = 0, **kwargs: Any
+        self,
+        config: KimiK2Config,
+        *,
+        bias_before_sigmoid: bool = False,
+        kernel_cores: int = 0,
+        transposed: bool = False,
+        **kwargs: Any,
     ) -> None:
         if config.n_group != 1:
             raise ConfigError(f"expected 1, got {config.n_group}", field="n_group")
@@ -45,6 +52,9 @@ class KimiK2Router(RouterTopK):
             act_fn="sigmoid",
             **kwargs,
         )
+        self.transposed = transposed
+        if transposed:
+            self.linear_router.weight = nn.Parameter(self.linear_router.weight.detach().T.contiguous())
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.bias_before_sigmoid = bias_before_sigmoid
@@ -62,9 +72,9 @@ class KimiK2Router(RouterTopK):
         return self
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] to float32 logits [T, E]. The weight [E, H] is held, and read, as the checkpoint has it."""
+        """[B, S, H] to float32 logits [T, E]."""
         tokens = hidden_states.reshape(-1, self.hidden_size)
-        return dot_float32(tokens, self.linear_router.weight, ([1], [1]), ([], []))
+        return dot_float32(tokens, self.linear_router.weight, ([1], [0 if self.transposed else 1]), ([], []))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route.
@@ -85,6 +95,7 @@ class KimiK2Router(RouterTopK):
                 self.top_k,
                 self.norm_topk_prob,
                 self.routed_scaling_factor,
+                transposed=self.transposed,
             )
         router_logits = self.get_router_logits(hidden_states)
         bias = self.e_score_correction_bias.to(torch.float64)

@@ -1,0 +1,116 @@
+"""Routed experts held in the NKI kernel's tiles (`kimi_k2.sharding.experts.tiled`), for NxD's expert MLPs.
+
+Prefill, and whatever else does not run the kernel, computes with the same tiles in PyTorch: gate and up contract the
+hidden states in the order of the tiles' rows, so that no expert is held twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers.layers import BaseParallelLinear
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kimi_k2.sharding.experts.tiled import PARTITIONS
+
+
+class TileWeights(BaseParallelLinear):
+    """A weight of all local experts and its scales, with the attributes by which NxD cuts them.
+
+    Args:
+        weight: this rank's shape, and the dimension that the ranks of an expert divide.
+        scale: the same of the scales; float weights have none.
+        dtype: of the weight; FP8 weights have scales.
+        stride: sections that are divided one by one: 2 for gate and up.
+        tp, ep: sizes of the experts' process groups.
+    """
+
+    weight: nn.Parameter
+    scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: tuple[tuple[int, ...], int],
+        scale: tuple[tuple[int, ...], int],
+        dtype: torch.dtype,
+        stride: int,
+        tp: int,
+        ep: int,
+    ) -> None:
+        super().__init__()
+        self._n_local_experts = weight[0][0]
+        self.register_parameter("bias", None)
+        self.register_parameter("scale", None)
+        self._hold("weight", *weight, dtype, stride, tp, ep)
+        if dtype.itemsize == 1:
+            self._hold("scale", *scale, torch.float32, stride, tp, ep)
+
+    def _hold(
+        self, name: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, stride: int, tp: int, ep: int
+    ) -> None:
+        held = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        set_tensor_model_parallel_attributes(held, is_parallel=True, dim=dim, stride=stride, num_partitions=tp)
+        if ep > 1:
+            marked: Any = held
+            marked.expert_model_parallel = marked.is_prefill = True
+            marked.expert_distribution = None
+        self.register_parameter(name, held)
+
+    def chosen(self, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weights and scales of some experts, [E', ...]; of all if None."""
+        if experts is None:
+            return self.weight, self.scale
+        if self.weight.dtype.itemsize == 1 and self.weight.device.type == "cpu":
+            # PyTorch cannot index FP8 on a CPU.
+            weight = self.weight.view(torch.uint8)[experts].view(self.weight.dtype)
+        else:
+            weight = self.weight[experts]
+        return weight, None if self.scale is None else self.scale[experts]
+
+    def scales(self) -> Tensor:
+        """The scales, float32; of float weights ones of the same shape as gate and up's, or down's."""
+        if self.scale is not None:
+            return self.scale
+        count, *inner = self.weight.shape
+        halves, blocks = (2, inner[1]) if len(inner) == 3 else (1, inner[1] // PARTITIONS)
+        return torch.ones(count, halves, blocks, dtype=torch.float32, device=self.weight.device)
+
+
+class TiledExperts(nn.Module):
+    """What NxD's `Experts` is, on tiles: SwiGLU of tokens by experts.
+
+    Args:
+        local: experts that this rank holds.
+        hidden: width of the model.
+        width: this rank's columns of an expert.
+        dtype: of the weights.
+        tp, ep: sizes of the experts' process groups.
+    """
+
+    def __init__(self, local: int, hidden: int, width: int, dtype: torch.dtype, tp: int, ep: int) -> None:
+        super().__init__()
+        blocks = hidden // PARTITIONS
+        gate_up, gate_up_scale = (local, PARTITIONS, blocks, 2 * width), (local, 2, blocks)
+        self.gate_up_proj = TileWeights((gate_up, 3), (gate_up_scale, 1), dtype, 2, tp, ep)
+        self.down_proj = TileWeights(((local, width, hidden), 1), ((local, 1, blocks), 1), dtype, 1, tp, ep)
+
+    def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """Tokens [E' or 1, T, H] through all local experts, or those of `expert_indices` [E']: [E', T, H]."""
+        dtype = hidden_states.dtype
+        weight, scale = self.gate_up_proj.chosen(expert_indices)
+        if scale is not None:
+            # The blocks lie along the sum, so they are applied before it.
+            factors = scale.mT.repeat_interleave(weight.shape[3] // 2, dim=2).unsqueeze(1)
+            weight = weight.to(torch.float32) * factors
+        blocks = weight.shape[2]
+        in_order = hidden_states.unflatten(2, (blocks, PARTITIONS)).mT.flatten(2)
+        gate, up = torch.einsum("eth,ehi->eti", in_order, weight.to(dtype).flatten(1, 2)).chunk(2, dim=2)
+        weight, scale = self.down_proj.chosen(expert_indices)
+        out = torch.einsum("eti,eih->eth", F.silu(gate) * up, weight.to(dtype))
+        if scale is not None:
+            # One row of blocks: their scales belong to the outputs.
+            out = (out.unflatten(2, (blocks, PARTITIONS)).to(torch.float32) * scale.unsqueeze(3)).flatten(2).to(dtype)
+        return out
