@@ -8,7 +8,7 @@ from kimi_k2.neuron import standins
 from kimi_k2.neuron.contrib import load as contrib
 from kimi_k2.neuron.contrib import missing as absent_packages
 
-__all__ = ["contrib", "missing", "prepare"]
+__all__ = ["adapter_runs", "contrib", "missing", "prepare"]
 
 
 def missing() -> str | None:
@@ -23,3 +23,10 @@ def prepare(cpu: bool = True) -> list[str]:
         os.environ["NXD_CPU_MODE"] = "1"
         os.environ["PJRT_DEVICE"] = "CPU"
     return standins.install()
+
+
+def adapter_runs() -> bool:
+    """Whether NxDI's HuggingFaceGenerationAdapter can: 0.8 (SDK 2.28) reads a name that it never sets."""
+    from neuronx_distributed_inference._version import __version__
+
+    return str(__version__) != "0.8.0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import environment
 import pytest
 import torch
 from harness import bf16_preset, launch, plain_model
@@ -25,13 +26,6 @@ def run(checkpoint: Path, tmp_path: Path, calls: list[dict[str, Any]], ranks: in
     return answers
 
 
-def adapter_runs() -> bool:
-    """Whether NxDI's HuggingFaceGenerationAdapter can: 0.8 (SDK 2.28) reads a name that it never sets."""
-    from neuronx_distributed_inference._version import __version__
-
-    return str(__version__) != "0.8.0"
-
-
 @torch.inference_mode()
 def expected(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of the plain model."""
@@ -46,11 +40,11 @@ def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], tmp_pa
         {"prompts": PROMPTS, "params": greedy},
         {"prompts": PROMPTS[1:2], "params": greedy},
     ]
-    if adapter_runs():
+    if environment.adapter_runs():
         calls.append({"prompts": PROMPTS, "adapter": STEPS})
     together, alone, *by_nxdi = run(checkpoints["fp8"], tmp_path, calls, ranks)
     assert together == expected(checkpoints["fp8"], PROMPTS)
-    assert by_nxdi == [together] * adapter_runs()  # HuggingFaceGenerationAdapter
+    assert by_nxdi == [together] * environment.adapter_runs()  # HuggingFaceGenerationAdapter
     assert alone == expected(checkpoints["fp8"], PROMPTS[1:2])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import environment
 import pytest
 import torch
 from harness import launch, neuron_config, plain_model
@@ -33,6 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("draft", "ranks"), [("target", 1), ("stranger", 2)])
 def test_assisted_decoding_is_greedy(models: dict[str, Path], tmp_path: Path, draft: str, ranks: int) -> None:
     """A draft that is the target is always right, and saves steps; a stranger is nearly always wrong."""
+    if not environment.adapter_runs():
+        pytest.skip("HuggingFaceGenerationAdapter of NxDI 0.8 reads a name that it never sets")
     job: dict[str, Any] = {
         "checkpoint": models["target"],
         "draft": str(models[draft]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import environment
 import pytest
 import torch
 from harness import run_executed
@@ -41,5 +42,7 @@ def test_on_device_sampling(modes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["generated", "generated_asynchronously"])
 def test_generation(modes: dict[str, Any], name: str) -> None:
+    if not environment.adapter_runs():
+        pytest.skip("HuggingFaceGenerationAdapter of NxDI 0.8 reads a name that it never sets")
     found, expected = modes[name]
     assert found == expected

@@ -99,6 +99,24 @@ def neuron_allclose(
     return AllCloseSummary(within, float((difference / size.clamp(min=1e-30)).max()))
 
 
+class _TopKKernel:
+    """`kernel[cores](tensor, k)`, which NxD 0.17 takes on trn2 whatever `top_k_kernel_enabled` says."""
+
+    func_name = "topk"  # by which NxD tells it from others
+
+    def __getitem__(self, _: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        def top(tensor: torch.Tensor, k: int, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            values, indices = torch.topk(tensor, k, dim=-1)
+            return values, indices
+
+        return top
+
+
+def _cumsum(tensor: torch.Tensor, out: torch.Tensor, axis: int) -> None:
+    """The kernel that NxDI 0.8 samples with; it writes to `out`."""
+    out.copy_(torch.cumsum(tensor, dim=axis))
+
+
 _NAMES: dict[str, dict[str, Any]] = {
     "torch_neuronx": {"__version__": "2.9.0.2.11.14773", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.contexts": {"disable_nrt_load": disable_nrt_load},
@@ -119,4 +137,6 @@ _NAMES: dict[str, dict[str, Any]] = {
     "nki": {"jit": identity_decorator},
     "nkilib.core.cumsum.cumsum": {"cumsum": lambda tensor, axis: torch.cumsum(tensor, dim=axis)},
     "neuronxcc.nki": {"jit": identity_decorator},
+    "neuronxcc.nki._private_kernels.cumsum": {"cumsum": _cumsum},
+    "neuronxcc.nki._private_kernels.topk.topk": {"topk": _TopKKernel()},
 }
