@@ -6,6 +6,7 @@ Run it once for each, and compare: `VLLM_PLUGINS=kimi_k2_parsers vllm_slice.py f
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -94,7 +95,7 @@ class Timer:
         return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
 
 
-def main(kind: str, result: str) -> None:
+def main(kind: str, result: Path) -> None:
     """Measure and write {what: milliseconds}."""
     from vllm import EngineArgs, LLMEngine
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -121,8 +122,12 @@ def main(kind: str, result: str) -> None:
             found[f"TPOT of {requests} at {length}"] = min(timer.run(requests, length, new)[1] for _ in range(2))
     for what, milliseconds in found.items():
         sys.stdout.write(f"{what}: {milliseconds:.3f} ms\n")
-    Path(result).write_text(json.dumps(found, indent=1))
+    result.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experts", choices=NAMES)
+    parser.add_argument("result", type=Path, help="JSON file to write: milliseconds by what was timed")
+    arguments = parser.parse_args()
+    main(arguments.experts, arguments.result)
