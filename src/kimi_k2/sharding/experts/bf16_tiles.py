@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.experts.format import Matrix, register
+from kimi_k2.sharding.experts.bf16 import FloatExperts
+from kimi_k2.sharding.experts.format import register
 from kimi_k2.sharding.experts.tiled import TiledExperts, check_width
 
 if TYPE_CHECKING:
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(frozen=True)
-class FloatTiles(TiledExperts):
+class FloatTiles(TiledExperts, FloatExperts):
     """Dequantized weights in the model's dtype."""
 
     name = "bf16_tiles"
@@ -34,19 +31,6 @@ class FloatTiles(TiledExperts):
         check_width(config, layout)
         return cls()
 
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> FloatTiles:
-        """No options."""
-        return cls()
-
     def neuron_options(self) -> dict[str, Any]:
         """Tiles."""
         return {"expert_tiles": True}
-
-    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        """`weight`."""
-        return {"weight": (dtype, (rows, columns))}
-
-    def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
-        """The dequantized weight; its rounding is the model's, not the conversion's."""
-        return {"weight": matrix.dequantized(dtype)}
