@@ -1,6 +1,7 @@
 """A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
 
-KIMI_K2_SOAK_SECONDS sets how long (30).
+KIMI_K2_SOAK_SECONDS sets how long (30), KIMI_K2_SOAK_RATE the most requests a second (no limit): a long run beside
+other work. With -s a line a minute says what was met and held.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 SECONDS = float(os.environ.get("KIMI_K2_SOAK_SECONDS", "30"))
+WARM_SECONDS = min(SECONDS / 6, 300)
+RATE = float(os.environ.get("KIMI_K2_SOAK_RATE", "inf"))
 CLIENTS = 6
 LONGEST = 2048  # --max-model-len of the server
 LEAK = 64 * 2**20  # bytes that a server may have grown by, after warming up
+FILES, THREADS = CLIENTS, 8  # connections that a server may still be closing; threads that pools start late
 REFUSED = (400, 404, 422)
 
 
@@ -34,11 +39,41 @@ def post(url: str, body: bytes) -> Any:
     return urllib.request.urlopen(asked, timeout=120)
 
 
-def memory(parent: int) -> int:
-    """Resident bytes of a process's children, all of them."""
-    import psutil
+@dataclass(frozen=True)
+class Held:
+    """What a process's children hold, all of them together."""
 
-    return sum(child.memory_info().rss for child in psutil.Process(parent).children(recursive=True))
+    resident: int  # bytes
+    files: int  # open files and sockets
+    threads: int
+    cpu: float  # seconds since they began
+
+    @classmethod
+    def by_children_of(cls, parent: int) -> Held:
+        import psutil
+
+        children = psutil.Process(parent).children(recursive=True)
+        return cls(
+            sum(child.memory_info().rss for child in children),
+            sum(child.num_fds() for child in children),
+            sum(child.num_threads() for child in children),
+            sum(sum(child.cpu_times()[:2]) for child in children),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.resident / 2**20:.1f} MiB, {self.files} files, {self.threads} threads, {self.cpu:.0f} s of CPU"
+
+
+class Pace:
+    """At most `rate` requests a second, by all clients together."""
+
+    def __init__(self, rate: float) -> None:
+        self.gap, self.next, self.lock = 1 / rate, time.monotonic(), threading.Lock()
+
+    def wait(self) -> None:
+        with self.lock:
+            turn = self.next = max(self.next + self.gap, time.monotonic())
+        time.sleep(max(turn - time.monotonic(), 0))
 
 
 class Soak:
@@ -50,6 +85,7 @@ class Soak:
 
     def __init__(self, url: str, known: list[tuple[list[int], list[int]]], until: float) -> None:
         self.url, self.known, self.until = url, known, until
+        self.pace = Pace(RATE)
         self.met: Counter[str] = Counter()
         self.problems: list[str] = []
 
@@ -57,14 +93,23 @@ class Soak:
         threads = [threading.Thread(target=self.client, args=(seed,)) for seed in range(CLIENTS)]
         for thread in threads:
             thread.start()
+        report = time.monotonic() + 60
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(1)
+                if time.monotonic() > report:
+                    report += 60
+                    print(
+                        f"{time.strftime('%H:%M:%S')} {dict(self.met)}; {Held.by_children_of(os.getpid())}", flush=True
+                    )
 
     def client(self, seed: int) -> None:
         draw = random.Random(seed)
-        kinds = [self.tokens] * 4 + [self.given_up] * 2 + [self.huge, self.too_long, self.bad_json, self.bad_fields]
+        kinds = [self.tokens] * 3 + [self.stream, self.huge, self.too_long, self.bad_json, self.bad_fields]
+        kinds += [self.given_up] * 2
         while time.monotonic() < self.until and not self.problems:
             kind = draw.choice(kinds)
+            self.pace.wait()
             try:
                 kind(draw)
             except Exception as error:
@@ -82,6 +127,17 @@ class Soak:
             found = json.load(answer)["choices"][0]["token_ids"]
         if found != wanted[:count]:
             self.problems.append(f"wrong tokens: {found} for {wanted[:count]}")
+
+    def stream(self, draw: random.Random) -> None:
+        prompt, wanted = draw.choice(self.known)
+        found: list[int] = []
+        with post(f"{self.url}/completions", self.completion(prompt, len(wanted), stream=True)) as stream:
+            for line in stream:
+                event = line.decode().strip().removeprefix("data: ")
+                if event not in ("", "[DONE]"):
+                    found += json.loads(event)["choices"][0]["token_ids"] or []
+        if found != wanted:
+            self.problems.append(f"wrong tokens in a stream: {found} for {wanted}")
 
     def given_up(self, draw: random.Random) -> None:
         prompt, _ = draw.choice(self.known)
@@ -138,8 +194,8 @@ def test_random_requests(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path / "model")
     known = references(tmp_path / "model")
     with serving(tmp_path / "model", tmp_path / "log") as url:
-        Soak(url, known, time.monotonic() + SECONDS / 6).run()  # warm: allocators, caches of compiled things
-        before = memory(os.getpid())
+        Soak(url, known, time.monotonic() + WARM_SECONDS).run()  # allocators, caches of compiled things
+        before = Held.by_children_of(os.getpid())
         soak = Soak(url, known, time.monotonic() + SECONDS)
         soak.run()
         assert soak.problems == []
@@ -149,8 +205,12 @@ def test_random_requests(tmp_path: Path) -> None:
             time.sleep(0.5)
         assert metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0
         assert metric(url, "vllm:kv_cache_usage_perc") == 0
-        grown = memory(os.getpid()) - before
-        assert grown < LEAK
+        after = Held.by_children_of(os.getpid())
+        assert after.resident - before.resident < LEAK
+        assert after.files - before.files <= FILES
+        assert after.threads - before.threads <= THREADS
         Soak(url, known, time.monotonic()).tokens(random.Random(1))
-    print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; {grown / 2**20:.1f} MiB more")
-    assert set(soak.met) == {"tokens", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or SECONDS < 20
+    print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; before: {before}; after: {after}")
+    assert (
+        set(soak.met) == {"tokens", "stream", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or SECONDS < 20
+    )
