@@ -57,6 +57,23 @@ struct GemmMemory {
   alignas(8) uint64_t full[STAGES], empty[STAGES];
 };
 
+// A block's beginning: the ring's barriers, and the launch that follows may start.
+template <int GROUPS, int STAGES, class Memory>
+__device__ __forceinline__ void open_ring(Memory& m, const CUtensorMap& weights, const CUtensorMap& tokens) {
+  if (threadIdx.x == 0) {
+    if (smem_u32(&m) & 1023) __trap();
+    prefetch_tensormap(&weights);
+    prefetch_tensormap(&tokens);
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&m.full[i], 1);
+      mbar_init(&m.empty[i], 4 * GROUPS);
+    }
+    fence_mbar_init();
+  }
+  pdl_launch();
+  __syncthreads();
+}
+
 struct Tile {
   int row, token;  // first ones
 };
@@ -190,18 +207,7 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
   const int begin = rank * blocks / a.cluster, end = (rank + 1) * blocks / a.cluster;
   const int first = blockIdx.x / a.cluster, step = gridDim.x / a.cluster;
   const int tiles = ((a.rows + Memory::kRows - 1) / Memory::kRows) * ((a.tokens + TOKENS - 1) / TOKENS);
-  if (thread == 0) {
-    if (smem_u32(raw) & 1023) __trap();
-    prefetch_tensormap(&weights);
-    prefetch_tensormap(&tokens);
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(&m.full[i], 1);
-      mbar_init(&m.empty[i], 4 * GROUPS);
-    }
-    fence_mbar_init();
-  }
-  pdl_launch();
-  __syncthreads();
+  open_ring<GROUPS, STAGES>(m, weights, tokens);
 
   if (group < 0) {
     reg_dealloc<Registers<GROUPS>::kFeed>();

@@ -58,18 +58,7 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
   const int rank = blockIdx.x % a.cluster, blocks = a.columns / 64;
   const int begin = rank * blocks / a.cluster, end = (rank + 1) * blocks / a.cluster;
   const Tile tile = locate<Memory, TOKENS>(a, blockIdx.x / a.cluster);
-  if (thread == 0) {
-    if (smem_u32(raw) & 1023) __trap();
-    prefetch_tensormap(&weights);
-    prefetch_tensormap(&tokens);
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(&m.full[i], 1);
-      mbar_init(&m.empty[i], 4 * GROUPS);
-    }
-    fence_mbar_init();
-  }
-  pdl_launch();
-  __syncthreads();
+  open_ring<GROUPS, STAGES>(m, weights, tokens);
 
   if (group < 0) {
     reg_dealloc<Registers<GROUPS>::kFeed>();
