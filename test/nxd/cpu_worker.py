@@ -18,20 +18,12 @@ environment.prepare()
 
 import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import run, run_drafted  # noqa: E402
+from steps import application, run, run_drafted  # noqa: E402
 
 
 def build(job: dict[str, Any]) -> Any:
     """The application in CPU mode, weights loaded."""
-    config_module = environment.contrib("config")
-    modeling = environment.contrib("modeling_kimi_k2")
-    options = dict(job["neuron_config"])
-    experts: Any = environment.contrib("experts")
-    experts.ROWS_AT_ONCE = job.get("rows_at_once", experts.ROWS_AT_ONCE)
-    options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "float32"))
-    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, **options)
-    config = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(job["checkpoint"]))
-    app = modeling.NeuronKimiK2ForCausalLM(job["checkpoint"], config)
+    app = application(job, on_cpu=True, dtype="float32")
     app.to_cpu()
     return app
 

@@ -25,7 +25,7 @@ environment.prepare(cpu=False)
 import executed  # noqa: E402
 import prefix  # noqa: E402
 import torch  # noqa: E402
-from steps import captured, decode_from, run, run_drafted  # noqa: E402
+from steps import application, captured, decode_from, run, run_drafted  # noqa: E402
 
 
 def load(app: Any) -> None:
@@ -35,15 +35,7 @@ def load(app: Any) -> None:
 
 def build(job: dict[str, Any]) -> Any:
     """The application, not loaded."""
-    config_module = environment.contrib("config")
-    modeling = environment.contrib("modeling_kimi_k2")
-    options = dict(job["neuron_config"])
-    experts: Any = environment.contrib("experts")
-    experts.ROWS_AT_ONCE = job.get("rows_at_once", experts.ROWS_AT_ONCE)
-    options["torch_dtype"] = getattr(torch, options.get("torch_dtype", "bfloat16"))
-    neuron = config_module.KimiK2NeuronConfig(on_cpu=False, **options)
-    config = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(job["checkpoint"]))
-    return modeling.NeuronKimiK2ForCausalLM(job["checkpoint"], config)
+    return application(job, on_cpu=False, dtype="bfloat16")
 
 
 def loaded_types(app: Any) -> dict[str, str]:
