@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import peer_cases
@@ -13,6 +16,16 @@ from parser_cases import cut
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
 
+# What `sglang serve` and `python -m sglang.launch_server` do before their server starts.
+COMMAND_LINE = """
+import argparse
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(parser.parse_args(["--model-path", "model", "--tool-call-parser", "kimi_k2_stream"]).tool_call_parser)
+"""
 CASES = {f"{case.name} {number}": case for number, case in enumerate((*peer_cases.VLLM, *peer_cases.SGLANG))}
 
 
@@ -57,3 +70,16 @@ def test_peers_case(name: str, parser: Any) -> None:
                     found.append((item.name, ""))
                 found[item.tool_index] = (found[item.tool_index][0], found[item.tool_index][1] + item.parameters)
         assert ("".join(text for text, _ in parts), found) == (case.content, wanted)
+
+
+@pytest.mark.parametrize("allowed", ["kimi_k2", "nobody"])
+def test_command_line_knows_the_parser(allowed: str) -> None:
+    """SGLANG_PLUGINS names the plugins that are loaded; without ours its command line refuses the name."""
+    environment = {**os.environ, "SGLANG_PLUGINS": allowed}
+    run = [sys.executable, "-c", COMMAND_LINE]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
+    if allowed == "kimi_k2":
+        assert (done.returncode, done.stdout.split()[-1:]) == (0, ["kimi_k2_stream"]), done.stderr[-2000:]
+    else:
+        assert done.returncode == 2
+        assert "invalid choice: 'kimi_k2_stream'" in done.stderr

@@ -61,8 +61,8 @@ def serve(
 ) -> tuple[dict[str, Any], str]:
     """What vllm_requests.py answers, and its log."""
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
-    asked.write_text(json.dumps({"dtype": dtype, "requests": job}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options}))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     done = subprocess.run(

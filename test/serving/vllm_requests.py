@@ -1,6 +1,7 @@
 """Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
 
-Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype` and `requests`.
+Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` and
+`options`, which are EngineArgs'. With several ranks the calls counted are none: the workers make them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
-    limits = {"max_model_len": 256, "max_num_seqs": 4}
-    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, **limits)
+    options = {"max_model_len": 256, "max_num_seqs": 4, **job["options"]}
+    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, **options)
     engine = LLMEngine.from_engine_args(arguments)
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(job["requests"]))
     tokens: dict[str, list[int]] = {}
