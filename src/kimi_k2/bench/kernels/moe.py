@@ -77,8 +77,9 @@ def time_experts(
     choice: ExpertChoice | None = None,
     *,
     same: bool = False,
+    replays: int = 25,
 ) -> Timing:
-    """Median of 25 replays of a graph of calls, each with its own tokens and routing.
+    """Median of the replays of a graph of calls, each with its own tokens and routing.
 
     Without `choice` the operation is the one that the model would take. `same`: all tokens' experts are the same.
     """
@@ -92,7 +93,8 @@ def time_experts(
     operation: Callable[..., Tensor] = partial(moe_fp8, choice=pinned)
     if choice is None and moe_decode.supports(tokens, top_k, hidden, inter, weights[0].device):
         operation = moe_decode.moe_decode
-    microseconds = graph_median([partial(operation, x, *weights, *routing) for x, *routing in sets])
+    timed = [partial(operation, x, *weights, *routing) for x, *routing in sets]
+    microseconds = graph_median(timed, replays, warm_up=min(3, replays))
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
     return Timing(microseconds, distinct * 3 * inter * hidden)
 

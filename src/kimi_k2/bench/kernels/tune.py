@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kimi_k2.bench.kernels import moe, w4a16
-from kimi_k2.bench.kernels.harness import read_bandwidth
+from kimi_k2.bench.kernels.harness import quick_captures, read_bandwidth
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
@@ -22,6 +22,15 @@ from kimi_k2.quantization.int4_group import Int4GroupFormat
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 # Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
 MOST_SKEWED = 512
+# Every launch is timed over this many replays, and those within SLACK of the best again over more: few for calls of
+# many tokens, which take milliseconds and differ little from replay to replay.
+FIRST_REPLAYS = 2
+SLACK = 1.08
+
+
+def replays_of(tokens: int) -> int:
+    """Replays whose median is a launch's time."""
+    return 25 if tokens <= 512 else 9 if tokens <= 4096 else 5
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,17 @@ class Case:
             return moe.random_experts(self.experts, self.inter, moe.HIDDEN)
         return w4a16.random_experts(self.experts, self.inter, w2_bf16=self.dtype == "int4_w2_bf16")
 
-    def timer(self, weights: Any, tokens: int, same: bool = False) -> Callable[[ExpertChoice], tuple[float, float]]:
+    def timer(
+        self, weights: Any, tokens: int, same: bool = False, replays: int = 25
+    ) -> Callable[[ExpertChoice], tuple[float, float]]:
         """Microseconds of a launch, and the bytes of weights read; `same`: all tokens go to the same experts."""
 
         def fp8(choice: ExpertChoice) -> tuple[float, float]:
-            timing = moe.time_experts(weights, tokens, self.top_k, choice, same=same)
+            timing = moe.time_experts(weights, tokens, self.top_k, choice, same=same, replays=replays)
             return timing.microseconds, timing.weight_bytes
 
         def int4(choice: ExpertChoice) -> tuple[float, float]:
-            return w4a16.time_experts(weights, tokens, self.top_k, choice, same=same)
+            return w4a16.time_experts(weights, tokens, self.top_k, choice, same=same, replays=replays)
 
         return fp8 if self.dtype == "fp8_e4m3" else int4
 
@@ -111,6 +122,20 @@ def best(timed: Sequence[Timed]) -> Timed:
     return min((one for one in timed if one.uniform <= 1.02 * least), key=lambda one: (one.same, one.uniform))
 
 
+def time_candidates(case: Case, weights: Any, tokens: int) -> list[Timed]:
+    """The launches that a first short look left, timed; without a skewed routing beyond MOST_SKEWED tokens."""
+    look = case.timer(weights, tokens, replays=FIRST_REPLAYS)
+    seen = {choice: look(choice)[0] for choice in case.candidates(tokens)}
+    left = [choice for choice, microseconds in seen.items() if microseconds <= SLACK * min(seen.values())]
+    uniform = case.timer(weights, tokens, replays=replays_of(tokens))
+    same = case.timer(weights, tokens, same=True)
+    return [
+        Timed(choice, microseconds, same(choice)[0] if tokens <= MOST_SKEWED else 0.0, moved)
+        for choice in left
+        for microseconds, moved in [uniform(choice)]
+    ]
+
+
 def tune(
     config: KimiK2Config,
     shapes: Sequence[str] | None,
@@ -138,6 +163,7 @@ def tune(
         raise KernelError(f"shape: {', '.join(unknown)} not among {', '.join(known)}")
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device")
+    quick_captures()
     ceiling = read_bandwidth()
     say(f"read bandwidth {ceiling:.0f} GB/s")
     for name in shapes or known:
@@ -147,17 +173,11 @@ def tune(
         chosen = load_choices(path) if tokens and path.exists() else {}
         weights = case.weights()
         for count in tokens or TOKENS:
-            uniform, same = case.timer(weights, count), case.timer(weights, count, same=True)
-            timed = [
-                Timed(choice, microseconds, same(choice)[0] if count <= MOST_SKEWED else 0.0, moved)
-                for choice in case.candidates(count)
-                for microseconds, moved in [uniform(choice)]
-            ]
-            won = best(timed)
+            won = best(time_candidates(case, weights, count))
             chosen[count] = won.choice
+            save_choices(path, chosen)
             rate = won.bytes / won.uniform / 1e3
             skewed = f", all to the same {won.same:.1f} us" if won.same else ""
             say(f"{name} T={count}: {won.uniform:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won.choice}")
-        save_choices(path, chosen)
         del weights
         torch.cuda.empty_cache()

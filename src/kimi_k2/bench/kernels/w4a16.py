@@ -47,6 +47,7 @@ def time_experts(
     choice: ExpertChoice | None = None,
     *,
     same: bool = False,
+    replays: int = 25,
 ) -> tuple[float, float]:
     """(median microseconds of a call, bytes of the distinct experts' weights); each call has its own routing.
 
@@ -59,9 +60,8 @@ def time_experts(
     for _ in range(calls):
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         sets.append((x, *random_routing(tokens, top_k, experts, same=same)))
-    microseconds = graph_median(
-        [partial(moe_w4a16, x, *weights, *routing, choice=pinned) for x, *routing in sets], 15 if tokens > 512 else 25
-    )
+    timed = [partial(moe_w4a16, x, *weights, *routing, choice=pinned) for x, *routing in sets]
+    microseconds = graph_median(timed, min(replays, 15) if tokens > 512 else replays, warm_up=min(3, replays))
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
     each = sum(part[0].numel() * part.element_size() for part in weights if part is not None)
     return microseconds, distinct * each

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.commands.bench.parts import context, convert, kernels, reader
+from kimi_k2.cli.commands.bench.parts import context, convert, experts, kernels, reader
 from kimi_k2.cli.commands.bench.sweep import sweep
 
 
@@ -30,6 +30,7 @@ bench.command()(reader)
 bench.command()(context)
 bench.command()(convert)
 bench.command()(kernels)
+bench.command()(experts)
 
 
 COMMAND = Command("bench", bench, "Measure and prove")

@@ -1,4 +1,4 @@
-"""`kimi-k2 bench reader`, `context`, `convert` and `kernels`: one part of the package beside its peers or ceilings."""
+"""`kimi-k2 bench reader`, `context`, `convert`, `kernels` and `experts`: one part beside its peers or ceilings."""
 
 from __future__ import annotations
 
@@ -62,3 +62,26 @@ def kernels(
     if drawn and only and only != ["mla"]:
         raise typer.BadParameter("draws batches of MLA decode: with --only mla or none", param_hint="--drawn")
     run(only or [], peers, out, typer.echo, drawn=drawn, seed=seed)
+
+
+def experts(
+    model: Annotated[str, typer.Option(help="Published name, or a directory with config.json.")] = (
+        "kimi-k2-instruct-0905"
+    ),
+    format_: Annotated[list[str] | None, typer.Option("--format", help="FP8, INT4, BF16; all if not given.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="A rank's part; TP8, EP8, TP4, EP4 if not given.")] = None,
+    routing: Annotated[
+        list[str] | None, typer.Option(help="uniform, same or zipf:EXPONENT; five of them if not given.")
+    ] = None,
+    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 65536 if not given.")] = None,
+    replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
+    peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
+    out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
+) -> None:
+    """Time the routed experts over routings and layouts beside the peers installed, each checked against float64."""
+    from kimi_k2.bench.kernels.experts import Selection, run
+    from kimi_k2.config import KimiK2Config
+
+    given = {"formats": format_, "layouts": shape, "routings": routing, "tokens": tokens, "replays": replays}
+    chosen = {name: value for name, value in given.items() if value}
+    run(KimiK2Config.load(model), Selection(**chosen, with_peers=peers), out, typer.echo)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Other implementations of routed experts where vLLM is installed: its Triton kernels, Marlin, DeepGEMM's pipeline.
+
+Each is called as vLLM calls it, with the launches that vLLM ships for the shape. DeepGEMM is the copy that vLLM brings,
+or one of its own; its pipeline is quantization, scatter by expert, GEMM, SwiGLU with quantization, GEMM, weighted sums.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, Operation, RandomExperts
+from kimi_k2.kernels.experts.w4a16_layout import GROUP
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
+PART = 32
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation for some experts.
+
+    Attributes:
+        name: e.g. "vLLM Triton".
+        call: the operation; None if it is not installed.
+        reason: why it is not.
+        least: tokens from which it is timed.
+    """
+
+    name: str
+    call: Operation | None
+    reason: str = ""
+    least: int = 1
+
+
+def triton_fp8(experts: Fp8Experts) -> Operation:
+    """vLLM's fused MoE kernel over e4m3 blocks."""
+    fused_moe, config = _module(f"{FUSED_MOE}.fused_moe"), _module(f"{FUSED_MOE}.config")
+    gate_up, gate_up_scale, down, down_scale = experts.weights
+    quantized = config.fp8_w8a8_moe_quant_config(w1_scale=gate_up_scale, w2_scale=down_scale, block_shape=[128, 128])
+
+    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = fused_moe.fused_experts(x, gate_up, down, weights, indices, quant_config=quantized)
+        return out
+
+    return run
+
+
+def triton_bf16(experts: Bf16Experts) -> Operation:
+    """vLLM's fused MoE kernel over BF16 weights."""
+    fused_moe = _module(f"{FUSED_MOE}.fused_moe")
+
+    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = fused_moe.fused_experts(x, *experts.weights, weights, indices)
+        return out
+
+    return run
+
+
+def deep_gemm(experts: Fp8Experts) -> Operation:
+    """The steps of vLLM's `DeepGemmExperts`, with float32 scales as the checkpoint has them."""
+    ours, gemms = _module(f"{FUSED_MOE}.deep_gemm_utils"), _module("vllm.utils.deep_gemm")
+    fp8 = _module(f"{QUANTIZATION}.fp8_utils")
+    if not gemms.is_deep_gemm_supported():
+        raise ImportError("DeepGEMM is not supported here")
+    alignment = gemms.get_mk_alignment_for_contiguous_layout()[0]
+    gate_up, gate_up_scale, down, down_scale = experts.weights
+    count, inter = experts.shape
+
+    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        values, scales = fp8.per_token_group_quant_fp8(x, 128, use_ue8m0=False)
+        values, scales, numbers, places, aligned = ours.deepgemm_moe_permute(
+            aq=values, aq_scale=scales, topk_ids=indices, local_num_experts=count, expert_map=None,
+            expert_tokens_meta=None,
+        )  # fmt: skip
+        rows, out = values.shape[0], torch.empty_like(x)
+        first = torch.empty(rows, 2 * inter, dtype=torch.bfloat16, device=x.device)
+        second = torch.empty(rows, x.shape[1], dtype=torch.bfloat16, device=x.device)
+        with gemms.mk_alignment_scope(aligned):
+            gemms.m_grouped_fp8_gemm_nt_contiguous((values, scales), (gate_up, gate_up_scale), first, numbers)
+            middle = fp8.silu_mul_per_token_group_quant_fp8_colmajor(input=first, use_ue8m0=False)
+            gemms.m_grouped_fp8_gemm_nt_contiguous(middle, (down, down_scale), second, numbers)
+        ours.deepgemm_unpermute_and_reduce(
+            a=second, topk_ids=indices, topk_weights=weights, inv_perm=places, expert_map=None, output=out
+        )
+        return out
+
+    assert alignment % 8 == 0
+    return run
+
+
+def marlin(experts: Int4Experts) -> Operation:
+    """Marlin's W4A16 experts; the weights are put into its order first."""
+    operations, utils = _module("vllm._custom_ops"), _module(f"{QUANTIZATION}.marlin_utils")
+    moe, types = _module(f"{FUSED_MOE}.experts.marlin_moe"), _module("vllm.scalar_type")
+
+    def ordered(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """[E, N, K/8] along the input and [E, N, K/32] to Marlin's tiles."""
+        count, rows, words = packed.shape
+        none = torch.empty(count, 0, dtype=torch.int32, device=packed.device)
+        tiles = operations.gptq_marlin_moe_repack(packed.mT.contiguous(), none, words * 8, rows, 4)
+        return tiles, utils.marlin_moe_permute_scales(scale.mT.contiguous(), words * 8, rows, GROUP)
+
+    parts = []
+    for begin in range(0, experts.shape[0], PART):
+        packed, scale, down, down_scale = experts.checkpoint(slice(begin, begin + PART))
+        parts.append((*ordered(packed, scale), *ordered(down, down_scale)))
+    first, first_scale, second, second_scale = (torch.cat(each) for each in zip(*parts, strict=True))
+    kind = types.scalar_types.uint4b8.id
+    workspace = utils.marlin_make_workspace_new(first.device, 4)
+
+    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = torch.empty_like(x)
+        moe.fused_marlin_moe(
+            x, first, second, None, None, first_scale, second_scale, weights, indices, quant_type_id=kind,
+            moe_sum=operations.moe_sum, workspace=workspace, output=out,
+        )  # fmt: skip
+        return out
+
+    return run
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def peers(experts: RandomExperts) -> Iterator[Peer]:
+    """Each implementation that is known for the experts' format, installed or not."""
+    known: list[tuple[str, Callable[[], Operation], int]] = []
+    if isinstance(experts, Fp8Experts):
+        known = [
+            ("vLLM Triton", partial(triton_fp8, experts), 1),
+            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512),
+        ]
+    elif isinstance(experts, Int4Experts):
+        known = [("Marlin", partial(marlin, experts), 1)]
+    elif isinstance(experts, Bf16Experts):
+        known = [("vLLM Triton", partial(triton_bf16, experts), 1)]
+    for name, make, least in known:
+        if importlib.util.find_spec("vllm") is None:
+            yield Peer(name, None, "not installed")
+            continue
+        try:
+            yield Peer(name, make(), least=least)
+        except (ImportError, AttributeError, RuntimeError) as failure:
+            yield Peer(name, None, f"not installed: {failure}".splitlines()[0])

@@ -1,0 +1,124 @@
+"""Routed experts beside peers: what the benchmark holds results against, and what it says. Timing needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import unpack_from_int32
+from torch import Tensor
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
+
+from kimi_k2.bench.kernels import moe, tune, w4a16
+from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, RandomExperts
+from kimi_k2.bench.kernels.expert_peers import peers
+from kimi_k2.bench.kernels.experts import Comparison, Selection, run, summary
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, KernelError
+from kimi_k2.kernels.experts.tuning import ExpertChoice
+
+EXPERTS, INTER, HIDDEN = 4, 256, 512
+
+
+def stored(name: str) -> tuple[RandomExperts, list[tuple[Tensor, Tensor]]]:
+    """Experts of a format and, from libraries' own code, their float64 gate_up_proj and down_proj."""
+    torch.manual_seed(0)
+    if name == "BF16":
+        made = torch.randn(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), torch.randn(EXPERTS, HIDDEN, INTER).bfloat16()
+        return Bf16Experts(made), [(made[0][e].double(), made[1][e].double()) for e in range(EXPERTS)]
+    if name == "FP8":
+        fp8 = moe.random_experts(EXPERTS, INTER, HIDDEN, device="cpu")
+        blocks = [torch.kron(scale.double(), torch.ones(1, 128, 128, dtype=torch.float64)) for scale in fp8[1::2]]
+        return Fp8Experts(fp8), [
+            (fp8[0][e].double() * blocks[0][e], fp8[2][e].double() * blocks[1][e]) for e in range(EXPERTS)
+        ]
+    int4 = Int4Experts(w4a16.random_experts(EXPERTS, INTER, HIDDEN, device="cpu"))
+    packed = int4.checkpoint(slice(None))
+
+    def whole(words: Tensor, scale: Tensor) -> Tensor:
+        values = unpack_from_int32(words, 4, torch.Size((words.shape[0], words.shape[1] * 8)))
+        scaled: Tensor = values.double() * scale.double().repeat_interleave(32, 1)
+        return scaled
+
+    return int4, [(whole(packed[0][e], packed[1][e]), whole(packed[2][e], packed[3][e])) for e in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("name", ["FP8", "INT4", "BF16"])
+def test_the_reference_is_the_sum_of_transformers_mlps(name: str) -> None:
+    experts, weights = stored(name)
+    config = DeepseekV3Config(hidden_size=HIDDEN, intermediate_size=INTER, hidden_act="silu")
+    x, indices = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 2]])
+    shares, wanted = torch.rand(3, 2), torch.zeros(3, HIDDEN, dtype=torch.float64)
+    for token in range(3):
+        for expert, share in zip(indices[token].tolist(), shares[token].double(), strict=True):
+            mlp = DeepseekV3MLP(config).double()
+            gate_up, down = weights[expert]
+            for linear, weight in zip(
+                (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (*gate_up.chunk(2), down), strict=True
+            ):
+                linear.weight.data = weight
+            with torch.no_grad():
+                wanted[token] += share * mlp(x[token].double())
+    assert experts.shape == (EXPERTS, INTER)
+    # INT4 weights are value times scale in float32 here, in float64 there.
+    torch.testing.assert_close(
+        experts.reference(x, indices, shares), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max())
+    )
+
+
+def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = [peer for name in ("FP8", "INT4", "BF16") for peer in peers(stored(name)[0])]
+    assert [peer.name for peer in found] == ["vLLM Triton", "DeepGEMM pipeline", "Marlin", "vLLM Triton"]
+    assert all(peer.call is None and peer.reason == "not installed" for peer in found)
+
+
+def compared(ours: float, **others: float) -> Comparison:
+    times = {"ours": ours, **others}
+    errors = dict.fromkeys(times, 1e-3)
+    return Comparison("FP8", "TP8", "same", 64, 8.0, 4e8, times, errors, {"DeepGEMM": "not installed"})
+
+
+def test_a_line_tells_our_time_over_each_peers_and_the_summary_what_is_slower() -> None:
+    slow, fast = compared(120.0, Marlin=100.0, Triton=150.0), compared(50.0, Marlin=100.0)
+    assert slow.ratio == 1.2 and fast.ratio == 0.5 and compared(1.0).ratio is None
+    line = slow.line()
+    assert "FP8 TP8 same T=64, 8 experts: ours 120.0 us (3333 GB/s" in line and "DeepGEMM not installed" in line
+    assert (
+        "Marlin 100.0 us (error 1.0e-03), ratio 1.200" in line
+        and "Triton 150.0 us (error 1.0e-03), ratio 0.800" in line
+    )
+    told = list(summary([slow, fast, compared(1.0)]))
+    assert told[0] == "FP8: 2 cases, ours over the best peer: median 0.850, largest 1.200, above 1.05 in 1"
+    assert told[1:] == [f"  {line}"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "named"),
+    [
+        (Selection(formats=["FP4"]), KernelError, "format: FP4 not among FP8, INT4, BF16"),
+        (Selection(layouts=["TP3"]), KernelError, "shape: TP3 not among TP1"),
+        (Selection(routings=["zipf"]), ConfigError, "expected uniform, same or zipf:EXPONENT"),
+    ],
+)
+def test_unknown_choices_are_refused(wanted: Selection, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        run(KimiK2Config.load("kimi-k2-instruct-0905"), wanted, None, print)
+
+
+def test_launches_that_a_first_look_finds_slow_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool, int]] = []
+    speeds = {1: 100.0, 2: 105.0, 4: 130.0, 7: 120.0}  # by item_slabs
+
+    def time_experts(
+        weights: None, tokens: int, top_k: int, choice: ExpertChoice, *, same: bool, replays: int
+    ) -> moe.Timing:
+        asked.append((choice.item_slabs, same, replays))
+        return moe.Timing(speeds[choice.item_slabs] / (2 if same else 1), 1e6)
+
+    monkeypatch.setattr(moe, "time_experts", time_experts)
+    left = tune.time_candidates(tune.Case(384, 2048, 8), None, 2048)
+    assert {timed.choice.item_slabs for timed in left} == {1, 2} and all(timed.same == 0.0 for timed in left)
+    assert {slabs for slabs, _, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
+    left = tune.time_candidates(tune.Case(384, 256, 8), None, 512)
+    assert {timed.same for timed in left} == {50.0, 52.5}

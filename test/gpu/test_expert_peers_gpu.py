@@ -1,0 +1,55 @@
+"""The comparison of routed experts with peers at real sizes: results near float64, and a wrong one is seen."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts
+from kimi_k2.bench.kernels.expert_peers import Peer, peers
+from kimi_k2.bench.kernels.experts import compare
+from kimi_k2.bench.kernels.tune import Case
+from kimi_k2.errors import KernelError
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+CASE = Case(48, 256, 8)
+# FP8 rounds tokens and the intermediate to e4m3, of 4 tokens neither; the others compute in BF16.
+LARGEST = {"FP8": 0.05, "INT4": 6e-3, "BF16": 6e-3}
+
+
+@pytest.fixture(scope="module", params=list(FORMATS))
+def experts(request: pytest.FixtureRequest) -> RandomExperts:
+    torch.manual_seed(0)
+    return FORMATS[request.param].draw(CASE.experts, CASE.inter)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf:1.5", "same"])
+@pytest.mark.parametrize("tokens", [1, 8, 700])
+def test_ours_is_near_float64(experts: RandomExperts, tokens: int, routing: str) -> None:
+    found = compare(experts, [], CASE, "TP8", routing, tokens, replays=1)
+    assert found.errors["ours"] < LARGEST[experts.name] and found.microseconds["ours"] > 0
+    assert found.experts == 8 if routing == "same" or tokens == 1 else found.experts > 8
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_peers_are_near_float64(experts: RandomExperts, tokens: int) -> None:
+    known = list(peers(experts))
+    found = compare(experts, known, CASE, "TP8", "uniform", tokens, replays=1)
+    timed = [peer.name for peer in known if peer.call is not None and tokens >= peer.least]
+    assert timed and list(found.microseconds) == ["ours", *timed], found.absent
+    assert max(found.errors.values()) < LARGEST[experts.name]
+
+
+def test_a_wrong_result_is_refused(experts: RandomExperts) -> None:
+    right = experts.ours(8, CASE.top_k)
+
+    def swapped(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return right(x, indices.flip(0), weights)
+
+    with pytest.raises(KernelError, match=r"wrong: .* from float64"):
+        compare(experts, [Peer("wrong", swapped)], CASE, "TP8", "uniform", 8, replays=1)
