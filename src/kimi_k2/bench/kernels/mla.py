@@ -1,4 +1,4 @@
-"""Time of MLA decode attention over a paged cache: ours, and FlashAttention 3 and FlashMLA where vLLM is."""
+"""Time of MLA decode attention over a paged cache: ours, and FlashAttention 3 and FlashMLA where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -112,11 +112,15 @@ def in_triton(one: Inputs) -> Tensor:
     return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
 
 
-def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
-    """(name, call) of each other kernel that can be imported here."""
-    if has_triton():
+def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
+    """(name, call) of each other kernel that can be imported here and takes a cache of this dtype; each is checked."""
+    if has_triton() and dtype == torch.bfloat16:
         yield "triton", in_triton
-    yield from mla_peers.peers()
+    for name, peer in mla_peers.peers(dtype):
+        for heads in HEADS:
+            one = ragged_inputs([1, 64, 700, 1024], heads, dtype)
+            mla_peers.check(name, peer, one, ours(one))
+        yield name, peer
 
 
 def time_mla(
@@ -133,6 +137,7 @@ def time_mla(
     count = max(2, min(40, 2**28 // (batch * context * ROW * 2)))
     given = [inputs(batch, heads, context) for _ in range(count)]
     if isinstance(call, mla_peers.Scheduled):
+        given = [replace(one, q=one.q.to(call.query_dtype)) for one in given]
         for one in given:
             call.schedule(one)
     calls = [partial(call, one) for one in given]
@@ -145,10 +150,12 @@ def time_ragged(
     """As `time_mla` over these lengths; `dtype` of the cache."""
     count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
     first = ragged_inputs(lengths, heads, dtype)
+    query_dtype = torch.bfloat16
     if isinstance(call, mla_peers.Scheduled):
-        call.schedule(first)
+        query_dtype = call.query_dtype
+        call.schedule(replace(first, q=first.q.to(query_dtype)))
     # As a model's layers: queries and caches of their own; lengths, pages and plan are the same and stay in the L2.
-    queries = [torch.randn_like(first.q) for _ in range(count)]
+    queries = [torch.randn_like(first.q).to(query_dtype) for _ in range(count)]
     caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]
     calls = [partial(call, replace(first, q=q, cache=cache)) for q, cache in zip(queries, caches, strict=True)]
     return graph_median(calls * -(-16 // count))
@@ -173,11 +180,12 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
     calls: list[tuple[str, Callable[[Inputs], Tensor]]] = [("ours", ours)]
     if available():
         calls.append(("ours, by plan", by_plan))
-    ours_alone = list(calls)
+    over_fp8 = list(calls)
     if with_peers:
         calls += peers()
+        over_fp8 += peers(torch.float8_e4m3fn)
     yield from ragged_rows(calls, torch.bfloat16)
-    yield from ragged_rows(ours_alone, torch.float8_e4m3fn)
+    yield from ragged_rows(over_fp8, torch.float8_e4m3fn)
     for heads in HEADS:
         for batch in BATCHES:
             for context in CONTEXTS:
@@ -192,6 +200,6 @@ def rows(with_peers: bool = True) -> Iterator[Row]:
                     yield Row("mla_decode", case, name, time_mla(call, batch, heads, context), moved, flops, target)
         fp8_cache = partial(random_inputs, dtype=torch.float8_e4m3fn)
         case = f"{heads} heads, B=64, T=8192, e4m3 cache"
-        for name, call in ours_alone:
+        for name, call in over_fp8:
             time = time_mla(call, 64, heads, 8192, fp8_cache)
             yield Row("mla_decode", case, name, time, 64 * 8192 * ROW, 2 * 64 * 8192 * heads * (ROW + LATENT))

@@ -70,13 +70,14 @@ def drawn_cases(count: int, seed: int) -> list[Case]:
 
 def drawn_rows(count: int, seed: int, with_peers: bool) -> Iterator[Row]:
     """Each case as a decode step runs it, by an even split, and by the peers that take it."""
-    others = [(name, call) for name, call in mla.peers() if name != "triton"] if with_peers else []
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn) if with_peers else ()
+    others = {dtype: [(name, call) for name, call in mla.peers(dtype) if name != "triton"] for dtype in dtypes}
     for case in drawn_cases(count, seed):
         even = not available() or not pays(len(case.lengths), max(case.lengths))
         calls = [("ours", mla.ours)] if even else [("ours", mla.by_plan), ("ours, even split", mla.ours)]
         dtype, rows = torch.float8_e4m3fn if case.fp8 else torch.bfloat16, sum(case.lengths)
         moved = rows * ROW * dtype.itemsize + len(case.lengths) * case.heads * (ROW + LATENT) * 2
         flops = 2 * rows * case.heads * (ROW + LATENT)
-        for who, call in (*calls, *([] if case.fp8 else others)):
+        for who, call in (*calls, *others.get(dtype, [])):
             microseconds = mla.time_ragged(call, list(case.lengths), case.heads, dtype)
             yield Row("mla_decode", case.name, who, microseconds, moved, flops)

@@ -1,15 +1,21 @@
-"""Other kernels of MLA decode attention where they can be imported: FlashAttention 3 and FlashMLA as vLLM has them."""
+"""Other kernels of MLA decode attention where they can be imported: FlashAttention 3 and FlashMLA as vLLM has them.
+
+Each is held against ours once (`check`), so that its time is that of the same attention.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels.mla_cases import relative
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 
 if TYPE_CHECKING:
@@ -23,7 +29,12 @@ class Scheduled:
 
     Attributes:
         plans: by the lengths' tensor, which is kept so that its number stays its own.
+        query_dtype: of the queries that it takes; rounding them is not timed.
+        error: largest distance to ours that its arithmetic explains.
     """
+
+    query_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    error: ClassVar[float] = 0.01
 
     def __init__(self) -> None:
         self.plans: dict[int, tuple[Tensor, Any]] = {}
@@ -96,12 +107,52 @@ class FlashMLA(Scheduled):
         return out
 
 
-def peers() -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
-    """(name, call) of each that vLLM brings."""
+class FlashMLAFp8(Scheduled):
+    """vLLM's FlashMLA over an e4m3 cache, which wants e4m3 queries too: they are rounded to 2.6 %."""
+
+    query_dtype = torch.float8_e4m3fn
+    error = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interface = importlib.import_module("vllm.v1.attention.ops.flashmla")
+        if self.interface.is_flashmla_dense_supported()[0] is False:
+            raise ImportError(self.interface.is_flashmla_dense_supported()[1])
+        self.one = torch.ones(1, device="cuda")
+
+    def plan(self, one: Inputs) -> Any:
+        """The parts of each sequence."""
+        return self.interface.get_mla_metadata_dense_fp8(one.seq_lens, one.q.shape[1], 1)
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """One query a sequence, as vLLM's backend calls it."""
+        out: Tensor = self.interface.flash_mla_with_kvcache_fp8(
+            one.q.unsqueeze(1), one.cache.unsqueeze(2), one.block_table, one.seq_lens, LATENT, *plan,
+            softmax_scale=SOFTMAX_SCALE, causal=True, descale_q=self.one, descale_k=self.one,
+        )[0]  # fmt: skip
+        return out
+
+
+def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Scheduled]]:
+    """(name, call) of each that vLLM brings for a cache of this dtype."""
     if importlib.util.find_spec("vllm") is None:
         return
-    for name, kind in (("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA)):
+    known: tuple[tuple[str, type[Scheduled]], ...] = (("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA))
+    for name, kind in known if dtype == torch.bfloat16 else (("FlashMLA FP8", FlashMLAFp8),):
         try:
             yield name, kind()
         except ImportError:  # vLLM was built without it
             continue
+
+
+def check(name: str, peer: Scheduled, one: Inputs, ours: Tensor) -> None:
+    """Hold a peer against our result [B, H, 512] for the same inputs.
+
+    Raises:
+        KernelError: it is farther from ours than rounding explains.
+    """
+    given = replace(one, q=one.q.to(peer.query_dtype))
+    peer.schedule(given)
+    found = relative(peer(given).reshape(ours.shape), ours.double())
+    if not found < peer.error:
+        raise KernelError(f"{name}: {found:.1e} from ours, expected below {peer.error}")

@@ -24,11 +24,11 @@ def operations() -> list[str]:
     return [n for n in names if hasattr(importlib.import_module(f"{bench.__name__}.{n}"), "rows")]
 
 
-def describe(row: Row, bandwidth: float, matrix_rate: float) -> str:
-    """One line of the table."""
-    verdict = ""
+def describe(row: Row, bandwidth: float, matrix_rate: float, ours: float | None = None) -> str:
+    """One line of the table; `ours` is our time for a peer's case, told as a part of the peer's."""
+    verdict = "" if ours is None else f"  ours {ours / row.microseconds:.3f} of it"
     if row.target is not None:
-        verdict = f"  target {row.target:g}: {'met' if row.microseconds <= row.target else 'not met'}"
+        verdict += f"  target {row.target:g}: {'met' if row.microseconds <= row.target else 'not met'}"
     rate = f"{row.teraflops:7.1f}" if row.flops else " " * 7
     return (
         f"{row.operation:<24} {row.case:<28} {row.implementation:<20} {row.microseconds:9.2f} us"
@@ -40,6 +40,8 @@ def run(
     only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None], *, drawn: int = 0, seed: int = 0
 ) -> None:
     """Say a line a row: microseconds, GB/s, TFLOP/s, the larger share of the two ceilings, and the target if any.
+
+    A case's first row is ours; the others tell our time as a part of theirs.
 
     Args:
         only: operations to run; all if empty.
@@ -62,8 +64,11 @@ def run(
     found = []
     modules = (importlib.import_module(f"{bench.__name__}.{name}") for name in only or available)
     standard = (row for module in modules for row in module.rows(with_peers=peers))
+    ours: dict[tuple[str, str], float] = {}
     for row in drawn_rows(drawn, seed, peers) if drawn else standard:
-        say(describe(row, bandwidth, matrix_rate))
+        case = row.operation, row.case
+        say(describe(row, bandwidth, matrix_rate, ours.get(case)))
+        ours.setdefault(case, row.microseconds)  # a case's first row
         found.append(asdict(row))
     if out is not None:
         ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
