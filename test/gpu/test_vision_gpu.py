@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.kernels.vision.packed_attention import QUERIES, packed_attention, rotate_and_pack
+from kimi_k2.kernels.vision.packed_attention import packed_attention, rotate_and_pack, scheduled
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.ops import registry
 from kimi_k2.ops.vision import (
@@ -56,8 +56,9 @@ def test_every_attention(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1024] * 4, [7, 1024, 1, 300], [1], [128], [129, 127, 4, 193], [2500, 4000]], ids=str
-)
+    "lengths", [[1024] * 4, [7, 1024, 1, 300], [1], [128], [129, 127, 4, 193], [2500, 4000], [4096], [700, 5001]],
+    ids=str,
+)  # fmt: skip
 def test_packed_attention(lengths: list[int]) -> None:
     tokens, scale = sum(lengths), 72**-0.5
     generator = torch.Generator("cuda").manual_seed(tokens)
@@ -72,14 +73,16 @@ def test_packed_attention(lengths: list[int]) -> None:
     for found, right in zip(placed, rotated, strict=True):  # a multiply-add may round once
         torch.testing.assert_close(found.float(), right, rtol=0.01, atol=0.02)
     assert not packed[:, :, :, tokens:].any()
-    found = packed_attention(packed, segments.tiles(QUERIES), tokens, scale)
+    work = scheduled(segments, 16, qkv.device)
+    assert work.slots or max(lengths) < 2500, "tiles of the larger ones are split between blocks"
+    given = packed, work.parts, work.starts, work.joins, work.slots, tokens, scale
+    found = packed_attention(*given)
     error = relative(found, wanted)
     print(f"{lengths}: {error:.1e}")
     assert error < 6e-3
     worst = float((found.float() - wanted).norm(dim=-1).div(wanted.norm(dim=-1)).max())
     assert worst < 0.03, "a row is wrong"
-    again = packed_attention(packed, segments.tiles(QUERIES), tokens, scale)
-    assert torch.equal(found, again)
+    assert torch.equal(found, packed_attention(*given))
 
 
 def test_packed_attention_of_scores_that_grow() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from kimi_k2.ops.registry import operation
 from kimi_k2.ops.rotary import apply_rotary_interleaved
+
+Made = TypeVar("Made")
 
 
 class Segments:
@@ -26,7 +29,7 @@ class Segments:
         self.lengths = tuple(lengths)
         self.longest = max(self.lengths)
         self.device = device
-        self._tiles: dict[int, Tensor] = {}
+        self._derived: dict[Hashable, Any] = {}
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -39,20 +42,25 @@ class Segments:
         """Whether all parts have one length."""
         return len(set(self.lengths)) == 1
 
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What a kernel makes of the lengths, made once."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        made: Made = self._derived[key]
+        return made
+
     def tiles(self, queries: int) -> Tensor:
-        """int32 [tiles, 4] on the device: first query, their number (up to `queries`), first key and number of keys.
+        """int32 [tiles, 4]: first query, their number (up to `queries`), first key and number of keys.
 
         Tiles of longer parts come first, so that none of them is left for the end.
         """
-        if queries not in self._tiles:
-            starts = [0, *itertools.accumulate(self.lengths)]
-            rows = [
-                (start + first, min(queries, length - first), start, length)
-                for start, length in sorted(zip(starts, self.lengths, strict=False), key=lambda part: -part[1])
-                for first in range(0, length, queries)
-            ]
-            self._tiles[queries] = uploaded(torch.tensor(rows, dtype=torch.int32), self.device)
-        return self._tiles[queries]
+        starts = [0, *itertools.accumulate(self.lengths)]
+        rows = [
+            (start + first, min(queries, length - first), start, length)
+            for start, length in sorted(zip(starts, self.lengths, strict=False), key=lambda part: -part[1])
+            for first in range(0, length, queries)
+        ]
+        return torch.tensor(rows, dtype=torch.int32)
 
 
 def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:

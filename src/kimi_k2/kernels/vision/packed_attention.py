@@ -13,11 +13,14 @@ from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.ops.vision import Segments
+from kimi_k2.kernels.vision.schedule import QUERIES, Schedule, schedule
+from kimi_k2.ops.vision import Segments, uploaded
 
 HEAD = 72
-# Queries of a tile, and the tokens past the last one that tiles may touch: csrc/attention.cuh's kQueries.
-QUERIES = PADDING = 192
+# Tokens past the last one that tiles may touch.
+PADDING = QUERIES
+# Values of csrc/attention.cuh's Sums: a row's 72 and two more, for a tile's queries.
+SUMS = QUERIES * (HEAD + 2)
 
 
 def supports(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -33,8 +36,21 @@ def supports(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments, softmax_scale: float) -> Tensor:
     """`ops.vision.rotated_attention` with the plain function's arguments."""
     packed = rotate_and_pack(qkv, cos, sin)
-    out: Tensor = packed_attention(packed, segments.tiles(QUERIES), qkv.shape[0], softmax_scale)
+    work = scheduled(segments, qkv.shape[2], qkv.device)
+    out: Tensor = packed_attention(packed, work.parts, work.starts, work.joins, work.slots, qkv.shape[0], softmax_scale)
     return out
+
+
+def scheduled(segments: Segments, heads: int, device: torch.device) -> Schedule:
+    """The schedule of a pack on the device, kept with its segments."""
+    _, sms = hopper(device.index, "packed_attention")
+
+    def make() -> Schedule:
+        work = schedule(segments.tiles(QUERIES), heads, sms)
+        parts, starts, joins = (uploaded(part, device) for part in (work.parts, work.starts, work.joins))
+        return Schedule(parts, starts, joins, work.slots)
+
+    return segments.derived((schedule, heads, device), make)
 
 
 def _fault(qkv: Tensor, cos: Tensor, sin: Tensor) -> str | None:
@@ -84,21 +100,25 @@ def rotate_and_pack(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 rotate_and_pack.fake(_packed)
 
 
-def _attended(packed: Tensor, tiles: Tensor, tokens: int) -> Tensor:
+def _attended(packed: Tensor, parts: Tensor, starts: Tensor, joins: Tensor, tokens: int) -> Tensor:
     if packed.dim() != 5 or packed.shape[0] != 3 or tuple(packed.shape[2:]) != (HEAD // 8, capacity(tokens), 8):
         raise KernelError(f"packed is {list(packed.shape)}, expected [3, H, {HEAD // 8}, {capacity(tokens)}, 8]")
     expect("packed", packed, packed.device, tuple(packed.shape), torch.bfloat16)
-    expect("tiles", tiles, packed.device, (tiles.shape[0], 4), torch.int32)
+    expect("parts", parts, packed.device, (parts.shape[0], 6), torch.int32)
+    expect("starts", starts, packed.device, (starts.shape[0],), torch.int32)
+    expect("joins", joins, packed.device, (joins.shape[0], 5), torch.int32)
     return torch.empty(tokens, packed.shape[1], HEAD, dtype=packed.dtype, device=packed.device)
 
 
 @kernel_operation("vision_packed_attention")
-def packed_attention(packed: Tensor, tiles: Tensor, tokens: int, softmax_scale: float) -> Tensor:
+def packed_attention(
+    packed: Tensor, parts: Tensor, starts: Tensor, joins: Tensor, slots: int, tokens: int, softmax_scale: float
+) -> Tensor:
     """Attention of each tile's queries to its keys.
 
     Args:
         packed: as `rotate_and_pack` makes it.
-        tiles: int32 [tiles, 4], as `Segments.tiles(QUERIES)` gives them; a token is a query of one tile.
+        parts, starts, joins, slots: the pack's `Schedule`.
         tokens: T.
 
     Returns:
@@ -107,11 +127,11 @@ def packed_attention(packed: Tensor, tiles: Tensor, tokens: int, softmax_scale: 
     Raises:
         KernelError: another shape or dtype, or a failed launch.
     """
-    out = _attended(packed, tiles, tokens)
+    out = _attended(packed, parts, starts, joins, tokens)
     if tokens:
-        _, sms = hopper(packed.device.index, "packed_attention")
-        sizes = tiles.shape[0], packed.shape[1], packed.shape[3], sms
-        given = packed, tiles, out
+        sums = torch.empty(slots, SUMS, dtype=torch.float32, device=packed.device)
+        sizes = starts.shape[0] - 1, joins.shape[0], packed.shape[1], packed.shape[3]
+        given = packed, parts, starts, joins, sums, out
         launch(
             "vision/attention", "kimi_vision_attention", "packed_attention", packed.device, *given, *sizes,
             float(softmax_scale),

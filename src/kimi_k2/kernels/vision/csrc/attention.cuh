@@ -6,8 +6,9 @@
 // begin a tile, the copy engine needs no tensor maps, and products over a head's 72 values take a tenth group of zeros
 // that only shared memory has.
 //
-// A block takes one tile of 192 queries after another. A thread feeds it with tiles of 128 keys and values; each of
-// three warpgroups keeps 64 queries' sums. While a warpgroup's exponentials run, its product with the values of the
+// A block takes one tile of 192 queries after another, as kernels/vision/schedule.py dealt them out; of a tile that
+// several blocks have a part of, each leaves sums, which `join` makes one. A thread feeds a block with tiles of 128 keys
+// and values; each of three warpgroups keeps 64 queries' sums. While a warpgroup's exponentials run, its product with the values of the
 // tile before and the other warpgroups' products do too (Shah et al. 2024, arXiv 2407.08608). With two warpgroups of
 // more registers a step took a quarter longer; a pitch that meets all banks, scores kept unscaled until they grow and
 // more independent sums changed it by less than 1 %.
@@ -22,16 +23,28 @@ constexpr int kHead = 72, kParts = kHead / 8, kPadded = kParts + 1;
 constexpr int kGroups = 3, kStages = 4, kQueries = 64 * kGroups, kKeys = 128, kThreads = 128 * (1 + kGroups);
 constexpr int kKeyBytes = kParts * kKeys * 16;
 
-// Up to 192 queries and what they attend to, tokens of the pack.
-struct Tile {
-  int query, queries, key, keys;
+// Up to 192 queries of a head and what they attend to, tokens of the pack; `slot` is -1 where that is all of it.
+struct Part {
+  int query, queries, key, keys, head, slot;
+};
+
+// A tile whose parts lie in neighbouring slots.
+struct Joined {
+  int query, queries, head, slot, slots;
+};
+
+// A part's sums: of weights times values, relative to the largest scaled score of the row, and of the weights.
+struct Sums {
+  float values[kQueries][kHead], most[kQueries], weights[kQueries];
 };
 
 struct Arguments {
   const __nv_bfloat16* packed;  // [3][heads][9][capacity][8]
-  const Tile* tiles;
+  const Part* parts;
+  const int* starts;   // [blocks + 1]: where each block's parts begin
   __nv_bfloat16* out;  // [tokens][heads][72]
-  int count, heads, capacity;
+  Sums* sums;          // [slots]
+  int heads, capacity;
   float scale;  // softmax_scale / ln 2
 };
 
@@ -74,10 +87,11 @@ __device__ __forceinline__ void values_step(float (&d)[36], const uint32_t* a, u
 // One thread: all tiles of this block.
 __device__ __forceinline__ void feed(const Arguments& a, Memory& m) {
   const size_t group = size_t(a.capacity) * 8, plane = size_t(a.heads) * kParts * group;
+  const int end = a.starts[blockIdx.x + 1];
   int seq = 0, done = 0;
-  for (int item = blockIdx.x; item < a.count * a.heads; item += gridDim.x, ++done) {
-    const Tile tile = a.tiles[item % a.count];
-    const __nv_bfloat16* head = a.packed + size_t(item / a.count) * kParts * group;
+  for (int item = a.starts[blockIdx.x]; item < end; ++item, ++done) {
+    const Part tile = a.parts[item];
+    const __nv_bfloat16* head = a.packed + size_t(tile.head) * kParts * group;
     if (done) mbar_wait(&m.q_empty, (done - 1) & 1);
     mbar_arrive_expect_tx(&m.q_full, kParts * kQueries * 16);
 #pragma unroll 1
@@ -145,10 +159,10 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
   auto my_turn = [&] { named_sync(1 + group, 256); };
   auto next_turn = [&] { named_arrive(1 + (group + 1) % kGroups, 256); };
   if (group == kGroups - 1) next_turn();
+  const int end = a.starts[blockIdx.x + 1];
   int seq = 0, done = 0;
-  for (int item = blockIdx.x; item < a.count * a.heads; item += gridDim.x, ++done) {
-    const Tile tile = a.tiles[item % a.count];
-    const int steps = (tile.keys + kKeys - 1) / kKeys;
+  for (int item = a.starts[blockIdx.x]; item < end; ++item, ++done) {
+    const int keys = a.parts[item].keys, steps = (keys + kKeys - 1) / kKeys;
     mbar_wait(&m.q_full, done & 1);
     float s[64], o[36], factor[2];
     uint32_t p[32];
@@ -157,12 +171,12 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
     for (int i = 0; i < 36; ++i) o[i] = 0.f;
 
     auto scores = [&](int at) {
-      const uint64_t keys = plain_descriptor(smem_u32(m.k[at % kStages]), kKeys * 16, 128);
+      const uint64_t columns = plain_descriptor(smem_u32(m.k[at % kStages]), kKeys * 16, 128);
       mbar_wait(&m.k_full[at % kStages], (at / kStages) & 1);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kPadded / 2; ++i)
-        scores_step(s, queries + i * (2 * kQueries * 16 >> 4), keys + i * (2 * kKeys * 16 >> 4), i > 0);
+        scores_step(s, queries + i * (2 * kQueries * 16 >> 4), columns + i * (2 * kKeys * 16 >> 4), i > 0);
       wgmma_commit();
     };
     auto values = [&](int at) {
@@ -181,7 +195,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
       for (int i = 0; i < 32; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
     };
     auto mask = [&](int step) {  // keys of the tile after the image's last one
-      const int left = tile.keys - step * kKeys - 2 * (lane & 3);
+      const int left = keys - step * kKeys - 2 * (lane & 3);
 #pragma unroll
       for (int i = 0; i < 64; ++i)
         if (i / 4 * 8 + (i & 1) >= left) s[i] = -INFINITY;
@@ -193,7 +207,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
     wgmma_wait<0>();
     fence_regs(s);
     release(&m.k_empty[seq % kStages]);
-    if (tile.keys < kKeys) mask(0);
+    if (keys < kKeys) mask(0);
     softmax.step(s, factor, a.scale);
     pack();
     for (int i = 1; i < steps; ++i, ++seq) {
@@ -204,7 +218,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
       wgmma_wait<1>();
       fence_regs(s);
       release(&m.k_empty[(seq + 1) % kStages]);
-      if (i == steps - 1 && tile.keys < steps * kKeys) mask(i);
+      if (i == steps - 1 && keys < steps * kKeys) mask(i);
       softmax.step(s, factor, a.scale);
       // A store of what all exponentials make: without it the compiler waits for the product first.
       asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(smem_u32(&m.kept[threadIdx.x - 128])),
@@ -227,15 +241,25 @@ __device__ __forceinline__ void attend(const Arguments& a, Memory& m) {
     release(&m.v_empty[seq % kStages]);
     ++seq;
 
+    const Part tile = a.parts[item];  // read once more: no register holds it through the steps
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = softmax.sum[r];
       sum += __shfl_xor_sync(0xffffffff, sum, 1);
       sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      const float inverse = 1.f / sum;
       const int row = group * 64 + warp * 16 + r * 8 + lane / 4;
       if (row >= tile.queries) continue;
-      __nv_bfloat16* to = a.out + (size_t(tile.query + row) * a.heads + item / a.count) * kHead + 2 * (lane & 3);
+      if (tile.slot >= 0) {
+        Sums& to = a.sums[tile.slot];
+#pragma unroll
+        for (int c = 0; c < kParts; ++c)
+          *reinterpret_cast<float2*>(&to.values[row][8 * c + 2 * (lane & 3)]) =
+              make_float2(o[4 * c + 2 * r], o[4 * c + 2 * r + 1]);
+        if ((lane & 3) == 0) to.most[row] = softmax.most[r] * a.scale, to.weights[row] = sum;
+        continue;
+      }
+      const float inverse = 1.f / sum;
+      __nv_bfloat16* to = a.out + (size_t(tile.query + row) * a.heads + tile.head) * kHead + 2 * (lane & 3);
 #pragma unroll
       for (int c = 0; c < kParts; ++c)
         *reinterpret_cast<uint32_t*>(to + 8 * c) =
@@ -272,6 +296,35 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const Arguments a) {
     reg_alloc<kMultiplyRegisters>();
     attend(a, m);
   }
+}
+
+struct JoinArguments {
+  const Joined* joined;
+  const Sums* sums;
+  __nv_bfloat16* out;  // [tokens][heads][72]
+  int heads;
+};
+
+// Rows of 36 pairs of values, a thread each; in the order of the keys, so that the same bits come out each time.
+constexpr int kJoinRows = 8, kJoinThreads = kJoinRows * kHead / 2;
+
+__global__ void __launch_bounds__(kJoinThreads) join(const JoinArguments a) {
+  const Joined tile = a.joined[blockIdx.x];
+  const int row = blockIdx.y * kJoinRows + threadIdx.x / (kHead / 2), pair = threadIdx.x % (kHead / 2);
+  if (row >= tile.queries) return;
+  const Sums* sums = a.sums + tile.slot;
+  float most = -INFINITY, weights = 0.f;
+  for (int i = 0; i < tile.slots; ++i) most = fmaxf(most, sums[i].most[row]);
+  float2 values = make_float2(0.f, 0.f);
+  for (int i = 0; i < tile.slots; ++i) {
+    const float factor = exp2f(sums[i].most[row] - most);
+    const float2 own = reinterpret_cast<const float2*>(sums[i].values[row])[pair];
+    weights = fmaf(factor, sums[i].weights[row], weights);
+    values.x = fmaf(factor, own.x, values.x), values.y = fmaf(factor, own.y, values.y);
+  }
+  const float inverse = 1.f / weights;
+  uint32_t* to = reinterpret_cast<uint32_t*>(a.out + (size_t(tile.query + row) * a.heads + tile.head) * kHead);
+  to[pair] = pack_bf16(values.x * inverse, values.y * inverse);
 }
 
 struct PackArguments {
