@@ -21,6 +21,7 @@ from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.nki.kernels.mla_decode import mla_decode
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
+EXPERTS = 384
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128
 SCALE, EPS = 0.1447, 1e-6
 SLOW = bool(os.environ.get("KIMI_K2_NKI_ALL"))
@@ -195,6 +196,31 @@ def test_attention_is_no_farther_than_pytorch(batch: int, slots: int, heads: int
     for got, exact, other in zip(run(rank, 2), wanted, plain, strict=True):
         assert (got - exact).norm() <= (other.double() - exact).norm()
         assert relative(got, exact) < 1e-2
+
+
+@pytest.mark.parametrize(("batch", "heads", "rows", "cores"), [(1, 1, 112, 2), (4, 2, 64, 2), (3, 2, 128, 1)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_early_router(batch: int, heads: int, rows: int, cores: int, stored: torch.dtype) -> None:
+    """A rank's summand of the logits: its columns of the residual, and its heads through folded weights."""
+    rank = Rank(batch, 256, heads, torch.float32 if stored == torch.float32 else torch.bfloat16, stored)
+    residual = torch.randn(batch, rows, generator=rank.generator).to(rank.dtype)
+    gate = torch.randn(EXPERTS, rows, generator=rank.generator) * 0.02
+    full = torch.randn(EXPERTS, HIDDEN, generator=rank.generator, dtype=torch.float64) * 0.02
+    folded = full @ rank.o.to(torch.float64)
+    given = {"residual": residual, "early_residual": gate.T.contiguous(), "early_heads": folded.T.float().contiguous()}
+    plain = attention_decode[cores](*rank.arguments())
+    *same, sums = attention_decode[cores](*rank.arguments(), **given)
+    assert all(np.array_equal(one, other) for one, other in zip(plain, same, strict=True))
+    got = torch.from_numpy(sums).double()
+
+    def reference(kind: torch.dtype) -> Tensor:
+        return residual.to(kind) @ gate.to(kind).T + rank.reference(kind)[0] @ full.to(kind).T
+
+    exact = reference(torch.float64)
+    if stored == torch.float32:
+        assert relative(got, exact) < 1e-5
+    else:  # the PyTorch form rounds o_proj's output first
+        assert (got - exact).norm() <= (reference(torch.bfloat16).double() - exact).norm()
 
 
 def test_new_entries_are_written_to_the_cache() -> None:

@@ -120,7 +120,15 @@ def share() -> None:
 
 
 def layer() -> None:
-    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32")
+    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=False)
+
+
+def early() -> None:
+    attention.test_early_router(4, 2, 64, 2, torch.float32)
+
+
+def early_layer() -> None:
+    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=True)
 
 
 CHECKS = (
@@ -137,6 +145,8 @@ CHECKS = (
     other_ranks,
     share,
     layer,
+    early,
+    early_layer,
 )
 
 # (file, text, what stands there instead, the check that sees it)
@@ -170,7 +180,23 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("router", "nisa.max8(dst=best, src=choice)", "nisa.max8(dst=best, src=scores)", choose),
     ("router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", choose),
     ("router", "accumulate=column > 0", "accumulate=True", choose),
-    ("moe", "router_tiles[:, first + begin :", "router_tiles[:, begin :", layer),
+    ("moe", "src=tiles[:, first + begin :", "src=tiles[:, begin :", layer),
+    (
+        "early_router",
+        "self.heads_weight[:, head, :], accumulate=True",
+        "self.heads_weight[:, 0, :], accumulate=True",
+        early,
+    ),
+    ("early_router", "dst=total, stationary=self.columns,", "dst=total, stationary=wide[0:64, 0, :],", early),
+    (
+        "early_router",
+        "reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))",
+        "reshape((BLOCK, self.heads, self.experts))",
+        early,
+    ),
+    ("early_router", "load_weight(residual_weight[:, self.mine])", "load_weight(residual_weight[:, 0:count])", early),
+    ("early_router", "op0=nl.multiply, operand0=1.0 / size", "op0=nl.multiply, operand0=1.0 / BLOCK", early_layer),
+    ("early_router", "op0=nl.multiply, operand0=factor", "op0=nl.multiply, operand0=1.0", early_layer),
 )
 
 

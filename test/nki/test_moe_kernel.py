@@ -16,7 +16,8 @@ SCALING, EPS, EXPERTS = 2.827, 1e-6, 96
 
 @pytest.mark.parametrize(("width", "first", "held", "tokens", "cores"), [(32, 0, 96, 2, 2), (64, 40, 12, 4, 2)])
 @pytest.mark.parametrize("form", ["float32", "float8_e4m3"])
-def test_layer_of_one_rank(width: int, first: int, held: int, tokens: int, cores: int, form: str) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_layer_of_one_rank(width: int, first: int, held: int, tokens: int, cores: int, form: str, early: bool) -> None:
     generator = torch.Generator().manual_seed(width)
     dtype = torch.float32 if form == "float32" else torch.bfloat16
     routed, shared = Rank(width, held, first, form), Rank(32, 1, 0, form)
@@ -26,7 +27,11 @@ def test_layer_of_one_rank(width: int, first: int, held: int, tokens: int, cores
     bias = torch.randn(EXPERTS, generator=generator) * 0.1
     tiles = gate.view(EXPERTS, HIDDEN // 128, 128).permute(2, 1, 0).contiguous()
     ours = (part[0] for part in shared.tiles())
-    got = moe_decode[cores](x, gain, tiles, bias[None], *routed.tiles(), *ours, first, EXPERTS, SCALING, EPS)
+    # An early router's sums have not been through the norm, but for its weight.
+    router = None if early else tiles
+    sums = ((x.double() * gain.double()) @ gate.double().T).float() if early else None
+    rest = (first, EXPERTS, SCALING, EPS, sums)
+    got = moe_decode[cores](x, gain, router, bias[None], *routed.tiles(), *ours, *rest)
     result = torch.from_numpy(got).view(tokens, HIDDEN).double()
 
     def reference(kind: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.nki.kernels.router import noaux_tc_router
+from kimi_k2.nki.kernels.router import noaux_tc_choice, noaux_tc_router
 from kimi_k2.ops.router import noaux_tc_gate, route
 
 HIDDEN, EXPERTS, SCALE = 7168, 384, 2.827
@@ -56,6 +56,22 @@ def test_the_form_that_the_nxdi_class_calls() -> None:
     assert torch.equal(index, wanted_index)
     assert torch.allclose(logits, x @ weight.T, atol=1e-4)
     assert torch.allclose(affinities, torch.zeros(4, EXPERTS).scatter(1, wanted_index, wanted), rtol=1e-4)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("tokens", "top_k", "norm"), [(1, 8, True), (4, 4, True), (64, 8, False)])
+def test_logits_that_are_known(tokens: int, top_k: int, norm: bool, cores: int) -> None:
+    """The kernel behind an early router, and the class's call of it."""
+    logits = torch.randn(tokens, EXPERTS, generator=torch.Generator().manual_seed(tokens))
+    bias = draw(1, torch.float32)[2]
+    index, weights, affinities = noaux_tc_choice[cores](logits, bias[None], SCALE, norm, top_k)
+    wanted_index, wanted = noaux_tc_gate(
+        logits.double(), bias.double(), top_k, norm_topk_prob=norm, routed_scaling_factor=SCALE
+    )
+    assert torch.equal(torch.from_numpy(index).long(), wanted_index)
+    torch.testing.assert_close(torch.from_numpy(weights).double(), wanted, rtol=1e-6, atol=0)
+    dense = torch.zeros(tokens, EXPERTS, dtype=torch.float64).scatter(1, wanted_index, wanted)
+    torch.testing.assert_close(torch.from_numpy(affinities).double(), dense, rtol=1e-6, atol=0)
 
 
 def test_equal_scores_go_to_the_lower_index() -> None:

@@ -18,11 +18,14 @@ from kimi_k2.nki.step import Stage, described, one_after_the_other, one_kernel, 
 from kimi_k2.nki.tensor import NkiTensor
 
 
-@pytest.mark.parametrize("preset", step_counts.EXPERT_SHAPES)
-def test_stored_counts_are_those_of_the_kernels(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "name"), [("trn2-tp64-ep1", "early"), ("trn2-tp32-ep2", "plain"), ("trn2-tp32-ep2", "early_fp8")]
+)
+def test_stored_counts_are_those_of_the_kernels(preset: str, name: str) -> None:
     """At 4,096 slots; `python -m kimi_k2.nki.step_counts` after a change of a kernel or a rate."""
-    stages = [*step_counts.attention_stages(4096, 1), step_counts.moe_stage(*step_counts.EXPERT_SHAPES[preset])]
-    layer = step_counts.stored()["presets"][preset]["4096"]
+    form, shape = step_counts.FORMS[name], step_counts.EXPERT_SHAPES[preset]
+    stages = [*step_counts.attention_stages(4096, 1, form), step_counts.moe_stage(*shape, form)]
+    layer = step_counts.stored()["presets"][preset][name]["4096"]
     assert described(stages, TRAINIUM2) == layer["kernels"]
     assert sbuf_bytes(stages) == layer["sbuf_bytes"]
     rates = replace(TRAINIUM2, dma_bytes_a_second=TRAINIUM2.dma_bytes_a_second * 0.8)
@@ -32,8 +35,8 @@ def test_stored_counts_are_those_of_the_kernels(preset: str) -> None:
 
 
 def test_every_layer_fits_sbuf_and_gains_by_running_ahead() -> None:
-    for contexts in step_counts.stored()["presets"].values():
-        for layer in contexts.values():
+    for forms in step_counts.stored()["presets"].values():
+        for layer in (layer for contexts in forms.values() for layer in contexts.values()):
             assert layer["sbuf_bytes"] < SBUF_PARTITION_BYTES
             for efficiency, row in layer["layer_us"]["one_kernel"].items():
                 in_turn = layer["layer_us"]["kernels_in_turn"][efficiency]

@@ -37,7 +37,8 @@ FAULTS: dict[str, Fault] = {
         R, "forward", "weights * self.routed_scaling_factor", "weights * 1.0")),
     "no normalisation": (EXPERT, lambda: edited(R, "forward", "if self.norm_topk_prob:", "if False:")),
     "router logits in the model's dtype": (EXPERT, lambda: edited(
-        R, "get_router_logits", "return dot_float32(tokens, self.linear_router.weight, ([1], [1]), ([], []))",
+        R, "get_router_logits",
+        "return dot_float32(tokens, self.linear_router.weight, ([1], [0 if self.transposed else 1]), ([], []))",
         "return torch.nn.functional.linear(tokens, self.linear_router.weight).float()")),
     "one expert fewer": (EXPERT, lambda: edited(R, "forward", "self.top_k, dim=1", "self.top_k - 1, dim=1")),
     "EP offset ignored": (EXPERT, lambda: edited(
@@ -69,8 +70,8 @@ FAULTS: dict[str, Fault] = {
     "own token left out": (EXPERT, lambda: edited(A, "forward", "torch.cat((prior, present), dim=-1)",
         "torch.cat((prior, present - 1e9), dim=-1)")),
     "latent and key caches swapped by a position": (EXPERT, lambda: edited(
-        A, "forward", "return out, (k_rope.unsqueeze(1), latent.unsqueeze(1))",
-        "return out, (k_rope.roll(1, -1).unsqueeze(1), latent.unsqueeze(1))")),
+        A, "_entries", "return k_rope.unsqueeze(1), latent.unsqueeze(1)",
+        "return k_rope.roll(1, -1).unsqueeze(1), latent.unsqueeze(1)")),
     "shared expert left out": (EXPERT, lambda: edited(
         modeling, "make_moe", "shared_experts=shared", "shared_experts=None")),
     "residual left out": (EXPERT, lambda: edited(

@@ -1,6 +1,6 @@
 """Put the faults of a table into the class one at a time, and write down which checks see each.
 
-python faults_worker.py TABLE CHECKPOINT OUTPUT [NAME...]     (TABLE: class_faults, split_faults or feature_faults)
+python faults_worker.py TABLE CHECKPOINT OUTPUT [NAME...]     (TABLE: a key of test_mutations.TABLES)
 python faults_worker.py TABLE...                              (only makes each fault: is what it replaces still there?)
 """
 

@@ -68,7 +68,7 @@ FAULTS: dict[str, Fault] = {
     "no adapter is applied": (ADAPTERS, lambda: edited(
         attention, "project", "projection(hidden_states, adapter_ids)", "projection.get_base_layer()(hidden_states)")),
     "o_proj without its adapter": (ADAPTERS, lambda: edited(
-        A, "forward", "out = project(self.o_proj, ", "out = project(self.o_proj.get_base_layer(), ")),
+        A, "_output", "project(self.o_proj, values", "project(self.o_proj.get_base_layer(), values")),
     "q_b_proj without its adapter": (ADAPTERS, lambda: edited(
         A, "forward", "q = project(self.q_b_proj, ", "q = project(self.q_b_proj.get_base_layer(), ")),
     "the adapter is given what is not normed": (ADAPTERS, lambda: edited(

@@ -48,8 +48,8 @@ def main() -> None:
     )
     live = dict(zip((*STAGES,), live_bytes(config, target), strict=True))[stage]
     facts = {
-        **summary(counts), "kinds": kinds, "planned": summary(planned),
-        "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
+        **summary(counts), "router_bytes_read": counts.bytes_read(r"router\."), "kinds": kinds,
+        "planned": summary(planned), "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
     }  # fmt: skip
     print("COUNTS " + json.dumps(facts))
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.deployment import CONFIGS
 
 WORKER = Path(__file__).with_name("lowering_worker.py")
 DECODE, PREFILL = "token_generation_model", "context_encoding_model"
@@ -82,5 +84,32 @@ def test_kernels_in_the_graph_cost_what_the_planner_says(preset: str) -> None:
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.01
     assert counts["bytes_moved"] < 300_000
     assert counts["live"] <= counts["planned_live"]
-    key = sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in counts["collectives"])
-    assert key == sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in plain["collectives"])
+    # Of its weight a rank reads 384 x (7168 / 64 + 128) in float32; the logits ride in a collective that is there.
+    assert counts["router_bytes_read"] == 384 * (240 * 4 + 2 * 4)  # the bias by both cores
+    collectives = [
+        sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in found["collectives"])
+        for found in (counts, planned, plain)
+    ]
+    assert collectives[0] == collectives[1]
+    kinds = [sum(times for *_, times in found) for found in collectives]
+    assert kinds[0] == kinds[2] == 9  # 3 a layer, of the embedding, and of sampling
+    assert ("all-reduce", 64, (7168 + 384) * 4, 1) in collectives[0]
+
+
+@pytest.mark.parametrize("stage", [DECODE, PREFILL])
+def test_an_early_router_costs_what_the_planner_says(tmp_path: Path, stage: str) -> None:
+    """Without kernels, so that products are in the graph too; prefill is the ordinary router's."""
+    preset = yaml.safe_load((CONFIGS / "trn2-tp64-ep1.yaml").read_text())
+    preset["neuron_config"]["early_router"] = True
+    path = tmp_path / "early.yaml"
+    path.write_text(yaml.safe_dump(preset))
+    counts, plain = lowered(str(path), "2", stage), lowered("trn2-tp64-ep1", "2", stage)
+    planned, decode = counts["planned"], stage == DECODE
+    for what in ("weight_bytes_held", "weight_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    assert counts["flops"] == pytest.approx(planned["flops"], rel=0.0 if decode else 0.03)
+    assert {frozenset(one.items()) for one in counts["collectives"]} == {
+        frozenset(one.items()) for one in planned["collectives"]
+    }
+    saved = plain["router_bytes_read"] - counts["router_bytes_read"]
+    assert saved == (384 * (7168 * 2 - 240 * 4) if decode else 0)

@@ -15,6 +15,7 @@ from kimi_k2.synthetic.config import tiny_config, with_format
 # Ranks, model (a layer without experts, whose MLP is split too, and one with), and the least number of faults.
 TABLES: dict[str, tuple[int, dict[str, Any], int]] = {
     "class_faults": (2, {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 26),
+    "early_faults": (2, {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 9),
     "split_faults": (4, {"num_hidden_layers": 2}, 15),
     "feature_faults": (4, {"num_hidden_layers": 2}, 20),
 }

@@ -58,9 +58,16 @@ def options(layout: str, cores: int, kernels: list[str], fmt: str = "bf16", **mo
 
 
 def check(
-    checkpoint: Path, neuron: dict[str, Any], directory: Path, kernels: list[str], *, fmt: str = "bf16", **case: Any
+    checkpoint: Path,
+    neuron: dict[str, Any],
+    directory: Path,
+    kernels: list[str],
+    *,
+    fmt: str = "bf16",
+    names: dict[str, str] | None = None,
+    **case: Any,
 ) -> None:
-    """Every step's logits and choice; and each kernel ran once a layer that has it, every step."""
+    """Every step's logits and choice; each kernel (of KERNELS, or `names`) ran once a layer that has it, every step."""
     drawn: dict[str, Any] = {**sequences(4, 512), **case}
     result = launch(
         {"checkpoint": checkpoint, "neuron_config": neuron, "cases": [drawn]}, directory, WORKER, timeout=1500
@@ -82,7 +89,7 @@ def check(
     layers = {"router": moe, "attention": CONFIG.num_hidden_layers, "experts": moe}
     for name in kernels:
         # The router's kernel takes short prompts too.
-        assert result["kernels"][KERNELS[name]] >= DECODE_STEPS * layers[name]
+        assert result["kernels"][{**KERNELS, **(names or {})}[name]] >= DECODE_STEPS * layers[name]
 
 
 @pytest.mark.parametrize(("layout", "cores"), [("TP1", 1), ("TP1", 2), ("TP2", 2), ("EP2", 2)])

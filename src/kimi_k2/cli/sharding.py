@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from kimi_k2.sharding.layout import Layout
 
 
-def make_layout(tp: int, ep: int, target: Target, experts: str | None, spmd_rank: bool | None = None) -> Layout:
+def make_layout(
+    tp: int,
+    ep: int,
+    target: Target,
+    experts: str | None,
+    spmd_rank: bool | None = None,
+    early_router: bool = False,
+) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
     chosen = experts or ("stored" if target == "cuda" else "per_channel")
-    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank)
+    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank, early_router=early_router)
 
 
 def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:

@@ -87,6 +87,7 @@ def cpu_deployment(
         enable_bucketing=False,
         on_device_sampling_config=sampling,
         blockwise_matmul_config=blockwise,
+        early_router=preset.neuron_config.early_router,
         nki_kernels=kernels,
     )
     changed = {

@@ -1,17 +1,18 @@
 """Counts of the decode step's kernels, stored for `kimi-k2 plan`: `python -m kimi_k2.nki.step_counts` makes them anew.
 
-The kernels run on the emulator at the sizes of one rank, BF16 attention and shared expert, FP8 routed experts with
-scales of 128 x 128. Modelled, not measured.
+The kernels run on the emulator at the sizes of one rank, routed experts in FP8 with scales of 128 x 128. Modelled, not
+measured.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kimi_k2.nki.install import install
@@ -19,7 +20,7 @@ from kimi_k2.nki.rates import TRAINIUM2
 from kimi_k2.nki.step import Stage, described, one_after_the_other, one_kernel, sbuf_bytes
 
 FILE = Path(__file__).with_name("step_counts.json")
-SCHEMA = "kimi-k2/nki-step/1"
+SCHEMA = "kimi-k2/nki-step/2"
 HIDDEN, EXPERTS, TOP_K, BLOCKS = 7168, 384, 8, 56
 Q_RANK, RANK, ROPE, NOPE, VALUE = 1536, 512, 64, 128, 128
 # Preset: width of an expert on a rank, experts of a token that the rank holds (on average), whether others hold some.
@@ -30,7 +31,33 @@ EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
 normal = partial(torch.zeros, dtype=torch.bfloat16)
 
 
-def attention_stages(slots: int, ranks: int) -> list[Stage]:
+@dataclass(frozen=True)
+class Form:
+    """What the kernels of a step take.
+
+    Attributes:
+        early: the router's logits ride in the all-reduce of the attention's output.
+        fp8: attention and shared expert in FP8 with the checkpoint's scales, else in BF16.
+    """
+
+    early: bool = False
+    fp8: bool = False
+
+    def weight(self, *shape: int) -> Any:
+        """Zeros of the form's type."""
+        import ml_dtypes
+
+        return np.zeros(shape, ml_dtypes.float8_e4m3) if self.fp8 else normal(*shape)
+
+    def scales(self, *shape: int) -> Any:
+        """Scales, where weights have any."""
+        return np.ones(shape, np.float32) if self.fp8 else None
+
+
+FORMS = {"plain": Form(), "early": Form(early=True), "early_fp8": Form(early=True, fp8=True)}
+
+
+def attention_stages(slots: int, ranks: int, form: Form) -> list[Stage]:
     """Kernels of the attention of one token, one head a rank, over `slots` cache slots shared by `ranks`."""
     from kimi_k2.nki.kernels.attention import attention_decode, attention_input
     from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
@@ -39,28 +66,35 @@ def attention_stages(slots: int, ranks: int) -> list[Stage]:
     columns = (Q_RANK + RANK + ROPE) // 64
     hidden, projected = normal(1, HIDDEN), normal(1, Q_RANK + RANK + ROPE)
     first = attention_input[2]
-    first(hidden, normal(HIDDEN), normal(1, 128, BLOCKS, columns), None, 1e-6)
+    first(hidden, normal(HIDDEN), form.weight(1, 128, BLOCKS, columns), form.scales(1, columns, 1, BLOCKS), 1e-6)
     stages = [Stage("attention_input", first, (0,), "all-reduce of the layer before")]
     gathered = "all-gather of the down projections"
     norms = normal(Q_RANK), normal(RANK)
     queries: tuple[Any, ...] = (
-        normal(128, Q_RANK // 128, NOPE + ROPE), None, normal(1, NOPE, 1, RANK), None,
+        form.weight(128, Q_RANK // 128, NOPE + ROPE), form.scales(128, 2, Q_RANK // 128),
+        form.weight(1, NOPE, 1, RANK), form.scales(1, 128, RANK // 128, 1),
     )  # fmt: skip
     values: tuple[Any, ...] = (
-        normal(1, 128, RANK // 128, VALUE), None, normal(VALUE, 1, HIDDEN), None,
+        form.weight(1, 128, RANK // 128, VALUE), form.scales(1, 128, 1, RANK // 128),
+        form.weight(VALUE, 1, HIDDEN), form.scales(128, BLOCKS, 1),
     )  # fmt: skip
     rotation, new = torch.zeros(2, ROPE, 1), (normal(1, RANK), normal(1, ROPE))
+    own = HIDDEN // 64
+    early: dict[str, Any] = {}
+    if form.early:
+        weights = {"early_residual": torch.zeros(own, EXPERTS), "early_heads": torch.zeros(VALUE, EXPERTS)}
+        early = {"residual": normal(1, own), **weights}
     mine = slots // ranks
     cache = normal(1, mine, RANK), normal(1, mine, ROPE), torch.full((1, 1), mine, dtype=torch.int32)
     if ranks == 1:
         kernel = attention_decode[2]
-        kernel(projected, *norms, *queries, *values, rotation, *cache, 0.1447, 1e-6)
+        kernel(projected, *norms, *queries, *values, rotation, *cache, 0.1447, 1e-6, None, *early.values())
         return [*stages, Stage("attention_decode", kernel, (0,), gathered)]
     before, middle, behind = attention_queries[2], mla_decode[2], attention_output[2]
     before(projected, *norms, *queries, rotation, 1e-6)
-    own = torch.ones(1, 1, dtype=torch.int32)
-    middle(normal(1, ranks, RANK + ROPE), *cache[:2], *new, cache[2], 0.1447, own, True)
-    behind(torch.zeros(ranks, 1, RANK), torch.zeros(1, ranks), *values, "bfloat16")
+    count = torch.ones(1, 1, dtype=torch.int32)
+    middle(normal(1, ranks, RANK + ROPE), *cache[:2], *new, cache[2], 0.1447, count, True)
+    behind(torch.zeros(ranks, 1, RANK), torch.zeros(1, ranks), *values, "bfloat16", *early.values())
     return [
         *stages,
         Stage("attention_queries", before, (0,), gathered),
@@ -69,10 +103,9 @@ def attention_stages(slots: int, ranks: int) -> list[Stage]:
     ]
 
 
-def moe_stage(width: int, held: int, skips: bool) -> Stage:
+def moe_stage(width: int, held: int, skips: bool, form: Form) -> Stage:
     """The MoE layer of one token, of whose 8 experts the rank holds `held`."""
     import ml_dtypes
-    import numpy as np
 
     from kimi_k2.nki.kernels.moe import moe_decode
 
@@ -81,26 +114,29 @@ def moe_stage(width: int, held: int, skips: bool) -> Stage:
     gate_up = np.zeros((local, 128, BLOCKS, 2 * width), ml_dtypes.float8_e4m3)
     down = np.zeros((local, width, HIDDEN), ml_dtypes.float8_e4m3)
     scales = np.ones((local, 2, BLOCKS), np.float32), np.ones((local, BLOCKS), np.float32)
-    shared = normal(128, BLOCKS, 64), None, normal(32, HIDDEN), None
+    shared = form.weight(128, BLOCKS, 64), form.scales(2, BLOCKS), form.weight(32, HIDDEN), form.scales(BLOCKS)
     bias = torch.zeros(1, EXPERTS)
     bias[0, :TOP_K] = 1.0  # the choice: the first eight
-    gate = normal(128, BLOCKS, EXPERTS)
+    gate = None if form.early else normal(128, BLOCKS, EXPERTS)
+    sums = torch.zeros(1, EXPERTS) if form.early else None
     first = TOP_K - held
     kernel(
         normal(1, HIDDEN), normal(HIDDEN), gate, bias, gate_up, scales[0], down, scales[1], *shared, first,
-        EXPERTS if skips else local, 2.827, 1e-6,
+        EXPERTS if skips else local, 2.827, 1e-6, sums,
     )  # fmt: skip
-    return Stage("moe_decode", kernel, (0,), "all-reduce of the attention's output")
+    with_logits = " and the router's logits" if form.early else ""
+    return Stage("moe_decode", kernel, (0, 16), f"all-reduce of the attention's output{with_logits}")
 
 
 def counts() -> dict[str, Any]:
     """Everything that is stored."""
     install()
-    attention = {slots: attention_stages(slots, ranks) for slots, ranks in CONTEXTS.items()}
-    presets: dict[str, Any] = {}
-    for preset, shape in EXPERT_SHAPES.items():
-        moe = moe_stage(*shape)
-        presets[preset] = {str(slots): layer_counts([*stages, moe]) for slots, stages in attention.items()}
+    presets: dict[str, Any] = {preset: {} for preset in EXPERT_SHAPES}
+    for name, form in FORMS.items():
+        attention = {slots: attention_stages(slots, ranks, form) for slots, ranks in CONTEXTS.items()}
+        for preset, shape in EXPERT_SHAPES.items():
+            moe = moe_stage(*shape, form)
+            presets[preset][name] = {str(slots): layer_counts([*stages, moe]) for slots, stages in attention.items()}
     return {"schema": SCHEMA, "modelled": True, "presets": presets}
 
 

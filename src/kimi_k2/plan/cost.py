@@ -5,6 +5,7 @@ The results are `GraphCounts`, in which HLO is counted too, so that both go thro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from kimi_k2.config import KimiK2Config
@@ -31,6 +32,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     share = _expert_share(config, target, tokens)
     if "experts" in target.kernels and share < 1:
         share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
+    plan = _of_stage(plan, decode=True)
     counts = _weights(config, target, plan, tokens, share)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
@@ -38,7 +40,8 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
     counts.flops += _attention_flops(config, target, tokens * cores, slots // cores + 1)
-    counts.collectives = _collectives(config, target, tokens, tokens) | _flash_decoding(config, target, tokens)
+    counts.collectives = _collectives(config, target, tokens, tokens, decode=True)
+    counts.collectives |= _flash_decoding(config, target, tokens)
     return counts
 
 
@@ -48,6 +51,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     tokens = sequences * target.prompt
     blocks = expert_blocks(config, target, tokens)
     share = blocks / _local(config, target) if blocks else _expert_share(config, target, tokens)
+    plan = _of_stage(plan, decode=False)
     counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
     # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
@@ -57,7 +61,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts.flops += _expert_flops(config, target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
     counts.flops += _attention_flops(config, target, tokens, target.prompt)
-    counts.collectives = _collectives(config, target, tokens, sequences)
+    counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
     if blocks:
         slots = blocks * (target.block_size or 0)
         one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
@@ -104,6 +108,14 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
     if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
         return 1.0
     return min(tokens * config.num_experts_per_tok / local, 1.0)
+
+
+def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
+    """With an early router decode reads its weights in place of the router's own, which prefill alone reads."""
+    if not plan.layout.early_router:
+        return plan
+    unused = "router.linear_router." if decode else ".early_router."
+    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if unused not in tensor.name))
 
 
 def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: int, expert_share: float) -> GraphCounts:
@@ -172,13 +184,22 @@ def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: in
     return config.num_hidden_layers * heads * tokens * keys * each
 
 
-def _collectives(config: KimiK2Config, target: Target, tokens: int, sampled: int) -> dict[Collective, int]:
-    """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling."""
+def _collectives(
+    config: KimiK2Config, target: Target, tokens: int, sampled: int, *, decode: bool
+) -> dict[Collective, int]:
+    """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
+
+    With an early router a step's all-reduce after attention carries the logits too, in float32.
+    """
     ranks, layers = target.layout.ranks, config.num_hidden_layers
     if ranks == 1:
         return {}
     hidden = tokens * config.hidden_size * BF16
-    found = {Collective("all-reduce", ranks, hidden): 2 * layers}
+    early = _moe_layers(config) if decode and target.layout.early_router else 0
+    found = {Collective("all-reduce", ranks, hidden): 2 * layers - early}
+    if early:
+        wide = tokens * (config.hidden_size + config.n_routed_experts) * FLOAT32
+        found[Collective("all-reduce", ranks, wide)] = early
     if not target.is_neuron:
         found[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
         found[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1

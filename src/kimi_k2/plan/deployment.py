@@ -69,6 +69,8 @@ class NeuronOptions(_Part):
         on_device_sampling_config: None returns 163,840 logits a token to the host.
         flash_decoding_enabled: the latent cache is split over groups of ranks by positions.
         num_cores_per_group: ranks of such a group; all if None.
+        early_router: decode's router logits are summed over the ranks together with the attention's output, by weights
+            that `kimi-k2 convert` folds; the router's own weight is read at prefill alone.
         nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
@@ -83,6 +85,7 @@ class NeuronOptions(_Part):
     blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
     flash_decoding_enabled: bool = False
     num_cores_per_group: PositiveInt | None = None
+    early_router: bool = False
     nki_kernels: tuple[NkiKernel, ...] = ()
 
 
@@ -185,6 +188,7 @@ class Deployment(_Part):
             self.hardware.target,
             "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
             spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
+            early_router=self.neuron_config.early_router,
         )
 
     def neuron_arguments(self) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import numpy as np
 
 from kimi_k2.nki.dtypes import NUMPY
 from kimi_k2.nki.install import install
+from kimi_k2.nki.kernels import MODULES
 from kimi_k2.nki.launch import Kernel, argument
 from kimi_k2.nki.storage import Region
 
 PREFIX = "kimi_k2.nki."
-MODULES = {"noaux_tc_router": "router", "mla_decode": "mla_decode", "selective_experts": "experts"}
 _DTYPES = {
     "f32": "float32", "bf16": "bfloat16", "s32": "int32", "f8e4m3fn": "float8_e4m3", "f8e4m3": "float8_e4m3",
 }  # fmt: skip

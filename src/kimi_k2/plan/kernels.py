@@ -26,10 +26,15 @@ ASSUMPTIONS = (
     f"DMA at {ASSUMED_EFFICIENCY} % of 368 GB/s a core, 512 bytes' worth a descriptor, 1.3 us from trigger to data",
     f"a collective takes {ASSUMED_LATENCY} us, whatever its size; both cores of LNC=2 arrive together",
     "one kernel a layer: prologues run during the collectives, DMA at most two stages ahead; needs collectives in NKI",
-    "attention and shared expert in BF16, routed experts in FP8 with scales of 128 x 128; residual sums not counted",
+    "routed experts in FP8 with scales of 128 x 128; residual sums not counted",
     "131,072 tokens: the cache over groups of 8 ranks; of 8 experts a rank of EP2 holds 4",
     "the dense layer's MLP and the head by their bytes alone; the dense layer's attention as another layer's",
 )
+
+_FORMS = {
+    "plain": "attention, shared expert and router in BF16",
+    "early": "attention and shared expert in BF16; the router's logits ride in attention's all-reduce, in float32",
+}
 
 
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
@@ -39,15 +44,19 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     """
     layout = target.layout
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
-    counted = stored()["presets"].get(name or "")
+    forms = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same:
+    if forms is None or not same:
         return None
+    form = "early" if layout.early_router else "plain"
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     return {
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": [*ASSUMPTIONS, _FORMS[form]],
+        "form": form,
         "other_bytes": other_bytes,
-        "contexts": {slots: _context(layer, config.num_hidden_layers, other_bytes) for slots, layer in counted.items()},
+        "contexts": {
+            slots: _context(layer, config.num_hidden_layers, other_bytes) for slots, layer in forms[form].items()
+        },
     }
 
 

@@ -107,6 +107,7 @@ def category(name: str) -> str:
         ("self_attn", "attention"),
         ("shared_experts", "shared experts"),
         ("mlp.router.", "router"),
+        ("early_router.", "router"),
         ("mlp.gate.", "router"),
         (".mlp.", "dense MLP"),
     ):

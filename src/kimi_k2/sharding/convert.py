@@ -14,6 +14,7 @@ from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
+from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats
 from kimi_k2.sharding.input_first import input_first
@@ -21,6 +22,8 @@ from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
 from kimi_k2.sharding.planned import PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# What the early router's weights are made of.
+_FOLDED = ("mlp.gate", "post_attention_layernorm", "self_attn.o_proj")
 
 
 class Part(NamedTuple):
@@ -49,18 +52,23 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
 
 
 def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
-    """Group modules: an expert's three projections; the two down projections of the attention for neuron.
+    """Group modules: an expert's three projections; for neuron the two down projections, and an early router's sources.
 
     Experts come last and in order, so that the parts of a stacked tensor are written front to back.
     """
     experts: dict[int, list[str]] = {}
     joined: list[str] = []
+    modules = list(modules)
+    folded: list[str] = []
+    if layout.early_router and any(module.endswith(".mlp.gate") for module in modules):
+        folded = sorted(module for module in modules if module.endswith(_FOLDED))
+        yield Unit(tuple(folded))
     for module in modules:
         if match := EXPERT.match(f"{module}.weight"):
             experts.setdefault(int(match["expert"]), []).append(module)
         elif layout.target == "neuron" and module.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
             joined.append(module)
-        else:
+        elif module not in folded:
             yield Unit((module,))
     if joined:
         yield Unit(tuple(sorted(joined, reverse=True)))  # q_a_proj first
@@ -114,6 +122,9 @@ class Converter:
         return dequantize_stored(stored, self.config.quantization, self.layout.dtype)
 
     def _neuron(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
+        if len(unit.modules) == len(_FOLDED):
+            parts = [part for module in unit.modules for part in self._neuron(Unit((module,)), stored)]
+            return [*parts, *self._early_router(unit, stored)]
         module = unit.modules[0]
         name = module.removeprefix("model.")
         if len(unit.modules) == 2:
@@ -130,6 +141,14 @@ class Converter:
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
         return [Part(f"{name}.weight", None, self._float(stored[module]))]
+
+    def _early_router(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
+        gate, norm, o_proj = unit.modules
+        weight, gamma = (stored[one]["weight"].to(self.layout.dtype) for one in (gate, norm))
+        source = format_holding(self.config.quantization, stored[o_proj])
+        residual, heads = fold(weight, gamma, stored[o_proj], source)
+        root = norm.removeprefix("model.").rpartition(".")[0]
+        return [Part(f"{root}.{RESIDUAL}", None, residual), Part(f"{root}.{HEADS}", None, heads)]
 
     def _cuda(self, module: str, stored: Stored) -> list[Part]:
         if self.layout.experts == "bf16" and len(stored) > 1 and "e_score_correction_bias" not in stored:

@@ -27,6 +27,7 @@ class Layout:
             whole model keeps the checkpoint's.
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
+        early_router: write the weights of the early router too (`sharding.early_router`); neuron only.
     """
 
     moe_tp: int
@@ -35,6 +36,7 @@ class Layout:
     experts: str = "per_channel"
     dtype: torch.dtype = torch.bfloat16
     spmd_rank: bool | None = None
+    early_router: bool = False
 
     def __post_init__(self) -> None:
         for field in ("moe_tp", "moe_ep"):
@@ -43,6 +45,8 @@ class Layout:
         allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
+        if self.early_router and self.target != "neuron":
+            raise ConfigError(f"expected False for {self.target}, got True", field="early_router")
 
     @property
     def ranks(self) -> int:

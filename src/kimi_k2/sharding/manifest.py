@@ -52,7 +52,7 @@ def _config_digest(config: KimiK2Config) -> str:
 
 
 def _options(layout: Layout) -> dict[str, Any]:
-    return {
+    options = {
         "target": layout.target,
         "experts": layout.experts,
         "moe_tp": layout.moe_tp,
@@ -60,6 +60,8 @@ def _options(layout: Layout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "spmd_rank": layout.has_spmd_rank,
     }
+    # Files without it keep the options that they had before there was such a field.
+    return {**options, "early_router": True} if layout.early_router else options
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -74,6 +76,7 @@ def made_layout(directory: str | Path) -> Layout:
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
+            early_router=options.get("early_router", False),
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptHeaderError(f"no options of a conversion: {error}", file=directory / MANIFEST) from None
@@ -88,7 +91,7 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    for option, wanted in _options(layout).items():
+    for option, wanted in {"early_router": None, **_options(layout)}.items():
         if made_from["options"].get(option) != wanted:
             raise ConfigError(
                 f"converted with {made_from['options'].get(option)}, expected {wanted}", field=option, file=path

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.modules import linears, norms
@@ -29,6 +30,8 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     gate = (hidden, count) if experts.tiles else (count, hidden)
     yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
+    if layout.early_router:
+        yield from early_router_tensors(config, root, layer, ranks)
     mlps = f"{root}.mlp.expert_mlps"
     if layout.has_spmd_rank:
         yield PlannedTensor(f"{mlps}.spmd_rank.rank", torch.int32, (ranks,), layer, 0, 1, ranks)

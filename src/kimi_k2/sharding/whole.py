@@ -23,6 +23,8 @@ def whole_state_dict(
     experts: ExpertFormat,
     names: Iterable[str],
     read: Callable[[str], Tensor],
+    *,
+    early_router: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
 
@@ -32,6 +34,7 @@ def whole_state_dict(
         experts: how the routed experts are held.
         names: stored names, without prefix; all that `config` implies and no others.
         read: called once with each.
+        early_router: with the early router's weights.
 
     Raises:
         MissingTensorError, UnexpectedTensorError: `names` are not those that `config` implies.
@@ -41,7 +44,7 @@ def whole_state_dict(
         raise MissingTensorError("not among the tensors given", tensor=lost[0])
     if more := sorted(set(names) - expected):
         raise UnexpectedTensorError("the configuration implies no such tensor", tensor=more[0])
-    layout = Layout(1, experts=experts.name, dtype=dtype)
+    layout = Layout(1, experts=experts.name, dtype=dtype, early_router=early_router)
     planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
     converter = Converter(config, layout, planned, experts, report=False)
     state: dict[str, Tensor] = {}
@@ -61,7 +64,12 @@ def whole_state_dict(
 
 
 def load_whole_state_dict(
-    reader: CheckpointReader, config: KimiK2Config, dtype: torch.dtype, experts: ExpertFormat
+    reader: CheckpointReader,
+    config: KimiK2Config,
+    dtype: torch.dtype,
+    experts: ExpertFormat,
+    *,
+    early_router: bool = False,
 ) -> dict[str, Tensor]:
     """`whole_state_dict` of an open checkpoint."""
-    return whole_state_dict(config, dtype, experts, reader.names(), reader.get)
+    return whole_state_dict(config, dtype, experts, reader.names(), reader.get, early_router=early_router)

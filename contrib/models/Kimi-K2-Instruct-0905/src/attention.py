@@ -20,6 +20,7 @@ from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 from .config import KimiK2InferenceConfig
+from .early_router import EarlyLogits, OutputProjection
 from .flash_decoding import combine, group_heads, own_tokens
 from .kernels import AttentionKernel
 from .lora import project
@@ -57,7 +58,8 @@ class KimiK2Attention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), bias=False, gather_output=False, dtype=dtype
         )
-        self.o_proj = RowParallelLinear(
+        output = OutputProjection if neuron.early_router else RowParallelLinear
+        self.o_proj = output(
             heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
             sequence_parallel_enabled=neuron.sequence_parallel_enabled, sequence_dimension=1,
@@ -84,6 +86,7 @@ class KimiK2Attention(nn.Module):
         sin_cache: Tensor | None = None,
         adapter_ids: Tensor | None = None,
         own: Tensor | None = None,
+        early: EarlyLogits | None = None,
         **_: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """Attend.
@@ -101,6 +104,7 @@ class KimiK2Attention(nn.Module):
             adapter_ids: [B], each sequence's LoRA adapter, where there are any.
             own: with flash decoding behind a cached prefix, int64 [S / ranks], the pass's tokens that this rank attends
                 to; `active_mask` is not looked at then.
+            early: the layer's router logits, which are to be summed together with the output.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
@@ -138,7 +142,12 @@ class KimiK2Attention(nn.Module):
             if self.kernel is not None and self.kernel.takes(q_latent, slots):
                 query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask.sum(dim=(1, 2, 3))
                 summed = self.kernel(query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
-                return self._output(summed, w_uv, adapter_ids), self._entries(k_rope, latent), cos_cache, sin_cache
+                return (
+                    self._output(summed, w_uv, adapter_ids, early),
+                    self._entries(k_rope, latent),
+                    cos_cache,
+                    sin_cache,
+                )
             if self.flash_decoding:
                 widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
                 q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
@@ -156,12 +165,12 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], active[1], 1)
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
-        return self._output(summed, w_uv, adapter_ids), self._entries(k_rope, latent), cos_cache, sin_cache
+        return self._output(summed, w_uv, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
 
-    def _output(self, summed: Tensor, w_uv: Tensor, adapter_ids: Tensor | None) -> Tensor:
-        """Sums of latents float32 [B, h, S, rank] to [B, S, H], to be summed over the ranks."""
+    def _output(self, summed: Tensor, w_uv: Tensor, adapter_ids: Tensor | None, early: EarlyLogits | None) -> Tensor:
+        """Sums of latents float32 [B, h, S, rank] to [B, S, H], summed over the ranks."""
         values = torch.einsum("bhsr,hvr->bshv", summed.to(w_uv.dtype), w_uv).flatten(2)
-        out: Tensor = project(self.o_proj, values, adapter_ids)
+        out: Tensor = project(self.o_proj, values, adapter_ids) if early is None else self.o_proj(values, early)
         return out
 
     @staticmethod

@@ -16,7 +16,7 @@ from kimi_k2.sharding.whole import load_whole_state_dict, whole_state_dict
 
 
 def load_neuron_state_dict(
-    directory: str | Path, dtype: torch.dtype, experts: ExpertFormat, world_size: int
+    directory: str | Path, dtype: torch.dtype, experts: ExpertFormat, world_size: int, early_router: bool = False
 ) -> dict[str, Tensor]:
     """Stream a checkpoint directory into an unsharded Neuron state dict.
 
@@ -25,11 +25,16 @@ def load_neuron_state_dict(
     """
     config = KimiK2Config.from_pretrained(directory)
     with CheckpointReader.for_config(directory, config) as reader:
-        return _ranked(load_whole_state_dict(reader, config, dtype, experts), world_size)
+        return _ranked(load_whole_state_dict(reader, config, dtype, experts, early_router=early_router), world_size)
 
 
 def convert_state_dict(
-    state_dict: dict[str, Any], config: KimiK2Config, dtype: torch.dtype, experts: ExpertFormat, world_size: int
+    state_dict: dict[str, Any],
+    config: KimiK2Config,
+    dtype: torch.dtype,
+    experts: ExpertFormat,
+    world_size: int,
+    early_router: bool = False,
 ) -> dict[str, Tensor]:
     """The same from a state dict in memory; it is emptied on the way.
 
@@ -43,7 +48,9 @@ def convert_state_dict(
         for name in state_dict
         if not IGNORED.search(name)
     }
-    state = whole_state_dict(config, dtype, experts, given, lambda name: state_dict.pop(given[name]))
+    state = whole_state_dict(
+        config, dtype, experts, given, lambda name: state_dict.pop(given[name]), early_router=early_router
+    )
     return _ranked(state, world_size)
 
 

@@ -37,6 +37,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             it is importable, and in CPU mode its emulator. `experts` needs expert_tiles.
         expert_tiles: routed experts are held in the kernel's tiles, and the router's weight as [H, E], as
             `kimi-k2 convert --experts tiles` writes them.
+        early_router: sum the router's logits of decode over the ranks together with the attention's output, by weights
+            that are folded from the checkpoint (`kimi-k2 convert --early-router`); see early_router.py.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -51,6 +53,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         router_bias_before_sigmoid: bool = False,
         nki_kernels: Sequence[str] = (),
         expert_tiles: bool = False,
+        early_router: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -77,11 +80,14 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         options.check(vars(self))
         options.check_together(self)
         options.check_kernels(self, nki_kernels, expert_tiles)
+        if early_router:
+            options.check_early_router(self)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.nki_kernels = list(nki_kernels)
         self.expert_tiles = expert_tiles
+        self.early_router = early_router
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
@@ -147,6 +153,7 @@ class KimiK2InferenceConfig(InferenceConfig):
             ("moe_intermediate_size", hf.moe_intermediate_size, moe_tp if moe_ep > 1 else tp),
             ("n_routed_experts", hf.n_routed_experts, moe_ep),
             ("intermediate_size", hf.intermediate_size, tp),
+            ("hidden_size", hf.hidden_size, tp if neuron.early_router else 1),
         ):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)

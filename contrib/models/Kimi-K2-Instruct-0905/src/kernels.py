@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kimi_k2.nki import install
+from kimi_k2.nki.kernels import MODULES
 
 MOST_TOKENS = 128
 MOST_HEADS = 128
-MODULES = {"noaux_tc_router": "router", "mla_decode": "mla_decode", "selective_experts": "experts"}
 CALL_PREFIX = "kimi_k2.nki."
 
 Result = tuple[Sequence[int], torch.dtype]
@@ -42,31 +42,37 @@ class NkiKernel:
             return device.type in ("cpu", "xla")
         return device.type != "cpu"
 
-    def run(self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
-        """Call the kernel.
+    def run(
+        self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result], name: str | None = None
+    ) -> list[Tensor]:
+        """Call the kernel, or another one of its family by its name.
 
         Args:
             tensors: its first arguments, in their order.
             arguments: the others by name; numbers.
             results: shape and dtype of each result.
+            name: of the kernel; None for the class's own.
         """
+        name = name or self.name
         device = tensors[0].device
         if self.emulated and device.type == "xla":
-            return self._lowered(tensors, arguments, results)
+            return self._lowered(name, tensors, arguments, results)
         from importlib import import_module
 
-        kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}"), self.name)
+        kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)
         given = [emulated_fp8(one) for one in tensors] if self.emulated else tensors
         made = kernel[self.cores](*given, **arguments)
         return [torch.as_tensor(part, device=device) for part in (made if isinstance(made, list | tuple) else [made])]
 
-    def _lowered(self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
+    def _lowered(
+        self, name: str, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]
+    ) -> list[Tensor]:
         import torch_xla
 
         shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
         described = json.dumps({"cores": self.cores, **arguments})
         made: list[Tensor] = torch_xla._XLAC._xla_custom_call(
-            list(tensors), CALL_PREFIX + self.name, shapes, dtypes, False, described, 0, {}
+            list(tensors), CALL_PREFIX + name, shapes, dtypes, False, described, 0, {}
         )
         return made
 
@@ -109,17 +115,32 @@ class RouterKernel(NkiKernel):
         """
         weight = weight.to(tokens.dtype)
         given = [tokens, weight if transposed else weight.T.contiguous(), e_score_correction_bias.unsqueeze(0)]
-        arguments = {
-            "routed_scaling_factor": routed_scaling_factor,
-            "norm_topk_prob": norm_topk_prob,
-            "top_k": top_k,
-            "return_logits": True,
-        }
+        arguments = {**_routing(top_k, norm_topk_prob, routed_scaling_factor), "return_logits": True}
         count, experts = len(tokens), e_score_correction_bias.shape[0]
         chosen, every = (count, top_k), (count, experts)
         kinds = ((chosen, torch.int32), (chosen, torch.float32), (every, torch.float32), (every, torch.float32))
         index, _, affinities, logits = self.run(given, arguments, kinds)
         return logits, affinities, index.to(torch.long)
+
+    def choose(
+        self,
+        logits: Tensor,
+        e_score_correction_bias: Tensor,
+        top_k: int,
+        norm_topk_prob: bool,
+        routed_scaling_factor: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same from float32 logits [T, E] that are known."""
+        arguments = _routing(top_k, norm_topk_prob, routed_scaling_factor)
+        chosen = (len(logits), top_k)
+        kinds = ((chosen, torch.int32), (chosen, torch.float32), (tuple(logits.shape), torch.float32))
+        given = [logits, e_score_correction_bias.unsqueeze(0)]
+        index, _, affinities = self.run(given, arguments, kinds, "noaux_tc_choice")
+        return logits, affinities, index.to(torch.long)
+
+
+def _routing(top_k: int, norm_topk_prob: bool, routed_scaling_factor: float) -> dict[str, Any]:
+    return {"routed_scaling_factor": routed_scaling_factor, "norm_topk_prob": norm_topk_prob, "top_k": top_k}
 
 
 class AttentionKernel(NkiKernel):

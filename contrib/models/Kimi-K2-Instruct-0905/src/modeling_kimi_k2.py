@@ -38,6 +38,7 @@ from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import NKI_KERNELS, KimiK2InferenceConfig
+from .early_router import EarlyLogits, EarlyRouter
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .kv_cache import LatentKVCacheManager
@@ -141,6 +142,7 @@ class KimiK2DecoderLayer(nn.Module):
         self.self_attn = KimiK2Attention(config)
         self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.is_moe = hf.is_moe_layer(layer)
+        self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.early_router else None
         self.mlp = make_moe(config) if self.is_moe else KimiK2MLP(config)
 
     def forward(
@@ -150,21 +152,32 @@ class KimiK2DecoderLayer(nn.Module):
         position_ids: Tensor,
         past_key_value: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
+        tensor_rank: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
 
-        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it.
+        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
+        early router needs `tensor_rank`, int [1], this rank's number, in steps of one token.
         """
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)
+        early = None
+        if self.early_router is not None and past_key_value is not None and residual.shape[1] == 1:
+            assert tensor_rank is not None
+            early = EarlyLogits(self.early_router, residual, tensor_rank)
         hidden_states, entries, cos, sin = self.self_attn(
-            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value, **kwargs
+            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value, early=early, **kwargs
         )
         hidden_states = residual + hidden_states
         normed = self.post_attention_layernorm(hidden_states)
-        out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
+        if early is not None:
+            router: Any = self.mlp.router
+            with router.given(early.logits(hidden_states)):
+                out = self.mlp(normed, padding_mask)[0]
+        else:
+            out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
         hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
         return hidden_states, entries, cos, sin, None
 
@@ -222,10 +235,15 @@ class NeuronKimiK2Model(NeuronBaseModel):
         return mask[:, None, None, :].to(torch.bool)
 
     def get_model_output(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's; behind a cached prefix under flash decoding the layers are told which tokens are this rank's."""
+        """The base's; layers are told this rank's number for an early router.
+
+        Behind a cached prefix under flash decoding they are told which tokens are this rank's.
+        """
         split = self.neuron_config.flash_decoding_enabled and self.is_prefix_caching
         if split and kwargs["is_for_context_encoding"] and self.prefix_size:
             kwargs["own"] = self._own(kwargs["input_ids"].shape[1])
+        if self.neuron_config.early_router and not kwargs["is_for_context_encoding"]:
+            kwargs["tensor_rank"] = self.rank_util.get_rank()
         return super().get_model_output(*args, **kwargs)
 
     def _own(self, count: int) -> Tensor:
@@ -356,13 +374,17 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
         neuron = config.neuron_config
-        return load_neuron_state_dict(model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree)
+        return load_neuron_state_dict(
+            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, neuron.early_router
+        )
 
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
-        return convert_state_dict(state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree)
+        return convert_state_dict(
+            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, neuron.early_router
+        )
 
     def shard_weights(
         self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from kimi_k2.errors import ConfigError
 
 # Their effect on the model's outputs is tested in test/nxd (or by what loads and serves it).
@@ -157,6 +159,13 @@ KERNEL_REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "router": {},
 }
 
+# The same with `early_router`, whose weights are folded at conversion and which rides in a step's one all-reduce.
+EARLY_ROUTER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "lora_config": ((None,), "an adapter of o_proj would not be in the folded weights"),
+    "rpl_reduce_dtype": ((None, torch.float32), "logits and attention's output are summed in float32"),
+    "speculation_length": ((0,), "steps of several tokens take the router's own weight"),
+}
+
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
 # Buckets that NxDI makes itself are powers of two from here on, and the whole length.
@@ -289,6 +298,22 @@ def _check_several_tokens(config: Any) -> None:
         )
 
 
+def check_early_router(config: Any) -> None:
+    """Refuse what an early router does not follow; `config` is the whole neuron config.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    _refuse(vars(config), EARLY_ROUTER_REFUSED, "early_router")
+
+
+def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]], option: str) -> None:
+    for name, (taken, reason) in table.items():
+        if values[name] not in taken:
+            expected = " or ".join(repr(one) for one in taken)
+            raise ConfigError(f"expected {expected} with {option}, got {values[name]!r}: {reason}", field=name)
+
+
 def check_kernels(config: Any, kernels: Sequence[str], tiles: bool) -> None:
     """Refuse what the NKI kernels, and experts in their tiles, do not follow; `config` is the whole neuron config.
 
@@ -297,10 +322,7 @@ def check_kernels(config: Any, kernels: Sequence[str], tiles: bool) -> None:
     """
     values = {**vars(config), "expert_tiles": tiles}
     for kernel in kernels:
-        for name, (taken, reason) in KERNEL_REFUSED[kernel].items():
-            if values[name] not in taken:
-                expected = " or ".join(repr(one) for one in taken)
-                raise ConfigError(f"expected {expected} with nki_kernels, got {values[name]!r}: {reason}", field=name)
+        _refuse(values, KERNEL_REFUSED[kernel], "nki_kernels")
     if "attention" in kernels:
         tile = 128 * config.logical_nc_config
         made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class KimiK2Router(RouterTopK):
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.bias_before_sigmoid = bias_before_sigmoid
+        self._given: Tensor | None = None
         self.kernel = RouterKernel(kernel_cores) if kernel_cores and not bias_before_sigmoid else None
         # Not zeros: a constant would be folded into the graph, and the loaded values would have no effect.
         bias = torch.linspace(-1.0, 1.0, config.n_routed_experts, dtype=torch.float32)
@@ -71,8 +73,19 @@ class KimiK2Router(RouterTopK):
         moved.data = kept.to(moved.device)
         return self
 
+    @contextmanager
+    def given(self, router_logits: Tensor) -> Iterator[None]:
+        """Route by these float32 logits [T, E] instead of the router's own: NxD's MoE hands on hidden states alone."""
+        self._given = router_logits
+        try:
+            yield
+        finally:
+            self._given = None
+
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] to float32 logits [T, E]."""
+        if self._given is not None:
+            return self._given
         tokens = hidden_states.reshape(-1, self.hidden_size)
         return dot_float32(tokens, self.linear_router.weight, ([1], [0 if self.transposed else 1]), ([], []))
 
@@ -87,16 +100,11 @@ class KimiK2Router(RouterTopK):
             0 elsewhere; expert_index int64 [T, top_k].
         """
         if self.kernel is not None and self.kernel.takes(hidden_states):
+            options = (self.e_score_correction_bias, self.top_k, self.norm_topk_prob, self.routed_scaling_factor)
+            if self._given is not None:
+                return self.kernel.choose(self._given, *options)
             tokens = hidden_states.reshape(-1, self.hidden_size)
-            return self.kernel(
-                tokens,
-                self.linear_router.weight,
-                self.e_score_correction_bias,
-                self.top_k,
-                self.norm_topk_prob,
-                self.routed_scaling_factor,
-                transposed=self.transposed,
-            )
+            return self.kernel(tokens, self.linear_router.weight, *options, transposed=self.transposed)
         router_logits = self.get_router_logits(hidden_states)
         bias = self.e_score_correction_bias.to(torch.float64)
         if self.bias_before_sigmoid:

@@ -30,6 +30,9 @@ def convert(
     spmd_rank: Annotated[
         bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")
     ] = None,
+    early_router: Annotated[
+        bool, typer.Option("--early-router", help="Write the router's weights folded with o_proj's too (neuron).")
+    ] = False,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
@@ -53,9 +56,9 @@ def convert(
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
-        layout = make_layout(tp, ep, target, experts, spmd_rank)
+        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router)
     else:
-        for name in ("tp", "ep", "target", "experts", "spmd_rank"):
+        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router"):
             source_of = context.get_parameter_source(name)
             if source_of is not None and source_of.name == "COMMANDLINE":
                 raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")

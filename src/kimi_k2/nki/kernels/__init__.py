@@ -2,3 +2,11 @@
 
 Each module imports `nki`: the vendor's, or the emulator after `kimi_k2.nki.install()`.
 """
+
+# Kernels that the NxDI class calls, and their modules.
+MODULES = {
+    "noaux_tc_router": "router",
+    "noaux_tc_choice": "router",
+    "mla_decode": "mla_decode",
+    "selective_experts": "experts",
+}

@@ -13,6 +13,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, load_columns, rms_norm
+from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
 from kimi_k2.nki.kernels.linear import load_weight, project
@@ -80,7 +81,10 @@ def attention_decode(
     softmax_scale: float,
     eps: float,
     slots: Any = None,
-) -> tuple[Any, Any, Any]:
+    residual: Any = None,
+    early_residual: Any = None,
+    early_heads: Any = None,
+) -> tuple[Any, ...]:
     """From the gathered down projections to this rank's part of the attention's output, for B sequences.
 
     Both cores of LNC=2 make the queries; each attends to half of the slots and has half of o_proj's rows. All scales
@@ -106,9 +110,13 @@ def attention_decode(
         softmax_scale: of the configuration.
         eps: of both norms.
         slots: int32 [B, 1], where the new entries are written to the cache; None: they are returned only.
+        residual: [B, n], this rank's columns of what the norm before attention was given; None: no early router.
+        early_residual: float32 [n, E], n at most 128, and
+        early_heads: float32 [heads * 128, E]: weights of the early router (`sharding.early_router`).
 
     Returns:
-        ([B, H/128, 128] float32, to be summed over the ranks; new latents [B, rank]; new rotated keys [B, rope]).
+        ([B, H/128, 128] float32, to be summed over the ranks; new latents [B, rank]; new rotated keys [B, rope]; with
+        an early router float32 [B, E], to be summed too).
     """
     batch, rank = projected.shape[0], latents.shape[2]
     identity = nl.shared_identity_matrix(BLOCK, dtype=projected.dtype)
@@ -121,14 +129,17 @@ def attention_decode(
         q_norm_weight, kv_norm_weight, q_b_tiles, q_b_scales, w_uk_tiles, w_uk_scales, rotation, identity, ones, eps
     )
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
+    early = None if residual is None else EarlyRouter(early_residual, early_heads, residual, identity)
 
     queries = before.queries(projected)
     sums, total, _ = attention.attend(queries, softmax_scale)
-    out = behind.store(normalized(sums, total, projected.dtype))
+    values = behind.values(normalized(sums, total, projected.dtype))
+    logits = () if early is None else (early.store(values),)
+    out = behind.store(values)
     new_latents, new_keys = store_entries(queries, identity, rank, batch)
     if slots is not None:
         _write(latents, keys, queries, identity, slots)
-    return out, new_latents, new_keys
+    return (out, new_latents, new_keys, *logits)
 
 
 def _write(latents: Any, keys: Any, queries: Any, identity: Any, slots: Any) -> None:

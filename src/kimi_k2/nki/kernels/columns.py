@@ -93,18 +93,26 @@ def store_columns(out: Any, columns: Any, first: int, exact: Any) -> None:
         nisa.dma_copy(dst=target, src=rows)
 
 
-def rms_norm(columns: Any, weight: Any, eps: float, ones: Any) -> Any:
-    """RMSNorm of columns [128, n, T] over the n * 128 values of each of T rows; computed in float32, same dtype.
-
-    Args:
-        weight: [128, n, 1] columns of the norm's weight.
-        ones: float32 [128, 128] of ones.
-    """
+def sum_of_squares(columns: Any) -> Any:
+    """Of columns [128, n, T], over the n values of each row on a partition: float32 [128, T]."""
     _, chunks, count = columns.shape
     squares = nl.ndarray((BLOCK, count, chunks), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=squares, op=nl.square, data=columns.permute((0, 2, 1)))
     by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=by_partition, op=nl.add, data=squares, axis=2)
+    return by_partition
+
+
+def rms_norm(columns: Any, weight: Any, eps: float, ones: Any, squares: Any = None) -> Any:
+    """RMSNorm of columns [128, n, T] over the n * 128 values of each of T rows; computed in float32, same dtype.
+
+    Args:
+        weight: [128, n, 1] columns of the norm's weight.
+        ones: float32 [128, 128] of ones.
+        squares: `sum_of_squares` of the columns, where it is at hand.
+    """
+    _, chunks, count = columns.shape
+    by_partition = sum_of_squares(columns) if squares is None else squares
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=ones, moving=by_partition, accumulate=False)
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)

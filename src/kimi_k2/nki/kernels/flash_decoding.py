@@ -13,6 +13,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
+from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, store_entries, turn_short_rows
 
 
@@ -61,6 +62,9 @@ def attention_output(
     o_tiles: Any,
     o_scales: Any,
     dtype: Any,
+    residual: Any = None,
+    early_residual: Any = None,
+    early_heads: Any = None,
 ) -> Any:
     """Merge the group's parts of this rank's heads, then W_UV and o_proj.
 
@@ -69,13 +73,18 @@ def attention_output(
         logsumexp: float32 [B * heads, ranks].
         w_uv_tiles, w_uv_scales, o_tiles, o_scales: as those of `attention_decode`.
         dtype: of the activations, a name of `nki.language`.
+        residual, early_residual, early_heads: the same.
 
     Returns:
-        [B, H/128, 128] float32, to be summed over the ranks.
+        [B, H/128, 128] float32, to be summed over the ranks; with an early router also float32 [B, E].
     """
     ranks, count, rank = sums.shape
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
+    early = None
+    if residual is not None:
+        identity = nl.shared_identity_matrix(BLOCK, dtype=residual.dtype)
+        early = EarlyRouter(early_residual, early_heads, residual, identity)
     # A rank a partition: the Tensor Engine weighs and sums them, and leaves columns.
     parts = nl.ndarray((ranks, count, rank), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=parts, src=sums)
@@ -104,4 +113,8 @@ def attention_output(
             )
     rounded = nl.ndarray((BLOCK, chunks, count), dtype=dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=rounded, src=columns)
-    return behind.store(rounded)
+    values = behind.values(rounded)
+    if early is None:
+        return behind.store(values)
+    logits = early.store(values)
+    return behind.store(values), logits

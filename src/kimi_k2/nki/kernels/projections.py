@@ -115,16 +115,20 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
         self.o_proj = load_weight(o_tiles[:, :, self.first * BLOCK : (self.first + count) * BLOCK])
         self.o_rows = None if o_scales is None else load_weight(o_scales[:, self.first : self.first + count])
 
-    def store(self, summed: Any) -> Any:
-        """From columns [128, rank / 128, B * heads] to a new tensor in HBM, [B, H / 128, 128] float32."""
+    def values(self, summed: Any) -> Any:
+        """o_proj's input from columns [128, rank / 128, B * heads]: [128, heads, B] of their dtype."""
         rows, chunks, count = summed.shape
         batch = count // self.heads
         by_head = summed.reshape((rows, chunks, batch, self.heads))
-        out = nl.ndarray((batch, self.blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
         values = nl.ndarray((BLOCK, self.heads, batch), dtype=summed.dtype, buffer=nl.sbuf)
         for head in range(self.heads):
             value = project(by_head[:, :, :, head], self.w_uv[head], self.uv_rows[head], summed.dtype)
             nisa.tensor_copy(dst=values[:, head, :], src=value)
+        return values
+
+    def store(self, values: Any) -> Any:
+        """What `values` gave through o_proj, in a new tensor in HBM, [B, H / 128, 128] float32."""
+        out = nl.ndarray((values.shape[2], self.blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
         store_columns(out, project(values, self.o_proj, self.o_rows, nl.float32), self.first, self.exact)
         return out
 

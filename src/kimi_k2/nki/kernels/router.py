@@ -53,8 +53,41 @@ def noaux_tc_router(
     tokens, size = hidden.shape
     experts = weight_t.shape[1]
     logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
+    chosen = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
+    results = _store(*chosen)
+    if not return_logits:
+        return results
+    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=router_logits, src=logits)
+    return (*results, router_logits)
 
-    index, weights, scores = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
+
+@nki.jit
+def noaux_tc_choice(
+    logits: Any,
+    e_score_correction_bias: Any,
+    routed_scaling_factor: float,
+    norm_topk_prob: bool = True,
+    top_k: int = 8,
+) -> tuple[Any, Any, Any]:
+    """Choice and weights of T tokens from logits that are known, of an early router.
+
+    Args:
+        logits: float32 [T, E], T at most 128, E at most 512.
+        e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
+
+    Returns:
+        expert_index, expert_weights and expert_affinities of `noaux_tc_router`.
+    """
+    loaded = nl.ndarray(logits.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=loaded, src=logits)
+    return _store(*choose(loaded, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k))
+
+
+def _store(index: Any, weights: Any, scores: Any) -> tuple[Any, Any, Any]:
+    """What `choose` gave, in HBM; the numbers as int32."""
+    (tokens, top_k), experts = index.shape, scores.shape[1]
     expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
     expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
     expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -66,13 +99,7 @@ def noaux_tc_router(
         nisa.dma_copy(dst=expert_weights, src=weights)
     if nl.program_id() == nl.num_programs() - 1:
         nisa.dma_copy(dst=expert_affinities, src=scores)
-    results = (expert_index, expert_weights, expert_affinities)
-    if not return_logits:
-        return results
-    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        nisa.dma_copy(dst=router_logits, src=logits)
-    return (*results, router_logits)
+    return expert_index, expert_weights, expert_affinities
 
 
 def choose(

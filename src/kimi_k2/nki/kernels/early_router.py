@@ -1,0 +1,85 @@
+"""The router's logits in the all-reduce of the attention's output: a rank's summand, and the norm's scalar behind it.
+
+The formula is that of `kimi_k2.sharding.early_router`. All of it is in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.columns import BLOCK
+from kimi_k2.nki.kernels.exchange import share_of
+from kimi_k2.nki.kernels.linear import load_weight
+
+
+class EarlyRouter(nl.NKIObject):  # type: ignore[misc]
+    """Weights in SBUF; each core has its share of the experts.
+
+    Args:
+        residual_weight: float32 [n, E] in HBM, n at most 128: this rank's rows of (W_gate diag(gamma))^T.
+        heads_weight: float32 [heads * 128, E] in HBM, E at most 512.
+        residual: [B, n] in HBM, this rank's columns of what the attention's norm was given.
+        identity: [128, 128] of residual's dtype.
+    """
+
+    def __init__(self, residual_weight: Any, heads_weight: Any, residual: Any, identity: Any) -> None:
+        values, self.experts = heads_weight.shape
+        self.heads = values // BLOCK
+        first, count = share_of(self.experts)
+        self.mine = slice(first, first + count)
+        self.residual_weight = load_weight(residual_weight[:, self.mine])
+        by_head = heads_weight.reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))
+        self.heads_weight = load_weight(by_head[:, :, self.mine])
+        count, rows = residual.shape
+        loaded = nl.ndarray((count, rows), dtype=residual.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=loaded, src=residual)
+        turned = nl.ndarray((rows, count), dtype=residual.dtype, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:count, 0:count], is_transpose=True)
+        self.columns = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=self.columns, src=turned)
+
+    def store(self, values: Any) -> Any:
+        """This rank's summand in a new tensor in HBM, float32 [B, E].
+
+        Args:
+            values: [128, heads, B] in SBUF, o_proj's input.
+        """
+        count = values.shape[2]
+        sums = nl.ndarray((count, self.experts), dtype=nl.float32, buffer=nl.shared_hbm)
+        wide = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=wide, src=values)
+        total = nl.ndarray((count, self.residual_weight.shape[1]), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=total, stationary=self.columns, moving=self.residual_weight, accumulate=False)
+        for head in range(self.heads):
+            nisa.nc_matmul(
+                dst=total, stationary=wide[:, head, :], moving=self.heads_weight[:, head, :], accumulate=True
+            )
+        part = nl.ndarray(total.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=part, src=total)
+        nisa.dma_copy(dst=sums[:, self.mine], src=part)
+        return sums
+
+
+def scaled_logits(sums: Any, squares: Any, size: int, eps: float, ones: Any) -> Any:
+    """The router's logits in SBUF, float32 [T, E].
+
+    Args:
+        sums: float32 [T, E] in HBM, summed over the ranks.
+        squares: float32 [128, T], what `columns.sum_of_squares` gave of the hidden states.
+        size: of the hidden states.
+        eps: of the norm.
+        ones: float32 [128, 128] of ones.
+    """
+    tokens = sums.shape[0]
+    logits = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=logits, src=sums)
+    total = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=squares, moving=ones[:, 0:1], accumulate=False)
+    factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=factor, data=total, op0=nl.multiply, operand0=1.0 / size, op1=nl.add, operand1=eps)
+    nisa.activation(dst=factor, op=nl.rsqrt, data=factor)
+    nisa.tensor_scalar(dst=logits, data=logits, op0=nl.multiply, operand0=factor)
+    return logits
