@@ -15,8 +15,9 @@ from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import decode_step, generate, prefill
 from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.errors import KernelError
+from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.paged_cache import PagedCache
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import tiny_config
@@ -43,6 +44,51 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(generator, 9) == wanted[9]  # longer than the cache
     assert generator.prepare(2, 7)[0].max_length == 16
     assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
+
+
+RAGGED = [list(range(5, 165)), [9, 10], [7], [3, 4, 5, 6], [8]]
+EVEN = [*PROMPTS, *PROMPTS, [7]]
+
+
+def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a cache in one piece, in less than half its memory; the next generation gets other pages."""
+    monkeypatch.setattr(module, "capturable", lambda model, batch: True)
+    monkeypatch.setattr(module, "SLOTS", 64)
+    model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
+    generator, params = Generator(model), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    wanted, even = generate(model, RAGGED, params).token_ids, generate(model, EVEN, params).token_ids
+
+    def tokens(prompts: list[list[int]]) -> list[list[int | None]]:
+        steps = generator.stream(prompts, params, chunk_size=50)
+        return [list(row) for row in zip(*(step.tokens for step in steps), strict=True)]
+
+    assert tokens(RAGGED) == wanted
+    assert generator._step is not None
+    cache = generator._step.cache
+    assert isinstance(cache, PagedCache) and (cache.pages, cache.max_length) == (7, 192)
+    first = cache.block_table.tolist()
+    assert sorted(page for row in first for page in row if page) == list(range(1, 8))
+    assert tokens(RAGGED[::-1]) == wanted[::-1]
+    assert generator._step.cache is cache and cache.block_table.tolist() != first
+    assert tokens(EVEN) == even and generator._step.cache is cache
+    longer = [RAGGED[0]] * 5
+    assert tokens(longer) == [wanted[0]] * 5
+    assert not isinstance(generator._step.cache, PagedCache), "and all of one length lie in one piece"
+    monkeypatch.setattr(module, "batch_invariant", lambda: True)
+    assert not isinstance(generator._new_cache(5, 165, [165, 7, 6, 9, 6]), PagedCache)
+
+
+def test_pages_that_are_too_few(wide: Path) -> None:
+    cache = KimiK2ForCausalLM.from_pretrained(wide).new_paged_cache(2, 3, 128)
+    cache.assign([128, 64])
+    assert cache.block_table.tolist() == [[1, 2], [3, 0]]
+    positions = torch.tensor([[0, 64, -1], [5, 63, 127]])
+    assert cache.slots(positions).tolist() == [[64, 128, -1], [197, 255, 63]]
+    assert not cache.fits([128]) and not cache.fits([129, 1])
+    with pytest.raises(GenerationError, match="4 pages, do not fit 2 sequences of 128 slots and 3 pages"):
+        cache.assign([128, 65])
+    with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
+        KimiK2ForCausalLM.from_pretrained(wide).new_paged_cache(1, 1, 10**9)
 
 
 def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:

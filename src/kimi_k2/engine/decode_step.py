@@ -13,9 +13,11 @@ from kimi_k2.errors import KernelError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
+from kimi_k2.model.paged_cache import PagedCache
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import add_project
 from kimi_k2.ops.mla_decode import attention_plan, sequence_lengths
+from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.registry import PLAIN, decoding
 from kimi_k2.ops.weights import Weight
 
@@ -58,7 +60,7 @@ class DecodeStep:
         gather: Reduce = lambda x: x,
         graph: bool = False,
     ) -> None:
-        batch, device = cache.data.shape[1], cache.data.device
+        batch, device = cache.batch, cache.data.device
         if graph and not capturable(model, batch):
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         model.prepare()
@@ -117,8 +119,13 @@ class DecodeStep:
     def place(self, positions: Tensor, dtype: torch.dtype) -> Place:
         """What the layers need to know of int64 [B] positions; cos and sin in `dtype`."""
         seq_lens = sequence_lengths(positions)
-        plan = attention_plan(seq_lens, self.cache.data[0], len(self.layers[0].w_uk)) if self.layers else None
-        return Place(positions, seq_lens, *self.model.model.rotary(positions, dtype), plan)
+        heads, plan, pages = len(self.layers[0].w_uk) if self.layers else 0, None, None
+        if isinstance(self.cache, PagedCache):
+            pages = self.cache.slots(positions[:, None])[:, 0], self.cache.block_table
+            plan = paged_attention_plan(seq_lens, self.cache.data[0], pages[1], heads) if heads else None
+        elif heads:
+            plan = attention_plan(seq_lens, self.cache.data[0], heads)
+        return Place(positions, seq_lens, *self.model.model.rotary(positions, dtype), plan, pages)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

@@ -101,14 +101,19 @@ def decode_step(model: KimiK2ForCausalLM, tokens: Tensor, positions: Tensor, cac
     return logits[:, 0]
 
 
+def sequence_slots(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+    """Cache slots that a generation fills of each sequence; GenerationError if a prompt is empty."""
+    return [length + params.max_new_tokens - 1 for length in prompt_lengths(prompts)]
+
+
 def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
     """Cache slots a sequence that a generation fills.
 
     Raises:
         GenerationError: a prompt is empty, or more than max_position_embeddings are needed.
     """
-    longest = max(prompt_lengths(prompts))
-    needed = longest + params.max_new_tokens - 1
+    needed = max(sequence_slots(prompts, params))
+    longest = needed - params.max_new_tokens + 1
     if needed > model.config.max_position_embeddings:
         raise GenerationError(
             f"prompt of {longest} and {params.max_new_tokens} new tokens exceed max_position_embeddings "

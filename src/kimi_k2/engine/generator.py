@@ -1,6 +1,7 @@
 """Generation whose steps are replayed from CUDA graphs, where kernels take the model's experts.
 
 A graph belongs to the cache that it was captured with, so both are kept from one generation to the next of its batch.
+Where the sequences' lengths differ so much that pages take less than half the memory, the cache is in pages.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from functools import partial
 import torch
 
 from kimi_k2.engine.decode_step import DecodeStep, capturable
-from kimi_k2.engine.generate import Decode, Step, decode_step, slots_needed, stream
+from kimi_k2.engine.generate import Decode, Step, decode_step, sequence_slots, slots_needed, stream
 from kimi_k2.engine.layer_step import Reduce
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.paged_cache import PagedCache, pages_of, pages_pay
+from kimi_k2.ops.registry import batch_invariant
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
@@ -39,24 +42,47 @@ class Generator:
         self._step: DecodeStep | None = None
         self._prompt: PromptStep | None = None
 
-    def prepare(self, batch: int, length: int) -> tuple[LatentCache, Decode]:
-        """A cache with `length` slots a sequence or more, and what decodes with it."""
+    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[LatentCache, Decode]:
+        """A cache with `length` slots a sequence or more, and what decodes with it.
+
+        Args:
+            slots: what each sequence fills, at most `length`; None is `length`.
+        """
         step = self._step
-        if step is not None and step.cache.data.shape[1] == batch and step.cache.max_length >= length:
+        if step is not None and self._takes(step.cache, batch, length, slots or [length] * batch):
             return step.cache, step
         if not capturable(self.model, batch):
             cache = self.model.new_cache(batch, length)
             return cache, partial(decode_step, self.model, cache=cache)
         step = None  # its memory goes before the next one's comes
         self.close()
-        slots = min(-(-length // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
-        cache = self.model.new_cache(batch, slots)
+        cache = self._new_cache(batch, length, slots)
         graph = cache.data.is_cuda
         step = self._step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
         self._prompt = PromptStep(step)
         # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
         step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         return cache, step
+
+    @staticmethod
+    def _takes(cache: LatentCache, batch: int, length: int, slots: Sequence[int]) -> bool:
+        """Whether a kept cache serves; its pages are then these sequences'."""
+        if not isinstance(cache, PagedCache):
+            return cache.batch == batch and cache.max_length >= length
+        if batch_invariant() or not cache.fits(slots):
+            return False
+        cache.assign(slots)
+        return True
+
+    def _new_cache(self, batch: int, length: int, slots: Sequence[int] | None) -> LatentCache:
+        """In pages if that takes less than half the memory; batch-invariant attention has no entry for pages."""
+        most = self.model.config.max_position_embeddings
+        longest, *rounded = (min(-(-one // SLOTS) * SLOTS, most) for one in (length, *(slots or ())))
+        if slots is None or batch_invariant() or not pages_pay(rounded):
+            return self.model.new_cache(batch, longest)
+        cache = self.model.new_paged_cache(batch, sum(map(pages_of, rounded)), longest)
+        cache.assign(slots)
+        return cache
 
     def close(self) -> None:
         """Give up what is kept; the next generation makes it anew."""
@@ -75,7 +101,8 @@ class Generator:
         media: MediaRows | None = None,
     ) -> Iterator[Step]:
         """As `generate.stream`."""
-        cache, decode = self.prepare(len(prompts), slots_needed(self.model, prompts, params))
+        needed = slots_needed(self.model, prompts, params)
+        cache, decode = self.prepare(len(prompts), needed, sequence_slots(prompts, params))
         read = self._prompt if decode is self._step else None
         if read is not None and chunk_size is None:
             chunk_size = max(1, CHUNK // len(prompts))

@@ -19,6 +19,7 @@ from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla_decode import attend_values, query_and_entry
+from kimi_k2.ops.mla_paged import paged_attend_values, paged_query_and_entry
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.ops.router import add_norm_route
 
@@ -34,6 +35,7 @@ class Place(NamedTuple):
         seq_lens: int32 [B], positions + 1.
         cos, sin: [B, D / 2].
         plan: of `attention_plan` for seq_lens; None for none.
+        pages: of a cache in pages, the slots of `positions` as `store_pages` takes them and the block table.
     """
 
     positions: Tensor
@@ -41,6 +43,7 @@ class Place(NamedTuple):
     cos: Tensor
     sin: Tensor
     plan: Tensor | None = None
+    pages: tuple[Tensor, Tensor] | None = None
 
 
 class Prompt(NamedTuple):
@@ -86,7 +89,7 @@ class LayerStep:
             self.dense = stack_rows(dense.gate_proj, dense.up_proj, dtype), dense.down_proj.stored()
 
     def __call__(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual x [B, H] and what is yet to be added to it, None for nothing; cache [B, T, cache_dim].
+        """The residual x [B, H] and what is yet to be added to it, None for nothing; the layer's part of the cache.
 
         Returns:
             The same two for the next layer.
@@ -116,12 +119,15 @@ class LayerStep:
         attention, norm = self.attention, self.layer.input_layernorm
         q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
         qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        query = query_and_entry(
-            qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos, place.sin, place.positions, self.w_uk, cache,
-            q_norm.eps, kv_norm.eps,
-        )  # fmt: skip
-        scale = attention.config.softmax_scale
-        values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan)
+        given = qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos, place.sin
+        behind, scale = (self.w_uk, cache, q_norm.eps, kv_norm.eps), attention.config.softmax_scale
+        if place.pages is None:
+            query = query_and_entry(*given, place.positions, *behind)
+            values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan)
+        else:
+            slots, table = place.pages
+            query = paged_query_and_entry(*given, slots, *behind)
+            values = paged_attend_values(query, cache, table, place.seq_lens, self.w_uv, scale, place.plan)
         return project(values, self.o), x
 
     def attend_prompt(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:

@@ -50,14 +50,24 @@ class LatentCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if max_length > config.max_position_embeddings:
-            raise ValueError(
-                f"max_length {max_length} exceeds max_position_embeddings {config.max_position_embeddings}"
-            )
+        self.check_length(config, max_length)
         self.max_length = max_length
         shape = (config.num_hidden_layers, batch, max_length, config.cache_dim)
         # Zeros, not garbage: a masked slot still takes part in a product, and 0 * NaN is NaN.
         self.data = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def check_length(config: KimiK2Config, max_length: int) -> None:
+        """ValueError if `max_length` exceeds `max_position_embeddings`."""
+        if max_length > config.max_position_embeddings:
+            raise ValueError(
+                f"max_length {max_length} exceeds max_position_embeddings {config.max_position_embeddings}"
+            )
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.data.shape[1]
 
     @property
     def nbytes(self) -> int:
