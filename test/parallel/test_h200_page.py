@@ -20,6 +20,7 @@ ShellCommands = Callable[[str], list[list[str]]]
 KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 WORDS = {"8": "2", "cuda": "cpu", "0,1,30,60": "0,1"}
+TIMERS = (["bench", "kernels"], ["bench", "experts"])
 SHORT = {
     "generate": ["--max-new-tokens", "2"],
     "bench": ["--output-lengths", "2", "--prompt-lengths", "4", "--runs", "1"],
@@ -54,7 +55,7 @@ def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: 
         if arguments[0] == "convert":  # the target's name is no device
             arguments[arguments.index("--target") + 1] = "cuda"
         called = arguments[1] if arguments[0] == "parity" else arguments[0]
-        if called == "tune":
+        if called == "tune" or arguments[:2] in TIMERS:
             continue  # times kernels: see below
         front = TORCHRUN if words[0] == "torchrun" else []
         run([*front, *KIMI, *arguments, *SHORT.get(called, [])], tmp_path)
@@ -67,15 +68,17 @@ def test_the_others_need_a_gpu(page_commands: list[list[str]]) -> None:
     names = [
         next(word for word in words if word[0] not in "-8" and word not in ("torchrun", "python")) for words in others
     ]
-    assert names == ["kimi_k2.kernels.common.libraries", *["scripts/run_cuda.py"] * 3, "pytest"]
+    assert names == ["kimi_k2.kernels.common.libraries", *["scripts/run_cuda.py"] * 3, "pytest", "pytest"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tunes for minutes on a GPU")
-def test_tuning_says_that_it_needs_a_gpu(page_commands: list[list[str]]) -> None:
-    (words,) = (words for words in page_commands if "tune" in words)
-    done = subprocess.run([*KIMI, *words[words.index("tune") :]], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stderr
+def test_tuning_and_timing_say_that_they_need_a_gpu(page_commands: list[list[str]]) -> None:
+    commands = [words[1:] for words in page_commands if "tune" in words or words[1:3] in TIMERS]
+    assert len(commands) == 3
+    for words in commands:
+        done = subprocess.run([*KIMI, *words], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 1
+        assert "no CUDA device" in done.stderr
 
 
 @pytest.mark.gpu
