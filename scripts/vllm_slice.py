@@ -1,7 +1,8 @@
 """Time vLLM on one GPU with a rank's slice of Kimi-K2 and random weights: its own model, or ours.
 
 Run it once for each, and compare: `VLLM_PLUGINS=kimi_k2_parsers vllm_slice.py fp8 stock.json` is vLLM's own model,
-`VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours. The engine runs in this process, CUDA graphs on.
+`VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours. The engine runs in a process of its own, as `vllm serve` has
+it, and CUDA graphs are on. Figures are written as they come.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,15 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.synthetic.config import hf_config
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 NAMES = {"fp8": "kimi-k2-instruct-0905", "int4": "kimi-k2-thinking"}
 # One of eight tensor-parallel ranks; the head's rows too.
 SLICE = {
-    "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256,
-    "intermediate_size": 2304, "vocab_size": 20480, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256, "intermediate_size": 2304,
+    "vocab_size": 20480, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
 }  # fmt: skip
-CHUNK, CONTEXTS, CONCURRENCY = 8192, (1024, 8192), (1, 4, 16, 64)
+LAYERS, CHUNK, CONTEXTS, CONCURRENCY = 12, 8192, (1024, 8192), (1, 4, 16, 64)
 PROMPTS = {1024: 5, 8192: 5, 32768: 3}  # tokens: repetitions
-CACHE_BYTES = 8_300_000_000
+PAGES = 8500  # of 64 tokens: 64 requests of 8k
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:
@@ -55,12 +55,19 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 
 def load_weights(self: object, model: torch.nn.Module, model_config: object) -> None:
-    """In place of vLLM's loader of random weights."""
+    """Fill every weight."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if not tensor.is_meta:
                 fill(name, tensor.data)
+
+
+def replace_loader() -> None:
+    """Ours in place of vLLM's loader of random weights; in the engine's process too."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = load_weights
 
 
 class Timer:
@@ -80,7 +87,6 @@ class Timer:
             sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling)
             got[str(self.count)] = 0
-        torch.cuda.synchronize()
         start, first, inside = time.perf_counter(), float("nan"), []
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
@@ -95,39 +101,70 @@ class Timer:
         return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
 
 
-def main(kind: str, result: Path) -> None:
-    """Measure and write {what: milliseconds}."""
+def start(kind: str, layers: int) -> Any:
+    """An engine with random weights of `layers` layers of a rank's slice."""
     from vllm import EngineArgs, LLMEngine
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    DummyModelLoader.load_weights = load_weights
+    replace_loader()
     with tempfile.TemporaryDirectory() as directory:
-        config = KimiK2Config.load(NAMES[kind]).model_copy(update=SLICE)
+        config = KimiK2Config.load(NAMES[kind]).model_copy(update={**SLICE, "num_hidden_layers": layers})
         (Path(directory) / "config.json").write_text(json.dumps(hf_config(config)))
         arguments = EngineArgs(
             model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
             enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
-            kv_cache_memory_bytes=CACHE_BYTES, compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)},
+            kv_cache_memory_bytes=PAGES * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
+            compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)},
         )  # fmt: skip
-        timer = Timer(LLMEngine.from_engine_args(arguments))
-    found: dict[str, float] = {}
-    for requests in CONCURRENCY:  # whatever is built when it first runs
+        return LLMEngine.from_engine_args(arguments)
+
+
+def warm(timer: Timer, concurrency: Sequence[int], prompts: Iterable[int]) -> None:
+    """Build whatever is built when it first runs."""
+    for requests in concurrency:
         timer.run(requests, 200, 8)
-    for length, times in PROMPTS.items():
+    for length in prompts:
         timer.run(1, length, 1)
-        found[f"TTFT of {length} tokens"] = statistics.median(timer.run(1, length, 1)[0] for _ in range(times))
-    for length in CONTEXTS:
-        for requests in CONCURRENCY:
+
+
+def figures(
+    timer: Timer, concurrency: Sequence[int], contexts: Sequence[int], prompts: Mapping[int, int]
+) -> Iterator[tuple[str, float]]:
+    """What is timed and its milliseconds; `prompts` gives the repetitions of a length."""
+    for length in contexts:
+        for requests in concurrency:
             new = -(-requests * length // CHUNK) + (100 if requests < 16 else 50)
-            found[f"TPOT of {requests} at {length}"] = min(timer.run(requests, length, new)[1] for _ in range(2))
-    for what, milliseconds in found.items():
+            yield f"TPOT of {requests} at {length}", min(timer.run(requests, length, new)[1] for _ in range(2))
+    for length, times in prompts.items():
+        yield f"TTFT of {length} tokens", statistics.median(timer.run(1, length, 1)[0] for _ in range(times))
+
+
+def write(found: Iterable[tuple[str, float]], result: Path) -> None:
+    """Print figures and keep all so far in a JSON file {what: milliseconds}."""
+    so_far: dict[str, float] = {}
+    for what, milliseconds in found:
+        so_far[what] = milliseconds
         sys.stdout.write(f"{what}: {milliseconds:.3f} ms\n")
-    result.write_text(json.dumps(found, indent=1))
+        sys.stdout.flush()
+        partial = result.with_suffix(".partial")
+        partial.write_text(json.dumps(so_far, indent=1))
+        partial.replace(result)
 
 
+if __name__ == "__mp_main__":  # a process of vLLM's that is not forked
+    replace_loader()
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experts", choices=NAMES)
     parser.add_argument("result", type=Path, help="JSON file to write: milliseconds by what was timed")
-    arguments = parser.parse_args()
-    main(arguments.experts, arguments.result)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="at once, of 1 4 16 64")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens before those that are timed")
+    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="tokens until the first answer")
+    parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
+    given = parser.parse_args()
+    if given.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    timer = Timer(start(given.experts, given.layers))
+    warm(timer, given.requests, given.prompts)
+    times = {length: PROMPTS.get(length, 3) for length in given.prompts}
+    write(figures(timer, given.requests, given.contexts, times), given.result)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from judge import slice_config
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -58,7 +59,8 @@ def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking") ->
 
 def write_scripted_checkpoint(directory: Path) -> None:
     """K2-Thinking whose layers add nothing, and whose head names the token after the last one of SCRIPT."""
-    config = with_format(tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2), "bf16")
+    tiny = tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2)
+    config = with_format(slice_config("kimi-k2-thinking") if torch.cuda.is_available() else tiny, "bf16")
     write_synthetic_checkpoint(directory, config, seed=1)
     write_hf_tokenizer(directory)
     tokenizer = KimiTokenizer.from_pretrained(directory)

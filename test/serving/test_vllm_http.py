@@ -45,6 +45,15 @@ def text_of(found: Any) -> tuple[str, str]:
     return found.reasoning, found.content
 
 
+def counts_reasoning_tokens() -> bool:
+    """Whether this version of vLLM does; 0.24 does not."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    protocols = (Path(found.origin).parent / "entrypoints").rglob("protocol.py")
+    return any("completion_tokens_details" in file.read_text(encoding="utf-8") for file in protocols)
+
+
 def test_chat(client: Any) -> None:
     answer = chat(client)
     assert answer.object == "chat.completion"
@@ -53,7 +62,8 @@ def test_chat(client: Any) -> None:
     assert (choice.index, choice.finish_reason, choice.message.role) == (0, "stop", "assistant")
     assert text_of(choice.message)[0] == "Why"
     assert answer.usage.prompt_tokens + answer.usage.completion_tokens == answer.usage.total_tokens
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 2
+    details = answer.usage.completion_tokens_details
+    assert (details and details.reasoning_tokens) == (2 if counts_reasoning_tokens() else None)
 
 
 def test_tool_calls(client: Any) -> None:

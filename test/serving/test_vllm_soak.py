@@ -1,7 +1,7 @@
 """A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
 
 KIMI_K2_SOAK_SECONDS sets how long (30), KIMI_K2_SOAK_RATE the most requests a second (no limit): a long run beside
-other work. With -s a line a minute says what was met and held.
+other work. With -s a line a minute says what was met and held. On a GPU the server runs there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import random
+import subprocess
 import threading
 import time
 import urllib.error
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judge import ROUNDING, Judge, write_slice
+from vllm_server import ON_GPU
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
@@ -47,6 +50,7 @@ class Held:
     files: int  # open files and sockets
     threads: int
     cpu: float  # seconds since they began
+    gpu: int  # bytes of its memory
 
     @classmethod
     def by_children_of(cls, parent: int) -> Held:
@@ -58,10 +62,22 @@ class Held:
             sum(child.num_fds() for child in children),
             sum(child.num_threads() for child in children),
             sum(sum(child.cpu_times()[:2]) for child in children),
+            gpu_memory({child.pid for child in children}) if ON_GPU else 0,
         )
 
     def __str__(self) -> str:
-        return f"{self.resident / 2**20:.1f} MiB, {self.files} files, {self.threads} threads, {self.cpu:.0f} s of CPU"
+        said = f"{self.resident / 2**20:.1f} MiB, {self.files} files, {self.threads} threads, {self.cpu:.0f} s of CPU"
+        return f"{said}, {self.gpu >> 20} MiB of the GPU"
+
+
+def gpu_memory(processes: set[int]) -> int:
+    """Bytes of the GPU that these hold."""
+    asked = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    held = [line.split(",") for line in answer.splitlines()]
+    found = [int(mib) << 20 for pid, mib in held if int(pid) in processes]
+    assert found, f"none of {processes} in {answer!r}"
+    return sum(found)
 
 
 class Pace:
@@ -125,8 +141,7 @@ class Soak:
         count = draw.randint(1, len(wanted))
         with post(f"{self.url}/completions", self.completion(prompt, count)) as answer:
             found = json.load(answer)["choices"][0]["token_ids"]
-        if found != wanted[:count]:
-            self.problems.append(f"wrong tokens: {found} for {wanted[:count]}")
+        self.compare(prompt, wanted[:count], found)
 
     def stream(self, draw: random.Random) -> None:
         prompt, wanted = draw.choice(self.known)
@@ -136,8 +151,11 @@ class Soak:
                 event = line.decode().strip().removeprefix("data: ")
                 if event not in ("", "[DONE]"):
                     found += json.loads(event)["choices"][0]["token_ids"] or []
+        self.compare(prompt, wanted, found)
+
+    def compare(self, prompt: list[int], wanted: list[int], found: list[int]) -> None:
         if found != wanted:
-            self.problems.append(f"wrong tokens in a stream: {found} for {wanted}")
+            self.problems.append(f"wrong tokens after {prompt}: {found} for {wanted}")
 
     def given_up(self, draw: random.Random) -> None:
         prompt, _ = draw.choice(self.known)
@@ -171,6 +189,27 @@ class Soak:
                 self.problems.append(f"{error.code} for {body[:80]!r}")
 
 
+class JudgedSoak(Soak):
+    """Where rounding may choose another token than float32 does: each answer is judged as a whole."""
+
+    def __init__(self, url: str, judge: Judge, until: float) -> None:
+        draw, unknown = random.Random(0), [0] * 64
+        prompts = [[draw.randrange(500) for _ in range(draw.randint(2, LONGEST - 500))] for _ in range(24)]
+        super().__init__(url, [(prompt, unknown) for prompt in prompts], until)
+        self.judge, self.lock, self.largest, self.best, self.judged = judge, threading.Lock(), 0.0, 0, 0
+
+    def compare(self, prompt: list[int], wanted: list[int], found: list[int]) -> None:
+        if len(found) != len(wanted):
+            self.problems.append(f"{len(found)} tokens, not {len(wanted)}")
+        with self.lock:
+            gaps = self.judge.gaps(prompt, found)
+            self.best, self.judged = self.best + int((gaps == 0).sum()), self.judged + len(found)
+            if len(found) >= 16:
+                self.largest = max(self.largest, float(gaps.mean()))
+        if len(found) >= 16 and float(gaps.mean()) > ROUNDING:
+            self.problems.append(f"wrong tokens, {gaps.mean()} below the best: {found} after {prompt}")
+
+
 def references(directory: Path) -> list[tuple[list[int], list[int]]]:
     from kimi_k2.engine.generate import generate
     from kimi_k2.engine.sampler import SamplingParams
@@ -188,15 +227,27 @@ def metric(url: str, name: str) -> float:
 
 
 def test_random_requests(tmp_path: Path) -> None:
-    from scripted import write_random_checkpoint
+    from scripted import write_hf_tokenizer, write_random_checkpoint
     from vllm_server import serving
 
-    write_random_checkpoint(tmp_path / "model")
-    known = references(tmp_path / "model")
-    with serving(tmp_path / "model", tmp_path / "log") as url:
-        Soak(url, known, time.monotonic() + WARM_SECONDS).run()  # allocators, caches of compiled things
+    directory = tmp_path / "model"
+    if ON_GPU:
+        write_slice(directory)
+        write_hf_tokenizer(directory)
+        judge = Judge(directory)
+    else:
+        write_random_checkpoint(directory)
+        known = references(directory)
+
+    with serving(directory, tmp_path / "log") as url:
+
+        def new(seconds: float) -> Soak:
+            until = time.monotonic() + seconds
+            return JudgedSoak(url, judge, until) if ON_GPU else Soak(url, known, until)
+
+        new(WARM_SECONDS).run()  # allocators, caches of compiled things
         before = Held.by_children_of(os.getpid())
-        soak = Soak(url, known, time.monotonic() + SECONDS)
+        soak = new(SECONDS)
         soak.run()
         assert soak.problems == []
         for _ in range(120):
@@ -206,11 +257,16 @@ def test_random_requests(tmp_path: Path) -> None:
         assert metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0
         assert metric(url, "vllm:kv_cache_usage_perc") == 0
         after = Held.by_children_of(os.getpid())
+        print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; before: {before}; after: {after}")
+        if isinstance(soak, JudgedSoak):
+            print(f"{soak.best} of {soak.judged} tokens are float32's best; largest mean gap {soak.largest:.4f}")
         assert after.resident - before.resident < LEAK
+        assert after.gpu - before.gpu < LEAK
         assert after.files - before.files <= FILES
         assert after.threads - before.threads <= THREADS
-        Soak(url, known, time.monotonic()).tokens(random.Random(1))
-    print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; before: {before}; after: {after}")
+        last = new(0)
+        last.tokens(random.Random(1))
+        assert last.problems == []
     assert (
         set(soak.met) == {"tokens", "stream", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or SECONDS < 20
     )

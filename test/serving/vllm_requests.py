@@ -20,24 +20,31 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
-    options = {"max_model_len": 256, "max_num_seqs": 4, **job["options"]}
-    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, **options)
+    options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
+    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
     engine = LLMEngine.from_engine_args(arguments)
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(job["requests"]))
     tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[float]] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
             number, one = waiting.pop(0)
-            sampling = SamplingParams(temperature=0, max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False)
+            sampling = SamplingParams(
+                temperature=0, max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, logprobs=0
+            )
             engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
         for output in engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
+            name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
+            tokens[name] = list(made.token_ids)
+            logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
         step += 1
     from kimi_k2.ops.registry import TABLE
 
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
-    result = {"tokens": [tokens[str(number)] for number in range(len(tokens))], "calls": calls, "steps": step}
+    order = [str(number) for number in range(len(tokens))]
+    result = {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order]}
+    result |= {"calls": calls, "steps": step}
     Path(result_file).write_text(json.dumps(result))
 
 

