@@ -48,7 +48,7 @@ HANGS = 60.0
 # 1,600 steps of up to 33 rows; another row is about 1.4 off.
 MOST_ERROR = 0.15
 # What may be held more after the second half of the time than after the first, everything given back both times.
-LEAK = 128 * 2**20
+LEAK = 256 * 2**20
 Checks = list[tuple[Tensor, Tensor]]
 
 
@@ -86,6 +86,7 @@ class Client:
     """Requests one after the other, each a drawn mix, in a stream and with graphs of its own.
 
     Attributes:
+        chunk: tokens of all sequences in a chunk of their prompts.
         met: how many requests of each kind, prompts and decode steps there were.
     """
 
@@ -93,6 +94,7 @@ class Client:
     known: Known
     draw: random.Random
     stream: torch.cuda.Stream | None
+    chunk: int
     met: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Client:
             self.batch, slots_needed(self.model, prompts, params), sequence_slots(prompts, params)
         )
         self.met["in pages"] += isinstance(cache, PagedCache)
-        chunk = self.draw.choice([CHUNK // self.batch, CHUNK // self.batch, 64, 500])
+        chunk = self.draw.choice([self.chunk // self.batch, self.chunk // self.batch, 64, 500])
         logits = prefill(self.model, prompts, cache, chunk, read=self.generator._prompt)
         if not ends and self.draw.random() < 0.3:
             return
@@ -145,7 +147,8 @@ class Client:
         length = self.length(self.known.longest)
         prompt = torch.randint(0, int(self.known.ids.max()) + 1, (length,)).tolist()
         params = SamplingParams(2, ignore_eos=True)
-        for step in self.generator.stream([prompt] * min(self.batch, 2), params):
+        count = min(self.batch, 2)
+        for step in self.generator.stream([prompt] * count, params, chunk_size=self.chunk // count):
             assert all(token is not None and token >= 0 for token in step.tokens)
             yield []
 
@@ -153,7 +156,8 @@ class Client:
         """Through `stream`, which chooses tokens, and given up there."""
         count = self.draw.randint(1, 20)
         prompts = [self.known.ids[0, : self.length(self.known.length)].tolist() for _ in range(self.batch)]
-        steps = self.generator.stream(prompts, SamplingParams(count, ignore_eos=True))
+        params = SamplingParams(count, ignore_eos=True)
+        steps = self.generator.stream(prompts, params, chunk_size=self.chunk // self.batch)
         for _ in range(self.draw.randint(1, count)):
             assert len(next(steps).tokens) == self.batch
             yield []
@@ -243,7 +247,8 @@ def test_random_requests(model: KimiK2ForCausalLM, known: Known, count: int) -> 
     met: Counter[str] = Counter()
     before, behind = left_behind(), []
     for half in range(2):
-        clients = [Client(model, known, random.Random(10 * half + number), streams[number]) for number in range(count)]
+        seeds = [random.Random(10 * half + number) for number in range(count)]
+        clients = [Client(model, known, *given, CHUNK // count) for given in zip(seeds, streams, strict=True)]
         worst, most = serve(clients, SECONDS / len(CLIENTS) / 2)
         met = sum((client.met for client in clients), met)
         del clients
