@@ -193,7 +193,21 @@ def rowwise() -> dict[str, float]:
     }
 
 
-def experts(rows: int, parallel: bool) -> float:
+def sorted_pairs(pairs: int, rows: int, parallel: bool) -> float:
+    """The order of one launch is that of PyTorch's stable sort; 0.0, or 1.0 if a part differs."""
+    count = 5
+    held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
+    indices = torch.randint(-1, 8, (pairs, 1))
+    found, wanted = (sort(indices, held, count, rows) for sort in (moe_bf16.sort_few, moe_bf16.sort_pairs))
+    same = [torch.equal(getattr(found, name), getattr(wanted, name)) for name in ("local", "pairs", "starts", "counts")]
+    blocks = -(-wanted.counts // rows)
+    of = [found.block_expert[end - number : end] for end, number in zip(found.block_ends, blocks, strict=True)]
+    same += [bool((part == expert).all()) for expert, part in enumerate(of)]
+    same.append(int((found.block_expert < count).sum()) == int(blocks.sum()))
+    return float(not all(same))
+
+
+def experts(rows: int, parallel: bool, most_sorted: int = 1024) -> float:
     """More pairs of an expert than a block's, an expert without any, an invalid pair, a token without a held one."""
     tokens, top_k, count, hidden, inter = 21, 2, 5, 256, 128
     x, scores = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
@@ -202,6 +216,7 @@ def experts(rows: int, parallel: bool) -> float:
     indices[3, 0], indices[:, 1] = -1, 2
     held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
     out = torch.full((tokens, hidden), torch.nan)
+    moe_bf16.MAX_FEW, moe_bf16.MAX_FEW_EACH = most_sorted, 100
     moe_bf16.run(x, indices, scores, out, *weights, held, moe_bf16.Launch(rows, 32, 4, 1))
     wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):
@@ -234,6 +249,11 @@ def main() -> None:
     errors |= absorb(1.0) | absorb(2.5) | absorb(1.0, shared=True)
     errors |= {
         f"experts rows={rows} parallel={p}": experts(rows, p) for rows, p in ((16, False), (16, True), (32, True))
+    }
+    errors["experts sorted by PyTorch"] = experts(16, True, most_sorted=0)
+    errors |= {
+        f"order of {n} pairs, rows={rows} parallel={p}": sorted_pairs(n, rows, p)
+        for n, rows, p in ((1, 16, False), (37, 16, True), (100, 32, False))
     }
     print(json.dumps(errors | add_norm() | rowwise()))
 

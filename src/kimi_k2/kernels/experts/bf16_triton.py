@@ -18,6 +18,37 @@ def pairs_of(block, expert, order, starts, counts, block_ends, ROWS: tl.constexp
 
 
 @triton.jit
+def sort_few(  # type: ignore[no-untyped-def]
+    indices, expert_map, local_out, order, block_expert, starts, counts, block_ends, pairs, known, experts,
+    MAPPED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`Order` of at most PAIRS pairs in one launch; a program an expert, and one for the pairs that are not held.
+
+    An expert's blocks are numbered from its first pair's place on, so a block's number needs no other expert's blocks;
+    numbers in between belong to none.
+    """
+    expert = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    inside = pair < pairs
+    chosen = tl.load(indices + pair, inside, -1).to(tl.int64)
+    valid = inside & (chosen >= 0) & (chosen < known)
+    local = tl.load(expert_map + chosen, valid, -1).to(tl.int32) if MAPPED else chosen.to(tl.int32)
+    local = tl.where(valid & (local >= 0) & (local < experts), local, experts)
+    here = inside & (local == expert)
+    count = tl.sum(here.to(tl.int32), 0)
+    start = tl.sum((inside & (local < expert)).to(tl.int32), 0)
+    rank = tl.cumsum(here.to(tl.int32), 0) - 1
+    blocks = tl.cdiv(count, ROWS)
+    tl.store(local_out + pair, local, here)
+    tl.store(order + start + rank, pair.to(tl.int64), here)
+    tl.store(block_expert + start + rank, tl.where(rank < blocks, expert, experts), here)
+    if expert < experts:
+        tl.store(starts + expert, start)
+        tl.store(counts + expert, count)
+        tl.store(block_ends + expert, start + blocks)
+
+
+@triton.jit
 def gate_up(  # type: ignore[no-untyped-def]
     x, weight, order, block_expert, starts, counts, block_ends, out, top_k, experts,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
