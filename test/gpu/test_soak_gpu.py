@@ -188,9 +188,8 @@ class Client:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes that the process holds of the host's memory, and of the GPU's."""
-    free, total = torch.cuda.mem_get_info() if HOPPER else (0, 0)
-    return psutil.Process().memory_info().rss, total - free
+    """Bytes that the process holds of the host's memory, and through PyTorch's allocator of the GPU's."""
+    return psutil.Process().memory_info().rss, torch.cuda.memory_reserved() if HOPPER else 0
 
 
 def left_behind() -> tuple[int, int]:
