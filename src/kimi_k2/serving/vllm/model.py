@@ -81,6 +81,10 @@ class _Ours:
 
     get_input_embeddings = embed_input_ids  # its name in older versions
 
+    def make_empty_intermediate_tensors(self, *_: Any, **__: Any) -> Any:
+        """vLLM's K2.5 asks for it at start, and calls it under pipeline parallelism, which is `refusal`'s."""
+        raise NotImplementedError("kimi-k2: pipeline parallelism is served by vLLM's own model")
+
     @torch.inference_mode()
     def forward(
         self,

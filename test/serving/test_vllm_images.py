@@ -1,0 +1,94 @@
+"""vLLM's own K2.5 class on a CPU, its vision tower over our text model: the plain model's tokens for images."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_k2.engine.multimodal import MultimodalModel
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+WORKER = Path(__file__).with_name("vllm_images.py")
+NEW_TOKENS = 24
+OURS = "operations are ours, plain ones, since this is a CPU"
+# As published but for the patches of an image, which vLLM's trial run fills with a picture of 3000 x 3000 pixels.
+PROCESSOR = {
+    "in_patch_limit": 400, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": 2,
+    "fixed_output_tokens": None, "patch_limit_on_one_side": 512, "in_patch_limit_each_frame": 100,
+    "in_patch_limit_video": None, "sample_fps": 2.0, "max_num_frames_each_video": None,
+    "temporal_merge_kernel_size": 4, "timestamp_mode": "hh:mm:ss.fff",
+}  # fmt: skip
+
+
+def write_checkpoint(directory: Path, fmt: str) -> None:
+    """Tiny K2.5; the tower's sizes under transformers' names too: vLLM reads those, or takes the defaults."""
+    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2.5"), fmt), seed=4)
+    config = json.loads((directory / "config.json").read_text())
+    tower = config["vision_config"]
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
+        tower[name] = tower[f"vt_{name}"]
+    for name in ("height", "width", "time"):
+        tower[f"pos_emb_{name}"] = tower[f"init_pos_emb_{name}"]
+    config["projection_hidden_size"] = tower["vt_hidden_size"]
+    config["image_token_id"] = config["media_placeholder_token_id"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": PROCESSOR}))
+
+
+def draw_images(directory: Path) -> list[Path]:
+    """Noise of three sizes: upright, wide, and over the limit of patches."""
+    import numpy as np
+    from PIL import Image
+
+    files = []
+    for number, size in enumerate([(60, 90), (200, 30), (400, 420)]):
+        pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+        files.append(directory / f"{number}.png")
+        Image.fromarray(pixels).save(files[-1])
+    return files
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int4"])
+def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path) -> None:
+    """Text alone, one image, three images, and one of them again; all in one batch."""
+    checkpoint = tmp_path / "model"
+    write_checkpoint(checkpoint, fmt)
+    first, second, third = draw_images(tmp_path)
+    model = MultimodalModel.from_pretrained(checkpoint)
+    pad = model.encoder.config.image_token_id
+    requests: list[dict[str, Any]] = []
+    wanted = []
+    for images in ([], [first], [first, second, third], [third]):
+        content = [*({"type": "image", "image": str(path)} for path in images), {"type": "text", "text": "What?"}]
+        prompt = model.prompt([{"role": "user", "content": content}])
+        tokens = model.generate([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True)).token_ids[0]
+        wanted.append({"prompt": list(prompt.ids), "tokens": tokens})
+        # vLLM makes as many of each media token as the image has.
+        short = [
+            token for token, run in itertools.groupby(prompt.ids) for _ in range(1 if token == pad else len(list(run)))
+        ]
+        assert short.count(pad) == len(images)
+        requests.append({"prompt": short, "images": [str(path) for path in images]})
+    job, result = tmp_path / "job.json", tmp_path / "result.json"
+    job.write_text(json.dumps({"dtype": "float32", "new_tokens": NEW_TOKENS, "requests": requests}))
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(checkpoint), str(job), str(result)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert OURS in log
+    assert json.loads(result.read_text()) == wanted

@@ -1,0 +1,39 @@
+"""Run in a process of its own: serve prompts with images by vLLM's K2.5 class; JSON in, JSON out.
+
+Usage: vllm_images.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `new_tokens` and `requests`, each with a
+`prompt` (token ids, one media token an image) and `images` (files).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def main(model: str, job_file: str, result_file: str) -> None:
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(job_file).read_text())
+    limits = {"max_model_len": 512, "max_num_seqs": 4, "limit_mm_per_prompt": {"vision_chunk": 3}}
+    llm = LLM(model=model, dtype=job["dtype"], enforce_eager=True, **limits)
+    prompts = []
+    for one in job["requests"]:
+        prompt = {"prompt_token_ids": one["prompt"]}
+        if one["images"]:
+            chunks = [{"type": "image", "image": Image.open(path), "uuid": None} for path in one["images"]]
+            prompt["multi_modal_data"] = {"vision_chunk": chunks}
+        prompts.append(prompt)
+    sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, sampling)
+    found = [{"prompt": list(one.prompt_token_ids or ()), "tokens": list(one.outputs[0].token_ids)} for one in outputs]
+    Path(result_file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
