@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import environment
@@ -22,26 +21,14 @@ environment.prepare()
 
 import mocked_neuron  # noqa: E402
 import torch  # noqa: E402
-from neuronx_distributed.parallel_layers import parallel_state  # noqa: E402
 from neuronx_distributed_inference.models import image_to_text_model_base  # noqa: E402
+from steps import media_of, run_media  # noqa: E402
 
 from kimi_k2.errors import KimiK2Error  # noqa: E402
 from kimi_k2.vision_config import Grid  # noqa: E402
 
 contrib = environment.contrib
 TEXT, VISION = ["context_encoding_model", "token_generation_model"], ["vision_encoder_model"]
-
-
-class Builder(image_to_text_model_base.ModelBuilder):  # type: ignore[misc]
-    """NxD's ModelBuilder, whose compiler only remembers the graphs; the weights are cut by NxD's own code."""
-
-    def trace(self, **options: Any) -> Any:
-        """Names of the graphs; each has inputs for every bucket and arguments for the compiler."""
-        for container in self.model_collection.values():
-            assert container.example_inputs
-            assert "--model-type=transformer" in container.compiler_args
-        script: Any = torch.jit.script
-        return script(mocked_neuron.Graphs(list(self.model_collection)))
 
 
 def set_bucket(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -54,9 +41,7 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     """`torch.jit.load` of one of the two models: the same on the CPU, waiting for its weights."""
     graphs = torch_jit_load(path)()
     config = contrib("image_to_text").KimiK25InferenceConfig.load(str(Path(path).parents[1]))
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", world_size=1, rank=0)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
+    mocked_neuron.one_rank()
     if graphs == VISION:
         model = contrib("image_to_text").make_graph(config).eval()
     else:
@@ -66,13 +51,7 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
         model = contrib("modeling_kimi_k25").NeuronKimiK25TextModel(config.text_config).eval()
         model.register_forward_pre_hook(set_bucket)
 
-    def initialize(weights: list[dict[str, Any]], start_rank: Any) -> None:
-        (own,) = weights
-        absent, unknown = model.load_state_dict(own, strict=False)
-        assert not unknown, unknown
-        assert all(name.startswith("kv_mgr.") for name in absent), absent
-
-    object.__setattr__(model, "nxd_model", SimpleNamespace(initialize=initialize, forward=lambda inputs: None))
+    mocked_neuron.take_weights(model)
     return model
 
 
@@ -90,7 +69,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     work = Path(job["output"]).parent
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{work}/neuronx/"
-    image_to_text_model_base.ModelBuilder = Builder
+    image_to_text_model_base.ModelBuilder = mocked_neuron.sharding_builder(image_to_text_model_base.ModelBuilder)
     setattr(torch.jit, "load", load_on_cpu)  # noqa: B010 - its signature is narrower than torch's
     module, configs = contrib("image_to_text"), contrib("config")
     options = {"torch_dtype": torch.float32, "save_sharded_checkpoint": True, "skip_warmup": True}
@@ -98,21 +77,12 @@ def main() -> None:
     tower = module.KimiK25VisionNeuronConfig(vision_buckets=job["buckets"], tp_degree=1, **options)
     config = module.KimiK25InferenceConfig(text, tower, load_config=configs.load_kimi_config(job["checkpoint"]))
     compiled = str(work / "compiled")
-    del os.environ["NXD_CPU_MODE"]  # sharding makes process groups as for a device
     module.NeuronKimiK25ForImageToText(job["checkpoint"], config).compile(compiled)
-    os.environ["NXD_CPU_MODE"] = "1"
 
     app = module.NeuronKimiK25ForImageToText(compiled)
     app.load(compiled)
     case = torch.load(job["case"])
-    media = [[(pixels, Grid(*grid)) for pixels, grid in own] for own in case["media"]]
-    logits = [app.prefill(case["prompts"], media).logits[:, -1]]
-    lengths = torch.tensor([len(prompt) for prompt in case["prompts"]])
-    for step in range(len(case["forced"][0])):
-        at = lengths + step
-        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
-        tokens = torch.tensor([[row[step]] for row in case["forced"]])
-        logits.append(app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None]).logits[:, -1])
+    media, logits = media_of(case), run_media(app, case)
     only_text = app.prefill(case["text"], [[] for _ in case["text"]]).logits[:, -1]
     large = Grid(1, 40, 40)
     errors = {
@@ -122,7 +92,7 @@ def main() -> None:
         "tokens": message_of(lambda: app.prefill([[*case["prompts"][1], 7], *case["prompts"][1:]], [[], *media[1:]])),
     }
     files = sorted(str(path.relative_to(compiled)) for path in Path(compiled).rglob("*") if path.is_file())
-    torch.save({"logits": torch.stack(logits), "text": only_text, "errors": errors, "files": files}, job["output"])
+    torch.save({"logits": logits, "text": only_text, "errors": errors, "files": files}, job["output"])
 
 
 torch_jit_load: Any = torch.jit.load

@@ -11,6 +11,7 @@ device.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,25 +59,41 @@ class RecordingBuilder:
         raise AssertionError("the weights are pre-sharded; nothing is left to shard at load")
 
 
-def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
-    """`torch.jit.load` of a compiled model: the same model on the CPU, waiting for its weights."""
-    graphs = _torch_jit_load(path)()
-    assert graphs == ["context_encoding_model", "token_generation_model"], graphs
+def sharding_builder(builder: Any) -> Any:
+    """NxD's ModelBuilder, whose compiler only remembers the graphs; the weights are cut by NxD's own code."""
+
+    class Builder(builder):  # type: ignore[misc]
+        def trace(self, **options: Any) -> Any:
+            """Names of the graphs; each has inputs for every bucket and arguments for the compiler."""
+            for container in self.model_collection.values():
+                assert container.example_inputs
+                assert "--model-type=transformer" in container.compiler_args
+            script: Any = torch.jit.script
+            return script(Graphs(list(self.model_collection)))
+
+        def shard_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+            """Sharding makes process groups as for a device."""
+            cpu_mode = os.environ.pop("NXD_CPU_MODE", None)
+            try:
+                return super().shard_checkpoint(*arguments, **options)
+            finally:
+                if cpu_mode is not None:
+                    os.environ["NXD_CPU_MODE"] = cpu_mode
+
+    return Builder
+
+
+def one_rank() -> None:
+    """The process group of a device with one rank, where there is none yet."""
     from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel
 
-    config = contrib.load("config").KimiK2InferenceConfig.load(str(Path(path).parent))
-    config.neuron_config.on_cpu = True
-    contrib.load("patches").apply_cpu_mode(config.neuron_config)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", world_size=1, rank=0)
         initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
-    model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(config).eval()
-    if config.neuron_config.torch_dtype == torch.bfloat16:
-        model.bfloat16()
-    # NxDI casts what it loaded (`self.to(torch_dtype)`), which on a device holds no weights.
-    object.__setattr__(model, "_apply", lambda *_, **__: model)
-    if config.neuron_config.tensor_capture_config is not None:
-        contrib.load("capture").capture_in_cpu_mode([model], config.neuron_config.tensor_capture_config)
+
+
+def take_weights(model: nn.Module) -> None:
+    """Give a model a traced one's `nxd_model`: it takes the weights that NxDI hands over, all but the caches."""
 
     def initialize(weights: list[dict[str, Any]], start_rank: Any) -> None:
         (own,) = weights
@@ -86,15 +103,34 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
 
     # `forward` is what NxDI warms a device up with.
     object.__setattr__(model, "nxd_model", SimpleNamespace(initialize=initialize, forward=lambda inputs: None))
+
+
+def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
+    """`torch.jit.load` of a compiled model: the same model on the CPU, waiting for its weights."""
+    graphs = _torch_jit_load(path)()
+    assert graphs == ["context_encoding_model", "token_generation_model"], graphs
+    config = contrib.load("config").KimiK2InferenceConfig.load(str(Path(path).parent))
+    config.neuron_config.on_cpu = True
+    contrib.load("patches").apply_cpu_mode(config.neuron_config)
+    one_rank()
+    model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(config).eval()
+    if config.neuron_config.torch_dtype == torch.bfloat16:
+        model.bfloat16()
+    # NxDI casts what it loaded (`self.to(torch_dtype)`), which on a device holds no weights.
+    object.__setattr__(model, "_apply", lambda *_, **__: model)
+    if config.neuron_config.tensor_capture_config is not None:
+        contrib.load("capture").capture_in_cpu_mode([model], config.neuron_config.tensor_capture_config)
+    take_weights(model)
     return model
 
 
 def install() -> None:
     """Put the mocks in place; before NxDI is used."""
     cpu.prepare()
-    from neuronx_distributed_inference.models import application_base
+    from neuronx_distributed_inference.models import application_base, image_to_text_model_base
 
     application_base.ModelBuilder = RecordingBuilder
+    image_to_text_model_base.ModelBuilder = sharding_builder(image_to_text_model_base.ModelBuilder)
     setattr(torch.jit, "load", load_on_cpu)  # noqa: B010 - its signature is narrower than torch's
 
 

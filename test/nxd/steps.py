@@ -7,6 +7,8 @@ from typing import Any
 import environment
 import torch
 
+from kimi_k2.vision_config import Grid
+
 
 def application(job: dict[str, Any], on_cpu: bool, dtype: str) -> Any:
     """The job's NeuronKimiK2ForCausalLM, not loaded; `dtype` where its neuron config names none."""
@@ -57,14 +59,32 @@ def run(
             )
             rows[row] = out.logits[0, -1]
         logits = [torch.stack([rows[row] for row in sorted(rows)])]
+    return torch.stack([*logits, *forced_steps(app, lengths, forced, **more)])
+
+
+def forced_steps(app: Any, lengths: torch.Tensor, forced: list[list[int]], **more: torch.Tensor) -> list[torch.Tensor]:
+    """Logits [B, vocab] of each forced token after sequences of these lengths; `more` goes to every call."""
+    logits = []
     for step in range(len(forced[0])):
         at = lengths + step
-        total = int(at.max()) + 1
-        mask = (torch.arange(total) < at[:, None]).to(torch.int32)
+        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
         tokens = torch.tensor([[row[step]] for row in forced])
         out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None], **more)
         logits.append(out.logits[:, -1])
-    return torch.stack(logits)
+    return logits
+
+
+def media_of(case: dict[str, Any]) -> list[list[tuple[torch.Tensor, Grid]]]:
+    """Pixels and grids of each prompt of a saved case."""
+    return [[(pixels, Grid(*grid)) for pixels, grid in own] for own in case["media"]]
+
+
+@torch.inference_mode()
+def run_media(app: Any, case: dict[str, Any]) -> torch.Tensor:
+    """Logits [steps, B, vocab] of prompts with media and of each forced token."""
+    first = app.prefill(case["prompts"], media_of(case)).logits[:, -1]
+    lengths = torch.tensor([len(prompt) for prompt in case["prompts"]])
+    return torch.stack([first, *forced_steps(app, lengths, case["forced"])])
 
 
 @torch.inference_mode()

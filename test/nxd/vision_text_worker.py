@@ -11,8 +11,7 @@ import environment
 environment.prepare()
 
 import torch  # noqa: E402
-
-from kimi_k2.vision_config import Grid  # noqa: E402
+from steps import run_media  # noqa: E402
 
 
 def main() -> None:
@@ -27,16 +26,9 @@ def main() -> None:
     app.to_cpu()
     app.load_vision([vision.VisionBucket(*bucket) for bucket in job["buckets"]])
     case = torch.load(job["case"])
-    media = [[(pixels, Grid(*grid)) for pixels, grid in own] for own in case["media"]]
-    logits = [app.prefill(case["prompts"], media).logits[:, -1]]
-    lengths = torch.tensor([len(prompt) for prompt in case["prompts"]])
-    for step in range(len(case["forced"][0])):
-        at = lengths + step
-        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
-        tokens = torch.tensor([[row[step]] for row in case["forced"]])
-        logits.append(app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None]).logits[:, -1])
+    logits = run_media(app, case)
     if torch.distributed.get_rank() == 0:
-        torch.save(torch.stack(logits), job["output"])
+        torch.save(logits, job["output"])
     torch.distributed.barrier()
 
 
