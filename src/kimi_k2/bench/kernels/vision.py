@@ -46,10 +46,11 @@ def transformers_model(attention: str, dtype: torch.dtype = torch.bfloat16, devi
     text = {"model_type": "deepseek_v3", "hidden_size": 7168}
     config = kimi_k25.Kimi_K25Config(text_config=text)
     try:
-        tower = kimi_k25.Kimi_K25VisionModel._from_config(config.vision_config, attn_implementation=attention)
+        with torch.device(device):
+            tower = kimi_k25.Kimi_K25VisionModel._from_config(config.vision_config, attn_implementation=attention)
+            projector = Kimi_K25MultimodalProjection(config)
     except (ImportError, ValueError):
         return None
-    projector = Kimi_K25MultimodalProjection(config)
     tower, projector = tower.to(device, dtype).eval(), projector.to(device, dtype).eval()
 
     def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
