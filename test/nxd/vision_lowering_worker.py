@@ -23,6 +23,7 @@ from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, without_nki  # noqa: E402
 from kimi_k2.plan.deployment import Deployment  # noqa: E402
 from kimi_k2.plan.hlo import count  # noqa: E402
+from kimi_k2.plan.liveness import peak_live_bytes  # noqa: E402
 
 
 def lower_text(name: str, layers: int) -> None:
@@ -64,7 +65,8 @@ def main() -> None:
     for one, times in counts.collectives.items():
         kinds[f"{one.kind} {one.ranks}"] += times
     held = sum(size for name, size in counts.held.items() if not name.startswith("input."))
-    print("COUNTS " + json.dumps({"flops": counts.flops, "held": held, "kinds": kinds}))
+    live = peak_live_bytes(graph.hlo).nbytes
+    print("COUNTS " + json.dumps({"flops": counts.flops, "held": held, "kinds": kinds, "live": live}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.compile import build_application
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.cost import decode_counts
 from kimi_k2.plan.deployment import (
+    CONFIGS,
     CONTEXT_ENCODING,
     STAGES,
     TOKEN_GENERATION,
@@ -190,3 +193,31 @@ def test_prefill_calls_no_nki_kernel(name: str) -> None:
     """Without one of two options, which the model refuses, NxD 2.29 calls a kernel that raises NotImplementedError."""
     neuron = Deployment.load(name).neuron_config
     assert neuron.blockwise_matmul_config.use_torch_block_wise
+
+
+def test_a_preset_with_images(tmp_path: Path) -> None:
+    """Its plan has the tower's weights and arrays; what the tower cannot be cut into is named."""
+    config, name = KimiK2Config.from_preset("kimi-k2.5"), "trn2-tp64-ep1-images"
+    target = load_target(name, config)
+    memory, text = (memory_plan(config, one) for one in (target, replace(target, tower_ranks=None, tower_buckets=())))
+    assert memory.scratch is not None and text.scratch is not None
+    assert memory.parts == text.parts
+    assert memory.scratch.tower > 0 == text.scratch.tower
+    # Scores of 4,096 patches by one head: two arrays of them and two of the images' numbers, float32.
+    assert memory.scratch.tower == int(1.1 * (4 * 4096**2 * 4 + 2 * 4096 * 1152 * 2))
+    largest = replace(target, tower_buckets=((16384, 1),))
+    assert memory_plan(config, largest).needed > memory.needed
+    preset = (CONFIGS / f"{name}.yaml").read_text()
+    for found, instead, message in (
+        ("tp_degree: 16", "tp_degree: 32", "32 ranks cannot share the tower"),
+        ("tp_degree: 16", "tp_degree: 128", "expected at most 64"),
+        ("[256, 1]", "[250, 1]", "expected a multiple of 4 patches"),
+        ("[256, 1]", "[256, 5]", "in up to 4 frames"),
+        ("[256, 1]", "[0, 1]", "vision.buckets"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_target(read(preset.replace(found, instead), tmp_path), config)
+    with pytest.raises(ConfigError, match="expected none on h200"):
+        read(GPU + "vision: {tp_degree: 1, buckets: [[256, 1]]}", tmp_path)
+    with pytest.raises(ConfigError, match="takes no images"):
+        build_application(Deployment.load(name), KimiK2Config.from_preset("kimi-k2-instruct"), "kimi-k2-instruct")

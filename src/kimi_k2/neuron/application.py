@@ -55,7 +55,7 @@ def cpu_deployment(
     """A preset brought down to CPU mode, on the ranks that torchrun started.
 
     Kept are its experts' format and NKI kernels (on the emulator), expert parallelism, and flash decoding where there
-    are ranks to split the cache over.
+    are ranks to split the cache over. Left out is a vision tower: this takes text alone.
 
     Args:
         preset: what is brought down.
@@ -93,6 +93,7 @@ def cpu_deployment(
     changed = {
         "tp_degree": ranks, "moe_tp_degree": ranks // ep, "moe_ep_degree": ep, "torch_dtype": dtype,
         "batch_size": batch_size, "seq_len": length, "max_context_length": length, "neuron_config": options,
+        "vision": None,
     }  # fmt: skip
     return preset.model_copy(update=changed)
 
@@ -140,8 +141,12 @@ class NeuronApplication:
 
         Raises:
             NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
-            ConfigError: `compiled` holds no compiled model.
+            ConfigError: `compiled` holds no compiled model, or the preset's graphs take images.
         """
+        if preset.vision is not None:
+            raise ConfigError(
+                f"expected none: {preset.name} takes images, which `build_application` runs from Python", field="vision"
+            )
         if absent := contrib.missing():
             raise contrib.NeuronUnavailableError(
                 f"the neuron backend needs the Neuron SDK, or NxD's source for CPU mode; missing: {', '.join(absent)}"

@@ -1,4 +1,4 @@
-"""Compiles NeuronKimiK2ForCausalLM for a preset, or lowers its graphs to HLO text where there is no compiler."""
+"""Compiles the NxDI class of a preset (text, or images too), or lowers its graphs where there is no compiler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.against_hlo import MANIFEST
-from kimi_k2.plan.deployment import STAGES, Deployment
+from kimi_k2.plan.deployment import STAGES, VISION_ENCODER, Deployment
 from kimi_k2.plan.hlo import GraphCounts, count
 from kimi_k2.plan.liveness import peak_live_bytes
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
 from kimi_k2.plan.roofline import roofline
-from kimi_k2.plan.target import GIB, make_target
+from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS
@@ -82,13 +83,16 @@ def check_sdk() -> None:
 
 
 def build_application(preset: Deployment, config: KimiK2Config, model: str, **overrides: Any) -> Any:
-    """NeuronKimiK2ForCausalLM for a preset; no weights are read.
+    """NeuronKimiK2ForCausalLM for a preset, NeuronKimiK25ForImageToText where it has a tower; no weights are read.
 
     Raises:
         NeuronUnavailableError: NxD is not importable.
+        ConfigError: the preset has a vision tower and the model none.
     """
     import torch
 
+    if preset.vision is not None:
+        check_vision(preset.vision, config)
     config_module = contrib.load("config")
     experts = expert_formats()[preset.experts].for_layout(config, preset.layout(config))
     options = {**preset.neuron_arguments(), **experts.neuron_options(), **overrides}
@@ -96,7 +100,16 @@ def build_application(preset: Deployment, config: KimiK2Config, model: str, **ov
     arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
     neuron = config_module.KimiK2NeuronConfig(compiler_args=arguments, **options)
     source = model if Path(model).exists() else config
-    inference = config_module.KimiK2InferenceConfig(neuron, load_config=config_module.load_kimi_config(source))
+    load = config_module.load_kimi_config(source)
+    if preset.vision is not None:
+        media = contrib.load("image_to_text")
+        tower = media.KimiK25VisionNeuronConfig(
+            vision_buckets=preset.vision.buckets,
+            tp_degree=preset.vision.tp_degree,
+            **{name: options[name] for name in ("torch_dtype", "logical_nc_config", "save_sharded_checkpoint")},
+        )
+        return media.NeuronKimiK25ForImageToText(model, media.KimiK25InferenceConfig(neuron, tower, load_config=load))
+    inference = config_module.KimiK2InferenceConfig(neuron, load_config=load)
     return contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(model, inference)
 
 
@@ -105,21 +118,39 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
     config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config)
     app = build_application(preset, config, model, **without_nki(preset))
-    lowering = contrib.load("lowering")
-    jobs = [(stage, bucket) for stage in STAGES for bucket in lowering.buckets(app, stage)]
-    for number, (stage, bucket) in enumerate(jobs, start=1):
-        name = f"{stage}_{bucket}.hlo.txt"
+    jobs = _lowering_jobs(preset, config, app)
+    for number, (name, facts, lower) in enumerate(jobs, start=1):
         if manifest.has(name):
             say(f"[{number}/{len(jobs)}] {name}: kept")
             continue
         start = time.monotonic()
-        graph = lowering.lower(app, stage, bucket)
+        graph = lower()
         _write(out / name, graph.hlo)
         counts = count(graph.hlo, graph.parameters)
         live = peak_live_bytes(graph.hlo).nbytes
-        manifest.add(name, {"stage": stage, "bucket": bucket, "peak_live_bytes": live, **summary(counts)})
+        manifest.add(name, {**facts, "peak_live_bytes": live, **summary(counts)})
         seconds, moved = time.monotonic() - start, counts.memory_bytes / 1e9
         say(f"[{number}/{len(jobs)}] {name}: {seconds:.0f} s, {moved:.2f} GB through memory")
+
+
+def _lowering_jobs(
+    preset: Deployment, config: KimiK2Config, app: Any
+) -> list[tuple[str, dict[str, Any], Callable[[], Any]]]:
+    """File, facts for the manifest and lowering of each graph: the text model's, then the tower's."""
+    lowering = contrib.load("lowering")
+    jobs: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
+        (f"{stage}_{bucket}.hlo.txt", {"stage": stage, "bucket": bucket}, partial(lowering.lower, app, stage, bucket))
+        for stage in STAGES
+        for bucket in lowering.buckets(app, stage)
+    ]
+    if preset.vision is None:
+        return jobs
+    tower, media = contrib.load("vision_lowering"), app.vision_config.neuron_config
+    for bucket in media.graphs():
+        facts = {"stage": VISION_ENCODER, "bucket": bucket.patches, "frames": bucket.frames}
+        lower = partial(tower.lower_vision, config, bucket, media.tp_degree, media.torch_dtype)
+        jobs.append((f"{VISION_ENCODER}_{bucket.patches}x{bucket.frames}.hlo.txt", facts, lower))
+    return jobs
 
 
 def without_nki(preset: Deployment) -> dict[str, Any]:

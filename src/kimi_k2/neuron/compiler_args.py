@@ -60,5 +60,8 @@ def runtime_environment(logical_nc_config: int) -> dict[str, str]:
 def compile_digest(deployment: Deployment) -> str:
     """Changes when anything that compilation depends on does."""
     arguments = {stage: compiler_args(deployment, stage) for stage in STAGES}
-    content = [deployment.model_dump(), arguments, environment(deployment)]
+    # Text deployments keep the digest that they had before there were others.
+    content = [
+        deployment.model_dump(exclude=None if deployment.vision else {"vision"}), arguments, environment(deployment)
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -10,9 +10,10 @@ from typing import Any
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.deployment import CONTEXT_ENCODING
+from kimi_k2.plan.deployment import CONTEXT_ENCODING, VISION_ENCODER
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.target import Target
+from kimi_k2.plan.vision import tower_rank_bytes, tower_rank_flops
 from kimi_k2.sharding.plan import make_plan
 
 MANIFEST = "compile.json"  # beside manifest.json, which is the converted weights'
@@ -52,6 +53,9 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
     for graph in artifacts:
         if "weight_bytes_read" not in graph:
             continue
+        if graph["stage"] == VISION_ENCODER:
+            rows.append(_tower_row(config, target, graph))
+            continue
         bucket, prefill = graph["bucket"], graph["stage"] == CONTEXT_ENCODING
         planned = (
             prefill_counts(config, replace(target, prompt=bucket), sharding)
@@ -67,6 +71,25 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
     if not rows:
         raise ConfigError("no lowered graphs in it", field="artifacts", file=path)
     return rows
+
+
+def _tower_row(config: KimiK2Config, target: Target, graph: dict[str, Any]) -> GraphRow:
+    """Of the tower every weight and input is read once; each block and the projector end in all-reduces."""
+    ranks, patches, frames = target.tower_ranks or 1, graph["bucket"], graph["frames"]
+    vision = config.vision
+    assert vision is not None
+    # Pixels in BF16; in four bytes a value positions, angles, the image's number and the frame's share.
+    inputs = patches * (2 * 3 * vision.patch_size**2 + 4 * (vision.hidden_size + vision.head_dim + 2))
+    planned = tower_rank_bytes(config, ranks, neuron=True) + inputs
+    reduced = {("all-reduce", ranks): 2 * vision.num_hidden_layers + 1}
+    counted: dict[tuple[str, int], int] = {}
+    for one in graph["collectives"]:
+        key = one["kind"], one["ranks"]
+        counted[key] = counted.get(key, 0) + one["times"]
+    return GraphRow(
+        graph["stage"], patches, graph["weight_bytes_read"], planned, graph["flops"],
+        tower_rank_flops(config, patches, frames, ranks), counted == reduced,
+    )  # fmt: skip
 
 
 def _counted(graph: dict[str, Any]) -> dict[tuple[str, int, int], int]:

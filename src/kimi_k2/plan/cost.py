@@ -57,6 +57,8 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
     rewritten = target.is_neuron and (target.prompt < target.context or target.reserved_slots > 0)
     counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
+    if target.tower_buckets:  # a row for every token, an image's or none
+        counts.read["rows of images"] = tokens * config.hidden_size * BF16
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
     counts.flops += _expert_flops(config, target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.

@@ -1,7 +1,7 @@
 """Deployments: one YAML file of configs/ for each way to run the model, on Trainium and on GPUs, in one schema.
 
-Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `environment` and
-`compiler_args`.
+Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `environment`,
+`compiler_args` and `vision`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -22,6 +22,7 @@ from kimi_k2.sharding.layout import Layout
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
+VISION_ENCODER = "vision_encoder_model"
 InstanceName = Literal["trn2.48xlarge", "h200"]
 NkiKernel = Literal["router", "attention", "experts"]
 
@@ -89,6 +90,18 @@ class NeuronOptions(_Part):
     nki_kernels: tuple[NkiKernel, ...] = ()
 
 
+class VisionOptions(_Part):
+    """The vision tower of an image-to-text deployment on Trainium.
+
+    Attributes:
+        tp_degree: ranks that share the tower; a divisor of its heads.
+        buckets: patches and frames of each compiled graph; 1 frame for images, the tower's `pos_emb_time` for video.
+    """
+
+    tp_degree: PositiveInt
+    buckets: Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], Field(min_length=1)]
+
+
 class Deployment(_Part):
     """How a model is run: where, over how many ranks, in which formats, for which lengths.
 
@@ -106,6 +119,7 @@ class Deployment(_Part):
         neuron_config: NxDI's further options (Trainium only).
         environment: variables of the process, added to those that every Trainium process needs.
         compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compiler_args`.
+        vision: the tower's graphs, compiled with the text model's (Trainium only); None for text alone.
     """
 
     name: str
@@ -121,6 +135,7 @@ class Deployment(_Part):
     neuron_config: NeuronOptions = NeuronOptions()
     environment: dict[str, str] = {}
     compiler_args: dict[Literal["context_encoding_model", "token_generation_model"], tuple[str, ...]] = {}
+    vision: VisionOptions | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -131,13 +146,17 @@ class Deployment(_Part):
             raise ConfigError(f"expected at most {most} on {self.instance}, got {self.tp_degree}", field="tp_degree")
         if self.max_context_length > self.seq_len:
             raise ConfigError(f"expected at most seq_len ({self.seq_len})", field="max_context_length")
-        for field in ("neuron_config", "environment", "compiler_args"):
+        for field in ("neuron_config", "environment", "compiler_args", "vision"):
             if target != "neuron" and field in self.model_fields_set:
                 raise ConfigError(f"expected none on {self.instance}", field=field)
         if self.tp_degree % self.cache_ranks:
             raise ConfigError(
                 f"expected a divisor of tp_degree ({self.tp_degree}), got {self.cache_ranks}",
                 field="neuron_config.num_cores_per_group",
+            )
+        if self.vision and self.vision.tp_degree > self.tp_degree:
+            raise ConfigError(
+                f"expected at most {self.tp_degree}, got {self.vision.tp_degree}", field="vision.tp_degree"
             )
         Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts)  # refuses a format of the other target
         held = expert_formats().get(self.experts)

@@ -153,7 +153,7 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     plan = plan or make_plan(config, target.layout)
     parts = weight_parts(plan)
     parts |= arrangement_terms(config, target, parts)
-    parts[TOWER] = tower_rank_bytes(config, target.layout.ranks, target.is_neuron)
+    parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
     parts["KV cache"] = cache_bytes(config, target)
     if target.is_neuron:
         parts["runtime micro-code"] = MICROCODE_BYTES

@@ -137,13 +137,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def _scratch_rows(scratch: dict[str, Any] | None) -> list[tuple[str, int]]:
-    """Scratch by source; prefill and decode graph share what they need."""
+    """Scratch by source; the graphs share what they need."""
     if scratch is None:
         return []
     return [
         ("scratch, fixed (reported for the K2.5 port)", scratch["fixed"]),
         ("scratch, live arrays of prefill (modelled)", scratch["prefill"]),
         ("scratch, live arrays of decode (modelled)", scratch["decode"]),
+        *([("scratch, live arrays of the tower (modelled)", scratch["tower"])] if scratch["tower"] else []),
     ]
 
 

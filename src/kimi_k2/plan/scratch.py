@@ -44,25 +44,47 @@ class Scratch:
 
     Attributes:
         fixed: reported for another implementation, see the module's text.
-        prefill, decode: arrays alive at once in our graphs, modelled. The runtime shares scratch between graphs.
+        prefill, decode, tower: arrays alive at once in our graphs, modelled; 0 without graphs of the tower. The runtime
+            shares scratch between graphs.
         reported: what that other implementation needs at this context.
     """
 
     fixed: int
     prefill: int
     decode: int
+    tower: int
     reported: Reported
 
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.fixed + max(self.prefill, self.decode)
+        return self.fixed + max(self.prefill, self.decode, self.tower)
 
 
 def make_scratch(config: KimiK2Config, target: Target) -> Scratch:
     """The scratch of a Trainium target."""
     fixed = int(REPORTED_SCRATCH_GIB[0][1] * GIB)
-    return Scratch(fixed, *live_bytes(config, target), reported_scratch(target.context))
+    return Scratch(
+        fixed, *live_bytes(config, target), tower_live_bytes(config, target), reported_scratch(target.context)
+    )
+
+
+def tower_live_bytes(config: KimiK2Config, target: Target) -> int:
+    """The same for the largest graph of the vision tower, 0 without one: in attention, feed-forward or projector."""
+    vision, ranks = config.vision, target.tower_ranks
+    if vision is None or ranks is None:
+        return 0
+    width, fed = vision.hidden_size, vision.intermediate_size // ranks
+    heads, most = vision.num_attention_heads // ranks, 0
+    for patches, frames in target.tower_buckets:
+        stream, tokens = patches * width * BF16, patches // (frames * vision.merged_size // width)
+        # Scores before and after a step, and twice what tells images apart, all float32.
+        attention = 2 * stream + (2 * heads + 2) * patches**2 * FLOAT32
+        feed_forward = 4 * stream + 2 * patches * fed * BF16  # sums over ranks are float32
+        # The projector's second matrix is transposed.
+        projector = (vision.merged_size // ranks + tokens) * config.hidden_size * BF16 + patches * width * FLOAT32
+        most = max(most, attention, feed_forward, projector)
+    return int(SMALL_ARRAYS * most)
 
 
 def live_bytes(config: KimiK2Config, target: Target) -> tuple[int, int]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.deployment import Deployment, VisionOptions
 from kimi_k2.plan.instance import GIB, Memory
 from kimi_k2.plan.roofline import Machine
+from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.layout import Layout
 
 __all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
@@ -70,6 +71,8 @@ class Target:
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
         kernels: operations of decode that run as NKI kernels of ours.
+        tower_ranks: ranks that share the vision tower; None for as many as can.
+        tower_buckets: patches and frames of each compiled graph of the tower.
     """
 
     name: str
@@ -85,6 +88,8 @@ class Target:
     cache_ranks: int = 1
     reserved_slots: int = 0
     kernels: tuple[str, ...] = ()
+    tower_ranks: int | None = None
+    tower_buckets: tuple[tuple[int, int], ...] = ()
 
     @property
     def prefill_sequences(self) -> int:
@@ -112,13 +117,17 @@ class Target:
 
 
 def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
-    """What the planner computes from, of a deployment.
+    """What the planner computes from, of a deployment; of a model without a tower, its text alone.
 
     Raises:
-        ConfigError: it is not for LNC=2, of which alone the memory and rates are known here.
+        ConfigError: it is not for LNC=2, of which alone the memory and rates are known here, or the model's tower has
+            no such ranks or buckets.
     """
     if deployment.neuron_config.logical_nc_config != 2:
         raise ConfigError("expected 2: two ranks share a bank at LNC=1", field="neuron_config.logical_nc_config")
+    images = deployment.vision if config.vision else None
+    if images is not None:
+        check_vision(images, config)
     neuron, options = deployment.hardware.target == "neuron", deployment.neuron_config
     reserved = options.flash_decoding_enabled or options.is_continuous_batching
     return Target(
@@ -134,7 +143,30 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
         kernels=options.nki_kernels,
+        tower_ranks=images.tp_degree if images else None,
+        tower_buckets=images.buckets if images else (),
     )
+
+
+def check_vision(options: VisionOptions, config: KimiK2Config) -> None:
+    """Whether the tower of a model can be compiled so.
+
+    Raises:
+        ConfigError: the model has no tower, the ranks cannot share it, or a bucket is none of whole tokens.
+    """
+    vision = config.vision
+    if vision is None:
+        raise ConfigError("expected none: the model takes no images", field="vision")
+    if tower_ranks(config, options.tp_degree) != options.tp_degree:
+        raise ConfigError(f"{options.tp_degree} ranks cannot share the tower", field="vision.tp_degree")
+    for patches, frames in options.buckets:
+        rows, columns = vision.merge_kernel_size
+        if frames > vision.pos_emb_time or patches % (frames * rows * columns):
+            raise ConfigError(
+                f"expected a multiple of {frames * rows * columns} patches in up to {vision.pos_emb_time} frames,"
+                f" got {patches} in {frames}",
+                field="vision.buckets",
+            )
 
 
 def load_target(name: str, config: KimiK2Config) -> Target:

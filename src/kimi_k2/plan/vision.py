@@ -74,16 +74,25 @@ def image_cost(config: KimiK2Config, grid: Grid) -> ImageCost:
     vision = config.vision
     assert vision is not None
     vision.check_grid(grid)
-    tokens, width = grid.tokens(vision.merge_kernel_size), vision.hidden_size
-    flops = 2 * grid.patches * width * 3 * vision.patch_size**2 + vision.num_hidden_layers * layer_flops(vision, grid)
-    flops += 2 * tokens * vision.merged_size * (vision.merged_size + config.hidden_size)
-    fed = 2 * width + 2 * vision.intermediate_size  # residual, normed, and before and after the GELU
-    return ImageCost(grid, tokens, flops, grid.patches * fed * _BF16)
+    fed = 2 * vision.hidden_size + 2 * vision.intermediate_size  # residual, normed, and before and after the GELU
+    flops = tower_rank_flops(config, grid.patches, grid.frames, 1)
+    return ImageCost(grid, grid.tokens(vision.merge_kernel_size), flops, grid.patches * fed * _BF16)
 
 
-def layer_flops(vision: VisionConfig, grid: Grid) -> int:
+def tower_rank_flops(config: KimiK2Config, patches: int, frames: int, ranks: int) -> int:
+    """Of one compiled graph on one of `ranks`, which share all but the patches' embedding."""
+    vision = config.vision
+    assert vision is not None
+    width, merged = vision.hidden_size, vision.merged_size
+    tokens = patches // (frames * merged // width)
+    shared = vision.num_hidden_layers * layer_flops(vision, patches)
+    shared += 2 * tokens * merged * (merged + config.hidden_size)
+    return shared // ranks + 2 * patches * width * 3 * vision.patch_size**2
+
+
+def layer_flops(vision: VisionConfig, patches: int) -> int:
     """One encoder block: four projections of the attention, its two products, and the feed-forward."""
-    width, patches = vision.hidden_size, grid.patches
+    width = vision.hidden_size
     weights = 4 * width**2 + 2 * width * vision.intermediate_size
     return 2 * patches * weights + 4 * patches**2 * width
 

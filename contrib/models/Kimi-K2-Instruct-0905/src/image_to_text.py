@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from neuronx_distributed_inference.models.model_wrapper import (
     EncoderModelInstance,
     ModelWrapper,
 )
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, MediaError
+from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.vision_config import Grid
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
@@ -253,6 +256,31 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             pre_shard_weights_hook(self)
         if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
             preshard(self.config._name_or_path or self.model_path, compiled_model_path, neuron)
+
+    def load_weights(
+        self,
+        text_compiled_model_path: str,
+        vision_compiled_model_path: str,
+        start_rank_id: int | None = None,
+        local_ranks_size: int | None = None,
+    ) -> None:
+        """As NxDI's, which reads as many files of the tower as the text model has ranks; the tower has its own."""
+        for name, builder, path in (
+            ("text", self.get_text_builder, text_compiled_model_path),
+            ("vision", self.get_vision_builder, vision_compiled_model_path),
+        ):
+            neuron = getattr(self, f"{name}_config").neuron_config
+            first = neuron.start_rank_id if start_rank_id is None else start_rank_id
+            count = neuron.local_ranks_size
+            if name == "text" and local_ranks_size is not None:
+                count = local_ranks_size
+            weights = (
+                [load_file(Path(path) / WEIGHTS / rank_file_name(rank)) for rank in range(first, first + count)]
+                if neuron.save_sharded_checkpoint
+                else builder().shard_checkpoint()
+            )
+            traced = getattr(self, f"{name}_traced_model")
+            traced.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
 
     def _stored_vision(self) -> dict[str, Tensor]:
         source = self.config._name_or_path or self.model_path
