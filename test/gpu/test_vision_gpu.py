@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.vision import run_pack
 from kimi_k2.kernels.vision.packed_attention import packed_attention, rotate_and_pack, scheduled
+from kimi_k2.media.patches import Media
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.ops import registry
 from kimi_k2.ops.vision import (
@@ -18,6 +21,7 @@ from kimi_k2.ops.vision import (
     rotated_qkv,
     segment_attention,
 )
+from kimi_k2.plan.vision import image_cost
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.vision_config import Grid
@@ -124,6 +128,27 @@ def test_rotation() -> None:
     found = rotated_qkv(qkv.clone(), angles.cos(), angles.sin())
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(("grid", "count"), [(Grid(1, 64, 64), 2), (Grid(1, 128, 128), 1)], ids=str)
+def test_memory_is_as_planned(grid: Grid, count: int) -> None:
+    """What a pack allocates beside the weights, two layers of the published sizes; arrays of one layer are the peak."""
+    config = KimiK2Config.from_preset("kimi-k2.5")
+    assert config.vision is not None
+    small = config.model_copy(update={"vision": config.vision.model_copy(update={"num_hidden_layers": 2})})
+    with torch.device("cuda"):
+        model = VisionModel(small, dtype=torch.bfloat16).eval()
+    patches = torch.zeros(count, grid.patches, 3, 14, 14, dtype=torch.uint8, device="cuda")
+    media = [Media(grid, one) for one in patches]
+    run_pack(model, media)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run_pack(model, media)
+    found = torch.cuda.max_memory_allocated() - before
+    planned = count * image_cost(config, grid).activations
+    print(f"{count} of {grid}: {found:,} bytes, planned {planned:,}")
+    assert found == pytest.approx(planned, rel=0.1)
 
 
 def test_whole_tower_in_bf16_against_float32(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class ImageCost:
         tokens: that it takes in the prompt, begin and end left out.
         flops: of tower and projector; a multiply-add is two. Resampling the learned positions, under a thousandth of
             them at real sizes, is left out: a deployment may do it once for each grid.
-        activations: bytes at the peak in BF16, inside the feed-forward.
+        activations: bytes at the peak on a GPU, in BF16, inside the attention or the feed-forward of a layer.
     """
 
     grid: Grid
@@ -74,9 +74,13 @@ def image_cost(config: KimiK2Config, grid: Grid) -> ImageCost:
     vision = config.vision
     assert vision is not None
     vision.check_grid(grid)
-    fed = 2 * vision.hidden_size + 2 * vision.intermediate_size  # residual, normed, and before and after the GELU
+    width, pixels = vision.hidden_size, 3 * vision.patch_size**2
+    # The embedded patches, the residual stream and its last summand, the two after the norm; queries, keys and values
+    # as they come and as the kernel reads them, and its result; or what is between the two linears, and the result.
+    alive = max((5 + 3 + 3 + 1) * width, (5 + 1) * width + vision.intermediate_size)
     flops = tower_rank_flops(config, grid.patches, grid.frames, 1)
-    return ImageCost(grid, grid.tokens(vision.merge_kernel_size), flops, grid.patches * fed * _BF16)
+    activations = grid.patches * (alive * _BF16 + pixels * (1 + _BF16))  # pixels as bytes and as BF16
+    return ImageCost(grid, grid.tokens(vision.merge_kernel_size), flops, activations)
 
 
 def tower_rank_flops(config: KimiK2Config, patches: int, frames: int, ranks: int) -> int:

@@ -103,10 +103,14 @@ class EncoderBlock(nn.Module):
             turn: cos and sin, each float32 [T, 1, head_dim / 2].
         """
         normed, x = self.norm0(x, delta)
-        qkv = self.wqkv(normed).unflatten(-1, (3, self.heads, -1))
-        attended = rotated_attention(qkv, *turn, segments, self.softmax_scale)
-        normed, x = self.norm1(x, self.wo(attended.flatten(1)))
+        normed, x = self.norm1(x, self.attend(normed, turn, segments))
         return x, self.mlp(normed)
+
+    def attend(self, normed: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """Attention of [T, D]; a function of its own, so that nothing of it is alive in the feed-forward."""
+        qkv = self.wqkv(normed).unflatten(-1, (3, self.heads, -1))
+        out: Tensor = self.wo(rotated_attention(qkv, *turn, segments, self.softmax_scale).flatten(1))
+        return out
 
 
 class Encoder(nn.Module):
