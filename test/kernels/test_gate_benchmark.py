@@ -28,3 +28,23 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(KernelError, match="no CUDA device"):
         table.run([], True, None, print)
+
+
+def test_a_peers_row_tells_our_time_as_a_part_of_its_own() -> None:
+    peer = Row("gate", "T=1", "peer", 2.0, 1e3)
+    assert table.describe(peer, 4000.0, 700.0, 1.5).endswith("ours 0.750 of it")
+    assert "of it" not in table.describe(peer, 4000.0, 700.0)
+
+
+def test_it_says_which_peers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name, value in (("is_available", True), ("get_device_name", "GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(table, "read_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(table, "matmul_rate", lambda: 700.0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kimi_k2.bench.kernels.gate.rows", lambda with_peers: [Row("gate", "T=1", "ours", 1.0, 1e3)])
+    table.run(["gate"], True, None, said.append)
+    assert said[1] == "not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM" and len(said) == 3
+    table.run(["gate"], False, None, said.append)
+    assert len(said) == 5

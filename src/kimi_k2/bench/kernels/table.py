@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ def run(
     found = []
     modules = (importlib.import_module(f"{bench.__name__}.{name}") for name in only or available)
     standard = (row for module in modules for row in module.rows(with_peers=peers))
+    if peers and importlib.util.find_spec("vllm") is None:
+        say("not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM")
     ours: dict[tuple[str, str], float] = {}
     for row in drawn_rows(drawn, seed, peers) if drawn else standard:
         case = row.operation, row.case
