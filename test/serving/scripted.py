@@ -57,18 +57,25 @@ def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking") ->
     write_hf_tokenizer(directory)
 
 
-def write_scripted_checkpoint(directory: Path) -> None:
-    """K2-Thinking whose layers add nothing, and whose head names the token after the last one of SCRIPT."""
+def write_scripted_checkpoint(directory: Path, script: str = SCRIPT, after: tuple[str, ...] = (IM_MIDDLE,)) -> None:
+    """K2-Thinking whose layers add nothing, and whose head names the token after the last one of `script`.
+
+    Args:
+        directory: where it is written.
+        script: what it writes, no token twice.
+        after: tokens, spelled out; a prompt that ends in one of them starts the script.
+    """
     tiny = tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2)
     config = with_format(slice_config("kimi-k2-thinking") if torch.cuda.is_available() else tiny, "bf16")
     write_synthetic_checkpoint(directory, config, seed=1)
     write_hf_tokenizer(directory)
     tokenizer = KimiTokenizer.from_pretrained(directory)
-    script = tokenizer.encode(IM_MIDDLE + SCRIPT, allow_special=True)
-    assert len(set(script)) == len(script), "a token occurs twice"
+    written = tokenizer.encode(script, allow_special=True)
+    starts = [tokenizer.encode(text, allow_special=True)[-1] for text in after]
+    assert len({*starts, *written}) == len(starts) + len(written), "a token occurs twice"
     head = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
-    for before, after in itertools.pairwise(script):
-        head[after, before] = 1.0
+    for before, following in [*itertools.product(starts, written[:1]), *itertools.pairwise(written)]:
+        head[following, before] = 1.0
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     for file in set(index.values()):
         weights = load_file(directory / file)
