@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.experts import selective_experts
 
+from .test_router_kernel import contrib_kernels
+
 HIDDEN, BLOCKS, TOP_K = 7168, 56, 8
 
 
@@ -121,3 +123,26 @@ def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form
         assert error < 1e-5 * wanted.norm().item()
     else:
         assert error <= plain_error
+
+
+@pytest.mark.parametrize("form", ["float32", "float8_e4m3"])
+def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
+    """Routed and shared expert in one call, as the class holds them; FP8 under torch's name for the same bits."""
+    shared, routed = Rank(32, 1, 0, form), Rank(64, 9, 0, form)
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, HIDDEN, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(9, generator=generator)[:TOP_K] for _ in range(3)])
+    weights = torch.rand(3, TOP_K, generator=generator)
+
+    def held(rank: Rank) -> list[Tensor]:
+        fp8 = torch.float8_e4m3fn
+        parts = (torch.from_numpy(part.view(np.uint8) if part.itemsize == 1 else part) for part in rank.tiles())
+        return [part.view(fp8) if part.dtype is torch.uint8 else part for part in parts]
+
+    kernel = contrib_kernels().ExpertsKernel(2)
+    found = kernel(x, held(routed), index, weights, 9, held(shared))
+    assert (found.dtype, found.shape) == (dtype, x.shape)
+    one = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    wanted = routed.reference(x, index, weights, torch.float64) + shared.reference(x, *one, torch.float64)
+    assert ((found.double() - wanted).norm() / wanted.norm()).item() < (1e-5 if form == "float32" else 6e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,16 +39,20 @@ def test_router_at_real_size(tokens: int, dtype: torch.dtype, cores: int) -> Non
     assert ((torch.from_numpy(affinities).double() - dense).norm() / dense.norm()).item() < 1e-6
 
 
-def test_the_form_that_the_nxdi_class_calls() -> None:
-    """RouterKernel of the contrib model, loaded without NxD."""
+def contrib_kernels() -> Any:
+    """`kernels.py` of the contrib model, loaded without NxD."""
     file = Path(__file__).parents[2] / "contrib/models/Kimi-K2-Instruct-0905/src/kernels.py"
     spec = importlib.util.spec_from_file_location("contrib_kernels", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_form_that_the_nxdi_class_calls() -> None:
     x, weight, bias = draw(4, torch.float32)
-    kernel = module.RouterKernel(2)
+    kernel = contrib_kernels().RouterKernel(2)
     assert kernel.takes(x[None])
     assert not kernel.takes(x[None].repeat(1, 40, 1))  # 160 tokens
     assert not kernel.takes(x[None].to("meta"))

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
+from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -72,6 +73,8 @@ SIZES = {
         "qk_rope_head_dim": 16,
         "moe_intermediate_size": 2048,
     },
+    # For the kernels' tiles, of the routed experts and the shared one, with an early router.
+    "tiled": {"num_hidden_layers": 2, "moe_intermediate_size": 256, "hidden_size": 512},
 }
 
 
@@ -95,8 +98,16 @@ CASES = [
     for size in SIZES
     for tp, ep in ((4, 2), (8, 1))
     for experts in ("per_channel", "blockwise", "bf16")
-    if size != "wide"
-] + [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
+    if size not in ("wide", "tiled")
+]
+CASES += [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
+CASES += [("tiled", 4, 2, "tiles"), ("tiled", 8, 1, "tiles"), ("tiled", 4, 2, "bf16_tiles")]
+
+
+def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
+    """The layout of a case."""
+    size, tp, ep, experts = case
+    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=size == "tiled")
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -114,9 +125,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_synthetic_checkpoint(root / name, tiny_config(**heads | sizes))
     for case in CASES:
         size, tp, ep, experts = case
-        layout, config = Layout(tp, ep, experts=experts), tiny_config(**heads | SIZES[size])
-        block = BlockwiseExperts.for_layout(config, layout).block
-        options, out = neuron_options(experts, block), str(root / f"theirs-{label(case)}")
+        layout, config = layout_of(case), tiny_config(**heads | SIZES[size])
+        out = str(root / f"theirs-{label(case)}")
+        if size == "tiled":
+            held = expert_formats()[experts].for_layout(config, layout)
+            options = {"early_router": True, **held.neuron_options()}
+        else:
+            options = neuron_options(experts, BlockwiseExperts.for_layout(config, layout).block)
         job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}
         jobs.append({**job, "source": str(root / size), "out": out})
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
@@ -140,8 +155,8 @@ def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
-    size, tp, ep, experts = case
-    Presharder(root / size, tmp_path, Layout(tp, ep, experts=experts, spmd_rank=True if size == "wide" else None)).run()
+    size, tp, ep, _ = case
+    Presharder(root / size, tmp_path, layout_of(case, True if size == "wide" else None)).run()
     for rank in range(tp * ep):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
         ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)

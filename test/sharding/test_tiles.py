@@ -42,9 +42,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SIZES}
 
 
-def expert_of_rank(held: dict[str, Tensor], expert: int, hidden: int) -> dict[str, Tensor]:
+def expert_of_rank(held: dict[str, Tensor], expert: int, hidden: int, stack: str = "mlp_op") -> dict[str, Tensor]:
     """float32 [output, input] of a rank's part of an expert, read value by value from its tiles."""
-    root = f"layers.{LAYER}.mlp.expert_mlps.mlp_op"
+    root = f"layers.{LAYER}.mlp.expert_mlps.{stack}"
     tiles = held[f"{root}.gate_up_proj.weight"][expert].to(torch.float32)
     partitions, blocks, double = tiles.shape
     assert (partitions, partitions * blocks) == (128, hidden)
@@ -104,6 +104,42 @@ def test_every_value_is_the_checkpoints(
         layers = manifest["errors"]["layers"]
         assert layers[str(LAYER)]["changed"] == changed
         assert manifest["errors"]["total"]["relative_l2"] < 1e-4
+
+
+@pytest.mark.parametrize(("size", "tp", "ep", "experts"), CASES)
+def test_the_shared_expert_is_divided_among_all_ranks(
+    sources: dict[str, Path], tmp_path: Path, size: str, tp: int, ep: int, experts: str
+) -> None:
+    config = KimiK2Config.from_pretrained(sources[size])
+    layout = Layout(tp, ep, experts=experts)
+    Presharder(sources[size], tmp_path, layout).run()
+    ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(tp * ep)]
+    width = config.moe_intermediate_size // layout.ranks
+    with CheckpointReader.for_config(sources[size], config) as reader:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            stored = f"model.layers.{LAYER}.mlp.shared_experts.{name}.weight"
+            codes, scale = reader.get(stored), reader.get(f"{stored}_scale_inv")
+            plain = dequantize_fp8_block(codes, scale, dtype=torch.float32)
+            for rank, held in enumerate(ranks):
+                mine = slice(rank * width, (rank + 1) * width)
+                cut = (slice(None), mine) if name == "down_proj" else (mine,)
+                found = expert_of_rank(held, 0, config.hidden_size, "shared_experts")[name]
+                if experts == "bf16_tiles":
+                    assert torch.equal(found, plain[cut].to(torch.bfloat16).to(torch.float32))
+                    continue
+                # Halves of the least codes are rounded; all others are exact.
+                bits = codes.view(torch.uint8).to(torch.int32)[cut]
+                rounded = ((bits & 0x7F) < 2 * EXACT) & (bits % 2 == 1)
+                assert torch.equal(found[~rounded], plain[cut][~rounded])
+                assert float((found - plain[cut]).abs().max()) < float(plain.abs().max()) / 2**7
+
+
+def test_a_shared_expert_without_fp8_blocks_stays_what_it_is(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """INT4 checkpoints store it in BF16: FP8 would round it."""
+    Presharder(checkpoints["thinking"], tmp_path, Layout(2, 2, experts="tiles")).run()
+    held = load_file(tmp_path / "weights" / rank_file_name(0))
+    assert held[f"layers.{LAYER}.mlp.shared_experts.gate_proj.weight"].dtype == torch.bfloat16
+    assert not [name for name in held if "expert_mlps.shared_experts" in name]
 
 
 def test_a_rank_reads_long_runs() -> None:

@@ -148,6 +148,8 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
         if _is_linear(tensor):
             packed = 8 if tensor.name.endswith("packed") else 1
             total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in tensor.name else tokens)
+        elif "expert_mlps.shared_experts." in tensor.name and tensor.name.endswith("weight"):
+            total += 2 * prod(tensor.local_shape) * tokens  # in tiles
     return total
 
 

@@ -75,7 +75,9 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
     if name == "selective_experts":
         _choose(arrays, arguments["num_experts"])
     tensors = [argument(array, region) for array in arrays]
-    kernel(*tensors, **arguments)
+    named = arguments.pop("named", [])
+    others = dict(zip(named, tensors[len(tensors) - len(named) :], strict=True))
+    kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
     assert kernel.last is not None
     place = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
     read, written = [0] * len(tensors), 0

@@ -51,13 +51,15 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
     return layers
 
 
-def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
+def units(modules: Iterable[str], layout: Layout, *, shared: bool = False) -> Iterator[Unit]:
     """Group modules: an expert's three projections; for neuron the two down projections, and an early router's sources.
 
-    Experts come last and in order, so that the parts of a stacked tensor are written front to back.
+    With `shared` the shared expert is one like the others, a stack of its own. Experts come last and in order, so that
+    the parts of a stacked tensor are written front to back.
     """
     experts: dict[int, list[str]] = {}
     joined: list[str] = []
+    of_shared: list[str] = []
     modules = list(modules)
     folded: list[str] = []
     if layout.early_router and any(module.endswith(".mlp.gate") for module in modules):
@@ -66,12 +68,17 @@ def units(modules: Iterable[str], layout: Layout) -> Iterator[Unit]:
     for module in modules:
         if match := EXPERT.match(f"{module}.weight"):
             experts.setdefault(int(match["expert"]), []).append(module)
+        elif shared and ".shared_experts." in module:
+            of_shared.append(module)
         elif layout.target == "neuron" and module.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
             joined.append(module)
         elif module not in folded:
             yield Unit((module,))
     if joined:
         yield Unit(tuple(sorted(joined, reverse=True)))  # q_a_proj first
+    if of_shared:
+        root = of_shared[0].rpartition(".")[0]
+        yield Unit(tuple(f"{root}.{name}" for name in PROJECTIONS), 0)
     for expert in sorted(experts):
         root = experts[expert][0].rpartition(".")[0]
         yield Unit(tuple(f"{root}.{name}" for name in PROJECTIONS), expert)
@@ -99,6 +106,11 @@ class Converter:
         self.experts = experts
         if experts is None and layout.experts != STORED:
             self.experts = expert_formats()[layout.experts].for_layout(config, layout)
+
+    @property
+    def holds_shared(self) -> bool:
+        """Whether the shared expert is held like the routed ones, see `units`."""
+        return self.experts is not None and self.experts.shared is not None
 
     def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
         """Output tensors of a unit from its modules' stored tensors by suffix, and the error of what was requantized.
@@ -167,12 +179,14 @@ class Converter:
         return tensor if exact and torch.promote_types(tensor.dtype, dtype) != dtype else tensor.to(dtype)
 
     def _expert(self, unit: Unit, stored: dict[str, Stored], error: ConversionError) -> list[Part]:
-        measured = error if self.report else None
-        gate, up, down = (self._matrix(module, stored[module], measured) for module in unit.modules)
+        shared = ".shared_experts." in unit.modules[0]
+        held = self.experts.shared if self.experts is not None and shared else self.experts
+        measured = error if self.report and not shared else None
+        gate, up, down = (self._matrix(module, stored[module], held, measured) for module in unit.modules)
         neuron = self.layout.target == "neuron"
         if neuron:
-            moe = unit.modules[0].removeprefix("model.").rpartition(".experts.")[0]
-            root = f"{moe}.expert_mlps.mlp_op"
+            moe = unit.modules[0].removeprefix("model.").rpartition(".mlp.")[0]
+            root = f"{moe}.mlp.expert_mlps.{'shared_experts' if shared else 'mlp_op'}"
         else:
             root = unit.modules[0].rpartition(".experts.")[0] + ".experts"
 
@@ -180,10 +194,10 @@ class Converter:
             # The plain model's buffers are named without `.weight`.
             name = f"{root}.{projection}" + (f".{suffix}" if neuron else suffix.removeprefix("weight"))
             tensor = self.planned[name]
-            if self.experts is None or not neuron:
+            if held is None or not neuron:
                 made = tensor.by_rank(torch.cat(matrices) if matrices[1:] else matrices[0])
             elif len(matrices) == 2:
-                made = self.experts.fuse(suffix, *matrices, parts=tensor.parts)
+                made = held.fuse(suffix, *matrices, parts=tensor.parts)
             else:
                 made = tensor.by_rank(input_first(*matrices)[0])
             return Part(name, unit.expert, made)
@@ -192,11 +206,13 @@ class Converter:
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
         return first + [part("down_proj", suffix, down[suffix]) for suffix in down]
 
-    def _matrix(self, module: str, stored: Stored, error: ConversionError | None) -> Stored:
+    def _matrix(self, module: str, stored: Stored, held: ExpertFormat | None, error: ConversionError | None) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
         source = format_holding(self.config.quantization, stored)
-        if self.experts is None:
+        if held is None:
             return {suffix: tensor for suffix, tensor in stored.items() if suffix not in source.implied}
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
+        if ".shared_experts." in module:
+            width *= self.config.n_shared_experts
         rows, columns = (hidden, width) if module.endswith("down_proj") else (width, hidden)
-        return self.experts.convert(Matrix(stored, source, rows, columns), self.layout.dtype, error)
+        return held.convert(Matrix(stored, source, rows, columns), self.layout.dtype, error)

@@ -17,6 +17,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.files import read_json
 from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.planned import ShardingPlan
 from kimi_k2.sharding.rank_file import FileLayout
@@ -60,7 +61,9 @@ def _options(layout: Layout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "spmd_rank": layout.has_spmd_rank,
     }
-    # Files without it keep the options that they had before there was such a field.
+    # Files without these keep the options that they had before there were such fields.
+    if layout.target == "neuron" and expert_formats()[layout.experts].tiles:
+        options["shared_tiles"] = True
     return {**options, "early_router": True} if layout.early_router else options
 
 
@@ -91,7 +94,7 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    for option, wanted in {"early_router": None, **_options(layout)}.items():
+    for option, wanted in {"early_router": None, "shared_tiles": None, **_options(layout)}.items():
         if made_from["options"].get(option) != wanted:
             raise ConfigError(
                 f"converted with {made_from['options'].get(option)}, expected {wanted}", field=option, file=path

@@ -22,7 +22,8 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     shape = (config.q_lora_rank + config.cache_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
     for name, rows, columns, dim in linears(config, layer):
-        yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
+        if experts.shared is None or "shared_experts" not in name:
+            yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
     if not config.is_moe_layer(layer):
         return
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
@@ -39,14 +40,22 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
             yield PlannedTensor(
                 f"{mlps}.spmd_rank.local_expert_indices", torch.int32, (ranks, count // ep), layer, 0, 1, ranks
             )
-    # A suffix after the other, as NxD's modules hold them.
+    yield from _stack(f"{mlps}.mlp_op", experts, (count, width, hidden), dtype, layer, tp, ep)
+    if experts.shared is not None:
+        sizes = (1, width * config.n_shared_experts, hidden)
+        yield from _stack(f"{mlps}.shared_experts", experts.shared, sizes, dtype, layer, ranks, 1)
+
+
+def _stack(
+    root: str, experts: ExpertFormat, sizes: tuple[int, int, int], dtype: torch.dtype, layer: int, tp: int, ep: int
+) -> Iterator[PlannedTensor]:
+    """A stack of experts, a suffix after the other, as NxD's modules hold them; sizes: experts, their width, hidden."""
+    count, width, hidden = sizes
     up, down = experts.specs(width, hidden, dtype), experts.specs(hidden, width, dtype)
     for suffix in up:
         held, (rows, columns) = up[suffix]
         fused, cut = experts.fused_shape(suffix, rows, columns)
-        name = f"{mlps}.mlp_op.gate_up_proj.{suffix}"
-        yield PlannedTensor(name, held, (count, *fused), layer, cut + 1, 2, tp, ep)
+        yield PlannedTensor(f"{root}.gate_up_proj.{suffix}", held, (count, *fused), layer, cut + 1, 2, tp, ep)
         held, (rows, columns) = down[suffix]
         dim = 1 if columns > 1 else None  # a scale of whole channels is every rank's
-        name = f"{mlps}.mlp_op.down_proj.{suffix}"
-        yield PlannedTensor(name, held, (count, columns, rows), layer, dim, 1, tp, ep)
+        yield PlannedTensor(f"{root}.down_proj.{suffix}", held, (count, columns, rows), layer, dim, 1, tp, ep)

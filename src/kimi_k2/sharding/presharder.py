@@ -286,7 +286,7 @@ class Presharder:
             self.on_bytes(nbytes)
 
         try:
-            for unit in units(groups, self.layout):
+            for unit in units(groups, self.layout, shared=converter.holds_shared):
                 if unit.modules[0] in _VOCABULARY:
                     self._stream_rows(unit.modules[0], planned, sink, pool)
                     continue

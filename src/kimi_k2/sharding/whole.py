@@ -49,7 +49,7 @@ def whole_state_dict(
     converter = Converter(config, layout, planned, experts, report=False)
     state: dict[str, Tensor] = {}
     for modules in modules_by_layer(names).values():
-        for unit in units(modules, layout):
+        for unit in units(modules, layout, shared=converter.holds_shared):
             stored = {
                 module: {name.rpartition(".")[2]: read(name) for name in modules[module]} for module in unit.modules
             }

@@ -12,7 +12,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import quantization_types
-from kimi_k2.sharding.experts.tiled import check_width
+from kimi_k2.sharding.experts.tiled import check_width, shared_width
 from kimi_k2.sharding.layout import Layout
 
 from . import lora, options
@@ -37,6 +37,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             it is importable, and in CPU mode its emulator. `experts` needs expert_tiles.
         expert_tiles: routed experts are held in the kernel's tiles, and the router's weight as [H, E], as
             `kimi-k2 convert --experts tiles` writes them.
+        shared_expert_tiles: columns of the shared expert that a rank holds in such tiles; 0 where it is three linears.
         early_router: sum the router's logits of decode over the ranks together with the attention's output, by weights
             that are folded from the checkpoint (`kimi-k2 convert --early-router`); see early_router.py.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
@@ -53,6 +54,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         router_bias_before_sigmoid: bool = False,
         nki_kernels: Sequence[str] = (),
         expert_tiles: bool = False,
+        shared_expert_tiles: int = 0,
         early_router: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
@@ -79,7 +81,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
-        options.check_kernels(self, nki_kernels, expert_tiles)
+        options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles)
         if early_router:
             options.check_early_router(self)
         lora.check(self)
@@ -87,6 +89,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.nki_kernels = list(nki_kernels)
         self.expert_tiles = expert_tiles
+        self.shared_expert_tiles = shared_expert_tiles
         self.early_router = early_router
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
@@ -158,7 +161,12 @@ class KimiK2InferenceConfig(InferenceConfig):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)
         if neuron.expert_tiles:
-            check_width(hf, Layout(moe_tp if moe_ep > 1 else tp, moe_ep))
+            layout = Layout(moe_tp if moe_ep > 1 else tp, moe_ep)
+            check_width(hf, layout)
+            if neuron.shared_expert_tiles not in (0, width := shared_width(hf, layout)):
+                raise ConfigError(
+                    f"expected 0 or {width}, got {neuron.shared_expert_tiles}", field="shared_expert_tiles"
+                )
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
             raise ConfigError(

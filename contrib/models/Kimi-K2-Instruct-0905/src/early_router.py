@@ -37,8 +37,10 @@ class EarlyRouter(BaseParallelLinear):
         values = hf.num_attention_heads * hf.v_head_dim
         for name, rows in (("residual_weight", hf.hidden_size), ("heads_weight", values)):
             held = nn.Parameter(torch.empty(rows // self.ranks, hf.n_routed_experts, dtype=DTYPE), requires_grad=False)
-            set_tensor_model_parallel_attributes(held, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
             self.register_parameter(name, held)
+            # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
+            held = self.get_parameter(name)
+            set_tensor_model_parallel_attributes(held, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EarlyRouter:
         """Move with the model, but stay in float32."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 from torch import Tensor
 
 from .kernels import ExpertsKernel
@@ -26,11 +27,19 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
     Args:
         tiles: dtype of weights that are held in the NKI kernel's tiles; None for NxD's own arrangement.
         kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
+        shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
+            the MoE module has it.
     """
 
-    def __init__(self, *, tiles: torch.dtype | None = None, kernel_cores: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *, tiles: torch.dtype | None = None, kernel_cores: int = 0, shared_width: int = 0, **kwargs: Any
+    ) -> None:
         self.tiles = tiles  # before the base makes the weights
         super().__init__(**kwargs)
+        self.shared_experts: TiledExperts | None = None
+        if tiles is not None and shared_width:
+            ranks, hidden = get_tensor_model_parallel_size(), self.routed_experts_mlp_config.hidden_size
+            self.shared_experts = TiledExperts(1, hidden, shared_width, tiles, ranks, 1)
         self.kernel = ExpertsKernel(kernel_cores) if kernel_cores else None
 
     def initialize_mlp_op(
@@ -69,9 +78,13 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             [T, H], to be summed over the ranks.
         """
         tokens, top_k = expert_index.shape
+        if self.kernel is not None and tokens * top_k < self.num_local_experts and self.kernel.takes(hidden_states):
+            return self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index)
         # Both paths stream the weights once; the fewer experts' worth of bytes wins.
         if tokens * top_k < self.num_local_experts:
-            return self.forward_selective(hidden_states, expert_affinities, expert_index)
+            return self._with_shared(
+                self.forward_selective(hidden_states, expert_affinities, expert_index), hidden_states
+            )
         if seq_len == 1 or tokens * top_k < self.blockwise_matmul_config.block_size:
             if self.moe_expert_model_parallel_group.size() > 1:
                 out: Tensor = self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
@@ -83,7 +96,14 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
                 hidden_states, expert_affinities, expert_index, expert_affinities_masked_full, padding_mask=padding_mask
             )
             del self._chosen
-        return out
+        return self._with_shared(out, hidden_states)
+
+    def _with_shared(self, out: Tensor, hidden_states: Tensor) -> Tensor:
+        """The routed experts' [T, H] and the shared one's, where it is held here."""
+        if self.shared_experts is None:
+            return out
+        shared: Tensor = self.shared_experts(hidden_states.unsqueeze(0)).squeeze(0)
+        return out + shared
 
     def local_slots(self, expert_affinities: Tensor, expert_index: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's choices as this rank's expert numbers, int64 [T, top_k], and their weights.
@@ -100,25 +120,32 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         return slots, weights * match.any(dim=-1).to(weights.dtype)
 
     def forward_selective(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
-        """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing.
-
-        The kernel does not read the experts of other ranks.
-        """
+        """Load only chosen experts: T * top_k slots of static shape, of which those of other ranks weigh nothing."""
         tokens, top_k = expert_index.shape
-        if self.kernel is not None and self.kernel.takes(hidden_states):
-            weights = expert_affinities.gather(1, expert_index)
-            if self.moe_expert_model_parallel_group.size() > 1:
-                expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
-            op = self.get_mlp_op()
-            gate_up, down = ((part.weight, part.scales()) for part in (op.gate_up_proj, op.down_proj))
-            experts = self.routed_experts_mlp_config.num_experts
-            return self.kernel(hidden_states, gate_up, down, expert_index, weights, experts)
         slots, weights = self.local_slots(expert_affinities, expert_index)
         repeated = hidden_states.repeat_interleave(top_k, dim=0).unsqueeze(1)  # [T * top_k, 1, H]
         out = self.get_mlp_op()(repeated, expert_indices=slots.flatten()).squeeze(1)
         weighted = out.view(tokens, top_k, -1).to(torch.float32) * weights.unsqueeze(-1)
         result: Tensor = weighted.sum(dim=1).to(hidden_states.dtype)
         return result
+
+    def forward_kernel(
+        self, kernel: ExpertsKernel, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor
+    ) -> Tensor:
+        """The same by the NKI kernel, which does not read experts of other ranks; with the shared expert.
+
+        Where the kernel rounds the hidden states (float32 to FP8's BF16) the shared expert is computed apart, exactly.
+        """
+        weights = expert_affinities.gather(1, expert_index)
+        if self.moe_expert_model_parallel_group.size() > 1:
+            expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
+        routed, shared = self.get_mlp_op().tiles(), None
+        exact = kernel.input_dtype(routed[0]) == hidden_states.dtype
+        if self.shared_experts is not None and exact:
+            shared = self.shared_experts.tiles()
+        experts = self.routed_experts_mlp_config.num_experts
+        out = kernel(hidden_states, routed, expert_index, weights, experts, shared)
+        return out if exact else self._with_shared(out, hidden_states)
 
     def torch_blockwise_matmul_inference(
         self,

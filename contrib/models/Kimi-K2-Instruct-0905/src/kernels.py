@@ -7,7 +7,7 @@ Where a graph is lowered without `nki`, a kernel is a custom call that nothing c
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,12 @@ class NkiKernel:
         return device.type != "cpu"
 
     def run(
-        self, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result], name: str | None = None
+        self,
+        tensors: Sequence[Tensor],
+        arguments: dict[str, Any],
+        results: Sequence[Result],
+        name: str | None = None,
+        named: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
         """Call the kernel, or another one of its family by its name.
 
@@ -52,16 +57,21 @@ class NkiKernel:
             arguments: the others by name; numbers.
             results: shape and dtype of each result.
             name: of the kernel; None for the class's own.
+            named: further tensors, by the names of the kernel's arguments.
         """
+        named = named or {}
         name = name or self.name
         device = tensors[0].device
         if self.emulated and device.type == "xla":
-            return self._lowered(name, tensors, arguments, results)
+            # Tensors by name follow the others.
+            also = {"named": list(named)} if named else {}
+            return self._lowered(name, [*tensors, *named.values()], {**arguments, **also}, results)
         from importlib import import_module
 
         kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)
-        given = [emulated_fp8(one) for one in tensors] if self.emulated else tensors
-        made = kernel[self.cores](*given, **arguments)
+        kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
+        others = {key: kept(one) for key, one in named.items()}
+        made = kernel[self.cores](*(kept(one) for one in tensors), **arguments, **others)
         return [torch.as_tensor(part, device=device) for part in (made if isinstance(made, list | tuple) else [made])]
 
     def _lowered(
@@ -191,6 +201,11 @@ class ExpertsKernel(NkiKernel):
 
     name = "selective_experts"
 
+    @staticmethod
+    def input_dtype(tiles: Tensor) -> torch.dtype:
+        """What hidden states are multiplied as."""
+        return torch.bfloat16 if tiles.dtype.itemsize == 1 else tiles.dtype
+
     def takes(self, hidden_states: Tensor) -> bool:
         """Whether the kernel takes these [T, H]."""
         return self.runs_on(hidden_states.device) and hidden_states.shape[1] % (128 * self.cores) == 0
@@ -198,26 +213,29 @@ class ExpertsKernel(NkiKernel):
     def __call__(
         self,
         hidden_states: Tensor,
-        gate_up: tuple[Tensor, Tensor],
-        down: tuple[Tensor, Tensor],
+        routed: Sequence[Tensor],
         expert_index: Tensor,
         expert_weights: Tensor,
         num_experts: int,
+        shared: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """[T, H] in the hidden states' dtype, to be summed over the ranks.
 
         Args:
             hidden_states: [T, H].
-            gate_up: tiles [E_local, 128, H/128, 2 I] and scales float32 [E_local, 2, H/128].
-            down: [E_local, I, H] and float32 [E_local, 1, H/128].
+            routed: tiles of gate and up [E_local, 128, H/128, 2 I], scales float32 [E_local, 2, H/128]; of down
+                [E_local, I, H] and float32 [E_local, H/128].
             expert_index: [T, top_k], this rank's numbers; what is below 0, or above the last, is another rank's.
             expert_weights: float32 [T, top_k].
             num_experts: of all ranks.
+            shared: the same of this rank's part of the shared expert, E_local 1, to be added for every token.
         """
         tokens, hidden = hidden_states.shape
-        dtype = torch.bfloat16 if gate_up[0].dtype.itemsize == 1 else gate_up[0].dtype
-        given = [hidden_states.to(dtype), *gate_up, down[0], down[1].squeeze(1), expert_index.to(torch.int32)]
-        given.append(expert_weights)
+        given = [hidden_states.to(self.input_dtype(routed[0])), *routed, expert_index.to(torch.int32), expert_weights]
+        named = {}
+        if shared is not None:
+            names = ("gate_up_tiles", "gate_up_scales", "down_tiles", "down_scales")
+            named = {f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared, strict=True)}
         arguments = {"first_expert": 0, "num_experts": num_experts}
-        (out,) = self.run(given, arguments, [((tokens, hidden // 128, 128), torch.float32)])
+        (out,) = self.run(given, arguments, [((tokens, hidden // 128, 128), torch.float32)], named=named)
         return out.reshape(tokens, hidden).to(hidden_states.dtype)

@@ -91,6 +91,7 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
     kernel_cores = {name: neuron.logical_nc_config if name in neuron.nki_kernels else 0 for name in NKI_KERNELS}
     experts = KimiK2ExpertMLPs(
         tiles=tile_dtype(neuron),
+        shared_width=neuron.shared_expert_tiles,
         kernel_cores=kernel_cores["experts"],
         routed_experts_mlp_config=routed,
         blockwise_matmul_config=blockwise,
@@ -104,7 +105,7 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
         cte_expert_model_parallel_group=prefill_ep,
     )
     shared = None
-    if hf.n_shared_experts:
+    if hf.n_shared_experts and not neuron.shared_expert_tiles:
         shared = SharedExperts(
             hidden_size=hf.hidden_size,
             intermediate_size=hf.moe_intermediate_size,

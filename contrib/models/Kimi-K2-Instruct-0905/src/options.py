@@ -314,7 +314,7 @@ def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...]
             raise ConfigError(f"expected {expected} with {option}, got {values[name]!r}: {reason}", field=name)
 
 
-def check_kernels(config: Any, kernels: Sequence[str], tiles: bool) -> None:
+def check_kernels(config: Any, kernels: Sequence[str], tiles: bool, shared: int = 0) -> None:
     """Refuse what the NKI kernels, and experts in their tiles, do not follow; `config` is the whole neuron config.
 
     Raises:
@@ -332,6 +332,8 @@ def check_kernels(config: Any, kernels: Sequence[str], tiles: bool) -> None:
                 if length % tile:
                     raise ConfigError(f"the attention kernel takes a multiple of {tile}, got {length}", field=name)
     if not tiles:
+        if shared:
+            raise ConfigError(f"expected 0 without expert_tiles, got {shared}", field="shared_expert_tiles")
         return
     if config.quantized and config.quantization_type != "blockwise_symmetric":
         raise ConfigError(

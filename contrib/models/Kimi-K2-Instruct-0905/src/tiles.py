@@ -51,13 +51,14 @@ class TileWeights(BaseParallelLinear):
     def _hold(
         self, name: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, stride: int, tp: int, ep: int
     ) -> None:
-        held = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+        # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
+        held = self.get_parameter(name)
         set_tensor_model_parallel_attributes(held, is_parallel=True, dim=dim, stride=stride, num_partitions=tp)
         if ep > 1:
             marked: Any = held
             marked.expert_model_parallel = marked.is_prefill = True
             marked.expert_distribution = None
-        self.register_parameter(name, held)
 
     def chosen(self, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weights and scales of some experts, [E', ...]; of all if None."""
@@ -96,6 +97,11 @@ class TiledExperts(nn.Module):
         gate_up, gate_up_scale = (local, PARTITIONS, blocks, 2 * width), (local, 2, blocks)
         self.gate_up_proj = TileWeights((gate_up, 3), (gate_up_scale, 1), dtype, 2, tp, ep)
         self.down_proj = TileWeights(((local, width, hidden), 1), ((local, 1, blocks), 1), dtype, 1, tp, ep)
+
+    def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the kernel takes: gate and up [E, 128, H/128, 2 I], scales [E, 2, H/128], down [E, I, H], [E, H/128]."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return gate_up.weight, gate_up.scales(), down.weight, down.scales().squeeze(1)
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
         """Tokens [E' or 1, T, H] through all local experts, or those of `expert_indices` [E']: [E', T, H]."""

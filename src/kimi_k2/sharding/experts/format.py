@@ -43,11 +43,18 @@ class ExpertFormat(ABC):
         quantization_type: NxD's name, an option of MoENeuronConfig; None for float weights.
         tiles: for the NKI kernels (option `expert_tiles`): gate and up are held in their tiles, and the router's weight
             as [hidden, experts].
+        shared: the format of the shared expert, where it lies in tiles too (option `shared_expert_tiles`), a stack of
+            one that all ranks divide; None where it is three linears.
     """
 
     name: ClassVar[str]
     quantization_type: ClassVar[str | None] = None
     tiles: ClassVar[bool] = False
+
+    @property
+    def shared(self) -> ExpertFormat | None:
+        """See the class."""
+        return None
 
     @classmethod
     @abstractmethod

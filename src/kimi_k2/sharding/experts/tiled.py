@@ -20,6 +20,12 @@ PARTITIONS = 128
 WIDTHS = (32, 64)
 
 
+def shared_width(config: KimiK2Config, layout: Layout) -> int:
+    """A rank's columns of the shared expert, which all ranks divide; 0 where the kernel does not take so many."""
+    width = config.moe_intermediate_size * config.n_shared_experts // layout.ranks
+    return width if width in WIDTHS else 0
+
+
 def check_width(config: KimiK2Config, layout: Layout) -> int:
     """A rank's columns of an expert.
 

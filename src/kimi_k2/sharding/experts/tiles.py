@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kimi_k2.sharding.experts.block_scaled import BlockScaledExperts
 from kimi_k2.sharding.experts.format import register
-from kimi_k2.sharding.experts.tiled import PARTITIONS, TiledExperts, check_width
+from kimi_k2.sharding.experts.tiled import PARTITIONS, TiledExperts, check_width, shared_width
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -23,9 +23,12 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
 
     Attributes:
         width: a rank's columns of an expert.
+        shared_width: of the shared expert; 0 where that is not in tiles: the checkpoint has no FP8 blocks of it, or the
+            kernel does not take its width.
     """
 
     width: int
+    shared_width: int = 0
 
     name = "tiles"
 
@@ -36,16 +39,23 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
         Raises:
             ConfigError: see `check_width`.
         """
-        return cls(check_width(config, layout))
+        in_blocks = config.quantization is not None and config.quantization.e4m3_block is not None
+        return cls(check_width(config, layout), shared_width(config, layout) if in_blocks else 0)
 
     @classmethod
     def from_neuron_config(cls, neuron_config: Any) -> Fp8Tiles:
-        """With the width that `quantization_block_size` names."""
-        return cls(neuron_config.quantization_block_size[1])
+        """With the widths that `quantization_block_size` and `shared_expert_tiles` name."""
+        return cls(neuron_config.quantization_block_size[1], neuron_config.shared_expert_tiles)
 
     def neuron_options(self) -> dict[str, Any]:
         """Tiles, with blocks of the rank's width."""
-        return {"expert_tiles": True, **self.quantization_options((PARTITIONS, self.width))}
+        tiles = {"expert_tiles": True, "shared_expert_tiles": self.shared_width}
+        return {**tiles, **self.quantization_options((PARTITIONS, self.width))}
+
+    @property
+    def shared(self) -> Fp8Tiles | None:
+        """With the shared expert's width."""
+        return Fp8Tiles(self.shared_width) if self.shared_width else None
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Gate and up have fewer rows than columns (`check_width`)."""
