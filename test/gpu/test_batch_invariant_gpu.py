@@ -25,10 +25,10 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights, routed_experts, swiglu
+from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, dense_linear, project
 from kimi_k2.ops.mla import mla_naive_attention
-from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan
+from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan, query_and_entry
 from kimi_k2.ops.router import add_norm_route
 from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
@@ -173,6 +173,51 @@ def test_experts(stored: str, inter: int) -> None:
                 assert_rows_alone(
                     lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores, rows=4
                 )
+
+
+@pytest.mark.parametrize("inter", [256, 512])
+def test_experts_of_long_prompts(inter: int) -> None:
+    """Tiles of 128 and 256 tokens, whose operands change sides."""
+    experts = held("fp8", 96, inter, mapped=False)
+    for count, favourites in ((5000, 96), (5000, 9), (9000, 96)):
+        chosen = torch.rand(count, favourites, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+        scores = torch.rand(count, TOP_K, device="cuda")
+        assert_rows_alone(lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores)
+
+
+@pytest.mark.parametrize("inter", [128, 256, 512, 1024])
+def test_experts_with_a_shared_one(inter: int) -> None:
+    """Of few tokens and of many: other launches, the same bits; some pairs do not count."""
+    experts, shared = held("fp8", 48, inter, mapped=inter == 512), (fp8(2 * inter, HIDDEN), fp8(HIDDEN, inter))
+    model = 48 if experts.expert_map is None else len(experts.expert_map)
+    for count in BATCHES:
+        chosen = torch.stack([torch.randperm(model, device="cuda")[:TOP_K] for _ in range(count)])
+        chosen[::3, 2] = -1
+        scores = torch.rand(count, TOP_K, device="cuda")
+        scores[1::2, 5] = 0
+        with registry.decoding():
+            assert_rows_alone(
+                lambda x, i, w: routed_experts_with_shared(x, experts, i, w, *shared),
+                normal(count, HIDDEN),
+                chosen,
+                scores,
+            )
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("cached", [BF16, E4M3])
+def test_queries_and_entries(heads: int, cached: torch.dtype) -> None:
+    q_b, w_uk, norms = fp8(heads * 192, 1536), normal(heads, 128, 512, scale=0.05), (normal(1536), normal(512))
+
+    def make(qkv_a: Tensor, cos: Tensor, sin: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        cache = torch.zeros(len(at), 70, 576, device="cuda", dtype=BF16).to(cached)
+        query = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, at, w_uk, cache, 1e-6, 1e-6)
+        return query, cache.view(torch.uint8)
+
+    with registry.decoding():
+        for count in BATCHES:
+            at = torch.randint(0, 70, (count,), device="cuda")
+            assert_rows_alone(make, normal(count, 2112), normal(count, 32), normal(count, 32), at)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64])

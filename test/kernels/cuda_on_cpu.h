@@ -29,6 +29,9 @@ struct dim3 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct uint2 {
+  uint32_t x, y;
+};
 struct float2 {
   float x, y;
 };
@@ -165,6 +168,7 @@ inline bool run_cluster(dim3 first, int cluster, int threads) {
 
 }  // namespace on_cpu
 
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline __nv_bfloat16 __float2bfloat16(float value) { return {on_cpu::rounded(value)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
@@ -214,6 +218,10 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   for (int lane = 0; lane < 32; ++lane) all |= on_cpu::trade(unsigned(predicate), lane) << lane;
   return all;
 }
+
+namespace ptx {
+inline float exp2_approximate(float x) { return exp2f(x); }
+}  // namespace ptx
 
 namespace decode {
 

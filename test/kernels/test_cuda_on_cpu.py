@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.kernels.attention import query
+from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.common.build import KERNELS, source_of
-from kimi_k2.kernels.experts.fp8_decode import _POINTERS, _Arguments
+from kimi_k2.kernels.experts.fp8_decode import POINTERS, _Arguments
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 
 COMPILER = shutil.which("g++")
@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     whole = directory / "whole.cpp"
     names = (
         "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
-        "attention/attend_values",
+        "attention/attend_values", "attention/absorb",
     )  # fmt: skip
     whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
     assert COMPILER is not None
@@ -176,6 +176,44 @@ def test_query_and_entry(library: ctypes.CDLL, shared: bool) -> None:
     assert torch.equal(cache, before)
 
 
+def test_absorbed_queries(library: ctypes.CDLL) -> None:
+    """More tokens than a block takes; a token has the bits that it has alone; outside the cache nothing is stored."""
+    torch.manual_seed(6)
+    tokens, heads, capacity = 21, 2, 5
+    norm, w_uk = torch.rand(512).bfloat16() + 0.5, (torch.randn(heads, 128, 512) * 0.05).bfloat16()
+    q, qkv = torch.randn(tokens, heads * 192).bfloat16(), torch.randn(tokens, 2112).bfloat16()
+    angles = torch.rand(tokens, 32) * 6
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    positions = torch.arange(tokens) % (capacity + 2) - 1
+
+    def call(chosen: list[int]) -> tuple[Tensor, Tensor]:
+        cache, out = torch.zeros(len(chosen), capacity, 576).bfloat16(), unwritten(len(chosen), heads, 576)
+        some = [tensor[chosen].contiguous() for tensor in (q, qkv, cos, sin, positions)]
+        given = (some[0], some[1][:, 1536:], norm, *some[2:], w_uk, cache, out)
+        addresses = {name: tensor.data_ptr() for name, tensor in zip(absorb.POINTERS, given, strict=True)}
+        sizes = {"tokens": len(chosen), "heads": heads, "capacity": capacity, "stride": capacity, "kv_stride": 2112}
+        arguments = absorb.Arguments(**addresses, **sizes, kv_eps=1e-6)
+        assert library.kimi_absorb(ctypes.byref(arguments), None) == 0
+        return out, cache
+
+    out, cache = call(list(range(tokens)))
+    by_head, turn = q.double().view(tokens, heads, 192), torch.complex(cos.double(), sin.double())
+
+    def rotate(t: Tensor, by: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * by).flatten(-2)
+
+    latent = torch.einsum("bhn,hnr->bhr", by_head[..., :128], w_uk.double())
+    assert distance(out[..., :512], latent) < 2.5e-3
+    assert distance(out[..., 512:], rotate(by_head[..., 128:], turn[:, None])) < 2.5e-3
+    entries = torch.cat((normed(qkv[:, 1536:2048], norm), rotate(qkv[:, 2048:].double(), turn)), -1)
+    for token, position in enumerate(positions.tolist()):
+        inside = 0 <= position < capacity
+        assert distance(cache[token, position], entries[token]) < 4e-3 if inside else not cache[token].any()
+    for one in (0, 15, 16, 20):
+        alone = call([one])
+        assert torch.equal(alone[0][0], out[one]) and torch.equal(alone[1][0], cache[one])
+
+
 @pytest.mark.parametrize("splits", [1, 16, 37, 128])
 def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
     """Parts that were never written, and a token without context."""
@@ -188,17 +226,21 @@ def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
     parts[sums == -torch.inf] = torch.nan
     w_uv, out = torch.randn(heads, 128, 512).bfloat16(), unwritten(tokens, heads * 128)
     call = library.kimi_join_values
-    assert call(pointer(parts), pointer(sums), pointer(w_uv), pointer(out), None, tokens, heads, splits, None) == 0
+    assert call(pointer(parts), pointer(sums), pointer(w_uv), pointer(out), None, tokens, heads, splits, 0, None) == 0
     share = torch.nan_to_num((sums.double() * 0.6931471805599453).softmax(-1))
     latent = torch.einsum("bhs,bhsr->bhr", share, parts.double().nan_to_num())
     assert distance(out, torch.einsum("bhr,hvr->bhv", latent, w_uv.double()).flatten(1)) < 4e-3
     assert not out[1, 128:].any()
 
 
-def test_joined_values_of_a_plan(library: ctypes.CDLL) -> None:
-    """Requests of many parts, one and none, whose items lie one after another, all heads of an item together."""
+@pytest.mark.parametrize("some_parts", [0, 5])
+def test_joined_values_of_a_plan(library: ctypes.CDLL, some_parts: int) -> None:
+    """Requests of many parts, one and none, whose items lie one after another, all heads of an item together.
+
+    With `some_parts` in the steps of another kernel: three kinds of requests, by their parts.
+    """
     torch.manual_seed(3)
-    heads, counts = 2, [37, 1, 0, 128]
+    heads, counts = 2, [37, 1, 0, 128, 4, 5, 32]
     items = sum(counts)
     parts, sums = torch.randn(items, heads, 512), torch.randn(items, heads) * 3
     plan = torch.full((2 * len(counts), 4), -1, dtype=torch.int32)
@@ -206,7 +248,7 @@ def test_joined_values_of_a_plan(library: ctypes.CDLL) -> None:
     plan[len(counts) :, 0], plan[len(counts) :, 1] = torch.tensor(firsts), torch.tensor(counts)
     w_uv, out = torch.randn(heads, 128, 512).bfloat16(), unwritten(len(counts), heads * 128)
     pointers = [pointer(tensor) for tensor in (parts, sums, w_uv, out, plan)]
-    assert library.kimi_join_values(*pointers, len(counts), heads, 1, None) == 0
+    assert library.kimi_join_values(*pointers, len(counts), heads, 1, some_parts, None) == 0
     for request, (first, count) in enumerate(zip(firsts, counts, strict=True)):
         share = (sums[first : first + count].double() * 0.6931471805599453).softmax(0)
         latent = torch.einsum("sh,shr->hr", share, parts[first : first + count].double())
@@ -248,7 +290,7 @@ def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with
     x, out = torch.randn(tokens, hidden).bfloat16(), unwritten(tokens, hidden)
     scratch = unwritten(tokens * (top_k + with_shared) * inter, dtype=torch.float32)
     given = (x, indices, scores, expert_map, *weights, *(shared or (None,) * 4), scratch, out)
-    arguments = _Arguments(**{n: t.data_ptr() for n, t in zip(_POINTERS, given, strict=True) if t is not None})
+    arguments = _Arguments(**{n: t.data_ptr() for n, t in zip(POINTERS, given, strict=True) if t is not None})
     arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden = tokens, top_k, held, hidden
     arguments.inter, arguments.num_global, arguments.ids64 = inter, count, 1
     assert library.kimi_experts_decode(ctypes.byref(arguments), None) == 0

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import query
+from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import value_rows
 from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import fp8_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.linear.few_gemm import UNITS, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.router.norm_route import add_norm_route
 
@@ -131,10 +133,36 @@ def test_other_refusals() -> None:
             value_rows(torch.empty(2, 8, 256, dtype=BF16), torch.empty(8, 128, 256, dtype=BF16))
 
 
+def test_few_tokens_with_the_bits_of_many() -> None:
+    """Shapes of the results, and what is refused."""
+    given = arguments()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fp8_few.moe_few(**given, parts=[2, 4, 1]).shape == (TOKENS, HIDDEN)
+        x, weight, scale = torch.empty(1, 256, dtype=BF16), torch.empty(128, 256, dtype=E4M3), torch.empty(1, 2)
+        out, total = few_gemm(x, x, weight, scale, 2, x[0])
+        assert out.shape == (1, 128) and total.shape == x.shape
+        for wrong, norm, message in ((x.repeat(2, 1), x[0], "x is"), (x, None, "without a norm")):
+            with pytest.raises(KernelError, match=message):
+                few_gemm(wrong, x, weight, scale, 2, norm)
+        heads, cache = 2, torch.empty(TOKENS, 7, 576, dtype=BF16)
+        angles, at = torch.empty(TOKENS, 32, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
+        rest = cache[0, 0, :512], angles, angles, at, torch.empty(heads, 128, 512, dtype=BF16), cache, 1e-6
+        q, kv_a = torch.empty(TOKENS, heads * 192, dtype=BF16), torch.empty(TOKENS, 2112, dtype=BF16)[:, 1536:]
+        assert absorb.absorb(q, kv_a, *rest).shape == (TOKENS, heads, 576)
+        with pytest.raises(KernelError, match="kv_a is"):
+            absorb.absorb(q, kv_a[:, :512], *rest)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (7168, 1024), (1536, 7168), (16384, 128), (2048, 8192)])
+def test_a_block_holds_its_weights(rows: int, columns: int) -> None:
+    tiles = tiles_of(rows, columns, 132)
+    assert tiles * -(-columns // 1024) <= UNITS and 128 % (8 * tiles) == 0
+
+
 @pytest.mark.parametrize(
     ("source", "structure", "pointers", "integers"),
     [
-        ("experts/fp8_decode", "ExpertArguments", moe_decode._POINTERS, moe_decode._INTEGERS),
+        ("experts/fp8_decode", "ExpertArguments", moe_decode.POINTERS, moe_decode.INTEGERS),
         ("experts/w4a16_decode", "DecodeArguments", moe_w4a16.DECODE_POINTERS, moe_w4a16.DECODE_INTEGERS),
     ],
 )
@@ -151,12 +179,23 @@ def test_ctypes_structures_follow_the_cuda_ones(
     assert found.group(1).split(", ") == list(integers)
 
 
-def test_the_query_s_structure_follows_the_cuda_one() -> None:
-    body = re.search(r"struct QueryArguments \{(.*?)\n\};", build.source_of("attention/query").read_text(), re.S)
+@pytest.mark.parametrize(
+    ("source", "structure", "fields"),
+    [
+        ("attention/query", "QueryArguments", query.Arguments._fields_),
+        ("attention/query_few", "QueryArguments", [*query.Arguments._fields_, *query.FewArguments._fields_]),
+        ("attention/absorb", "AbsorbArguments", absorb.Arguments._fields_),
+        ("experts/fp8_few", "ExpertArguments", fp8_few.Arguments._fields_),
+    ],
+)
+def test_structures_follow_the_cuda_ones_field_for_field(
+    source: str, structure: str, fields: list[tuple[str, type]]
+) -> None:
+    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", build.source_of(source).read_text(), re.S)
     assert body is not None
     statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body.group(1)).split(";") if s.strip()]
     names = [name for s in statements for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
-    assert names == [name for name, _ in query.Arguments._fields_]
+    assert names == [name for name, _ in fields]
 
 
 def test_the_widths_are_those_that_have_an_instance() -> None:

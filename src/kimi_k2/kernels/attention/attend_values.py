@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.attention import mla_cuda, mla_decode, value_rows
+from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, value_rows
 from kimi_k2.kernels.attention.mla_decode import LATENT
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, launch
@@ -43,12 +43,14 @@ def attend_values(
     softmax_scale: float,
     plan: Tensor | None = None,
     block_table: Tensor | None = None,
+    uniform: bool = False,
 ) -> Tensor:
     """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale, plan=plan), w_uv)`.
 
     Args:
         query, cache, seq_lens, softmax_scale, plan, block_table: as `mla_decode` takes them; a bfloat16 cache.
         w_uv: bfloat16 [H, 128, 512].
+        uniform: with a plan of 8 heads, join a context's parts in the steps of `mla_cuda.run_planned`'s `uniform`.
 
     Returns:
         bfloat16 [B, H * 128]; the latents in between are rounded to bfloat16.
@@ -73,9 +75,8 @@ def attend_values(
         mla_decode.check_plan(query, plan)
         parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan, block_table)
     given = parts, sums, w_uv, out, plan
-    launch(
-        "attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, batch, heads, how.splits
-    )
+    sizes = batch, heads, how.splits, mla_plan.SOME_PARTS[True] if uniform else 0
+    launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, *sizes)
     return out
 
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.attention import (
+    absorb,
+    flash_prefill,
+    mla_cuda,
+    mla_decode,
+    mla_invariant,
+    mla_plan,
+    mla_prefill,
+    value_rows,
+)
 from kimi_k2.kernels.attention import attend_values as attend
-from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_invariant, mla_plan, mla_prefill, value_rows
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
@@ -153,6 +163,70 @@ def _supports_attend_values(
 ops_decode.attend_values.entry(
     "cuda", takes=_supports_attend_values, joins={"mla_decode": "mla_decode", "value_rows": "cuda"}
 )(attend.attend_values)
+
+
+def _supports_uniform(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> bool:
+    """A few sequences in batch-invariant mode, by its plan."""
+    fits = batch_invariant() and plan is not None and query.shape[1] == mla_cuda.FEW_HEADS
+    return fits and attend.supports(query, cache, seq_lens, w_uv)
+
+
+@ops_decode.attend_values.entry(
+    "uniform",
+    takes=_supports_uniform,
+    joins={"mla_decode": "mla_decode", "value_rows": "cuda"},
+    batch_invariant=OWN_LENGTH,
+)
+def attend_uniform(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
+) -> Tensor:
+    """`attend_values` in the steps of `mla_decode` by a plan."""
+    out: Tensor = attend.attend_values(query, cache, seq_lens, w_uv, softmax_scale, plan, uniform=True)
+    return out
+
+
+def _supports_invariant_absorb(
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, w_uk: Tensor,
+    cache: Tensor, eps: float,
+) -> bool:  # fmt: skip
+    """In batch-invariant mode over a BF16 cache."""
+    return batch_invariant() and absorb.supports(q, kv_a, w_uk, cache)
+
+
+ops_decode.absorb_and_store.entry(
+    "absorb", takes=_supports_invariant_absorb, batch_invariant="64 columns of a head together, always"
+)(absorb.absorb)
+
+
+def _supports_few_query(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> bool:  # fmt: skip
+    """A few tokens in batch-invariant mode."""
+    return batch_invariant() and _supports_query(
+        qkv_a, q_norm, q_b, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    )
+
+
+@ops_decode.query_and_entry.entry(
+    "few",
+    takes=_supports_few_query,
+    joins={"project": "block_gemm", "fp8_linear": "block_gemm", "absorb_and_store": "absorb"},
+    batch_invariant="the sums of block_gemm and absorb",
+)
+def few_query_and_entry(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> Tensor:  # fmt: skip
+    """`query_and_entry` with the bits that many tokens have by `block_gemm` and `absorb`."""
+    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    rows, columns = stored[0].shape
+    parts = fixed_parts(len(qkv_a), rows, columns, qkv_a.device)
+    given = kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    out: Tensor = query_kernel.query_and_entry(qkv_a, q_norm, *stored, *given, parts=parts)
+    return out
 
 
 def _supports_query(

@@ -1,7 +1,8 @@
 """From attention's first GEMMs to its query at decode, in one launch: `torch.ops.kimi_k2.query_and_entry`.
 
 q_b behind its norm, RoPE, W_UK absorbed, the new token's cache entry: replaces lines of `model.attention` for a few
-tokens with an FP8 q_b over a BF16 cache. csrc/query.cu says how the launch works.
+tokens with an FP8 q_b over a BF16 cache. csrc/query.cu says how the launch works; csrc/query_few.cu is batch-invariant
+mode's, which has the bits of `block_gemm` and `absorb`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class Arguments(ctypes.Structure):
     """`decode::QueryArguments` of csrc/query.cu, field for field."""
 
     _fields_ = fields(POINTERS, INTEGERS, ["q_eps", "kv_eps"])
+
+
+class FewArguments(Arguments):
+    """`few::QueryArguments` of csrc/query_few.cu, field for field."""
+
+    _fields_ = fields((), ["parts"])
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -87,6 +94,7 @@ def query_and_entry(
     q_eps: float,
     kv_eps: float,
     pages: bool = False,
+    parts: int = 0,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -101,6 +109,8 @@ def query_and_entry(
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 [B, T, 576], written.
         pages: the cache is [N, P, 576] of all tokens, and `positions` number its N * P slots.
+        parts: `cluster` of the launch of `block_gemm`, in two terms, that q is to equal; the query is what `absorb`
+            makes of that. 0: sums in this launch's own order.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope; q itself is rounded to bfloat16.
@@ -111,12 +121,17 @@ def query_and_entry(
     given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, positions, w_uk, cache)
     out = _check(*given, pages)
     capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
-    arguments = Arguments(
+    structure = FewArguments if parts else Arguments
+    arguments = structure(
         **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=0 if pages else capacity,
         q_eps=q_eps, kv_eps=kv_eps,
     )  # fmt: skip
-    launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
+    if isinstance(arguments, FewArguments):
+        arguments.parts = parts
+        launch("attention/query_few", "kimi_query_few", "query_and_entry", qkv_a.device, arguments)
+    else:
+        launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
     return out
 
 

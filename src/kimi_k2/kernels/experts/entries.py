@@ -14,10 +14,12 @@ from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import fp8_few as moe_few
 from kimi_k2.kernels.experts import invariant, tuning
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
+from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.registry import COMPOSED, batch_invariant, is_decoding
@@ -210,6 +212,45 @@ def experts_with_shared(
         weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")
     ]
     out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared)
+    return out
+
+
+def _supports_few(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> bool:  # fmt: skip
+    """In a decode step of batch-invariant mode: what `moe_few` takes, and a shared expert as `_supports_joined`."""
+    if not (batch_invariant() and is_decoding() and _supports_moe_fp8(x, experts, topk_indices, topk_weights)):
+        return False
+    _, hidden, inter = experts.down.tensors["weight"].shape
+    fp8 = shared_gate_up.fp8_block == shared_down.fp8_block == BLOCK
+    same = fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
+    return same and moe_few.supports(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
+
+
+@ops_experts.routed_experts_with_shared.entry(
+    "moe_few",
+    takes=_supports_few,
+    joins={"routed_experts": "moe_fp8", "swiglu": "block_gemm", "project": "block_gemm", "fp8_linear": "block_gemm"},
+    batch_invariant="the sums of moe_fp8 and block_gemm",
+)
+def few_experts(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> Tensor:  # fmt: skip
+    """`moe_few`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    shared = [
+        weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")
+    ]
+    _, hidden, inter = experts.down.tensors["weight"].shape
+    parts = [
+        invariant.decode_splits(topk_indices.shape[1], hidden, inter),
+        fixed_parts(x.shape[0], 2 * inter, hidden, x.device),
+        fixed_parts(x.shape[0], hidden, inter, x.device),
+    ]
+    given = x.contiguous(), *_fp8_experts(experts), *routing, parts, experts.expert_map, *shared
+    out: Tensor = moe_few.moe_few(*given)
     return out
 
 

@@ -27,17 +27,17 @@ MAX_SLOTS = 17
 # What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
-_POINTERS = (
+POINTERS = (
     "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
     "shared_gate_up", "shared_gate_up_scale", "shared_down", "shared_down_scale", "intermediate", "out",
 )  # fmt: skip
-_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
+INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
 
 
 class _Arguments(ctypes.Structure):
     """`decode::ExpertArguments` of csrc/fp8_decode.cu, field for field."""
 
-    _fields_ = fields(_POINTERS, _INTEGERS)
+    _fields_ = fields(POINTERS, INTEGERS)
 
 
 def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
@@ -53,7 +53,7 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
     )
 
 
-def _check(
+def check_with_shared(
     x: Tensor,
     gate_up_proj: Tensor,
     gate_up_proj_scale_inv: Tensor,
@@ -67,12 +67,11 @@ def _check(
     shared_down: Tensor | None,
     shared_down_scale_inv: Tensor | None,
 ) -> tuple[int, int, int, int, int]:
+    """`check_arguments`, and the same of a shared expert, whose tensors are all there or all None."""
     shape = check_arguments(
         x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
     )
-    top_k, _, hidden, inter = shape[1:]
-    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
-        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+    hidden, inter = shape[3:]
     blocks = ((2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK))
     wanted = ((2 * inter, hidden), blocks[0], (hidden, inter), blocks[1])
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
@@ -117,17 +116,19 @@ def moe_decode(
     """
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-    shape = _check(x, *weights, topk_indices, topk_weights, expert_map, *shared)
-    tokens, top_k, _, _, inter = shape
+    shape = check_with_shared(x, *weights, topk_indices, topk_weights, expert_map, *shared)
+    tokens, top_k, _, hidden, inter = shape
+    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
+        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
     out = torch.empty_like(x)
     if tokens == 0:
         return out
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
-    arguments = fill(_Arguments, dict(zip(_POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    arguments = fill(_Arguments, dict(zip(POINTERS, given, strict=True)), shape, topk_indices, expert_map)
     launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
     return out
 
 
-moe_decode.fake(_check, lambda x: torch.empty_like(x))
+moe_decode.fake(check_with_shared, lambda x: torch.empty_like(x))

@@ -4,7 +4,7 @@ That is: unfused, as many parts of a stage's sums for any number of tokens. Free
 the width of an instruction alone, and the slabs of an item. A decode step's first stage is summed in parts, since few
 experts of few tokens have too few rows for all SMs; a prompt's is not. INT4 of few tokens multiplies in e4m3 and of
 many in bfloat16, so that there a decode step has the one and a prompt the other, of any length. FP8 of many multiplies
-with the operands' sides exchanged (csrc/fp8_wide.cuh): tiles stay below.
+with the operands' sides exchanged (csrc/fp8_wide.cuh), which gives the same bits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def fixed_choice(
     slabs = 1 if tuned.fused else tuned.item_slabs
     if decoding:
         return ExpertChoice(False, FEW, decode_splits(top_k, hidden, inter), 1, slabs)
-    tokens = FEW if tuned.fused else tuned.max_tokens
-    tokens = max(MANY, tokens) if int4 else min(MANY, tokens)
+    tokens = max(MANY if int4 else FEW, 0 if tuned.fused else tuned.max_tokens)
     return replace(tuned, fused=False, max_tokens=tokens, splits1=1, splits2=1, item_slabs=slabs)
 
 

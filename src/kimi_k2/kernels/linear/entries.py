@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_gemm, fused_linear
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
 from kimi_k2.ops.registry import batch_invariant, is_decoding
@@ -100,6 +101,25 @@ def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -
     return out
 
 
+def fixed_parts(tokens: int, rows: int, columns: int, device: torch.device) -> int:
+    """Parts of a weight's columns [N, K] that batch-invariant mode sums apart in a decode step, in two terms."""
+    return block_gemm.fixed_launch(2, tokens, rows, columns, hopper(device.index, "block_gemm")[1], True).cluster
+
+
+def _few(
+    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor] | None:
+    """`few_gemm` of a decode step's only token in batch-invariant mode; None for others."""
+    rows, columns = weight.tensors["weight"].shape
+    fits = batch_invariant() and is_decoding() and x.is_contiguous()
+    if not fits or not few_gemm.supports(len(x), rows, columns, x.device):
+        return None
+    parts = fixed_parts(len(x), rows, columns, x.device)
+    stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
+    made: tuple[Tensor, Tensor] = few_gemm.few_gemm(x, delta, *stored, parts, norm_weight, eps)
+    return made
+
+
 def _multiply_weight(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
     return _multiply(quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
 
@@ -138,6 +158,9 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
         name, takes=supports_project, joins={"fp8_linear": name}, optional=optional, batch_invariant=ONE_ORDER
     )
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        few = _few(x, None, weight, norm_weight, eps) if terms == few_gemm.TERMS else None
+        if few is not None:
+            return few[0]
         return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
 
     def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
@@ -152,6 +175,9 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def add_project(
         x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
+        few = _few(x, delta, weight, norm_weight, eps) if terms == few_gemm.TERMS else None
+        if few is not None:
+            return few[0], x if delta is None else few[1]
         if delta is None:
             return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
         total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms)
@@ -169,7 +195,7 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
 
     @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, optional=optional, batch_invariant=ONE_ORDER)
     def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        hidden = _multiply_weight(block_gemm.quantize_groups(x, terms=terms), gate_up)
+        hidden = project(x, gate_up)
         return _multiply_weight(block_gemm.quantize_groups(hidden, swiglu=True, terms=terms), down)
 
 

@@ -3,6 +3,7 @@
 // the others through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before
 // attention has ended.
 #include "common/csrc/decode.cuh"
+#include "mla_gather.cuh"
 #include "mla_plan.cuh"
 
 namespace decode {
@@ -20,17 +21,53 @@ struct JoinArguments {
   __nv_bfloat16* out;                   // [tokens, heads, 128]
   const mla::PlannedRequest* requests;  // [tokens] of the plan
   int tokens, heads, splits;
+  int some_parts;  // of `mla::merge_class`
 };
 
+constexpr int kJoinLanes = kJoinWide / 4;
 struct JoinMemory {
-  float4 parts[kWarps][kJoinWide / 4];
+  union {
+    float4 parts[kWarps][kJoinWide / 4];
+    float others[mla::merge_groups(0) - 1][4 + 2][kJoinLanes];
+  };
   uint4 latent[kJoined / 8];
 };
 
-template <bool PLANNED>
+// How a context's parts are joined: as there are `splits`, by a plan, or by a plan in the steps of merge_planned.
+enum Join { kEven, kPlanned, kUniform };
+
+// The first kJoinLanes threads: four columns each of the joined parts, as merge_planned adds them.
+template <int GROUPS>
+__device__ __forceinline__ bool join_uniform(const JoinArguments& a, JoinMemory& m, int64_t begin, int count, int rank,
+                                             float (&joined)[4]) {
+  const int group = threadIdx.x / kJoinLanes, lane = threadIdx.x % kJoinLanes;
+  const uint4* from = reinterpret_cast<const uint4*>(a.parts + begin * kJoined + rank * kJoinWide) + lane;
+  mla::Gathered<4> mine;
+  if (group < GROUPS)
+    mine.template take<GROUPS, mla::kUniformTogether>(
+        group, count, [&](int part) { return make_float2(__ldcg(a.sums + begin + int64_t(part) * a.heads), 1.f); },
+        [&](int part) { return __ldcg(from + int64_t(part) * a.heads * (kJoined / 4)); },
+        [](float (&values)[4], const uint4& raw) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) values[j] = __uint_as_float((&raw.x)[j]);
+        });
+  if (GROUPS > 1) {
+    if (group > 0 && group < GROUPS) mine.leave(m.others, group, lane);
+    __syncthreads();
+    if (group == 0) mine.template add<GROUPS>(m.others, lane);
+  }
+  if (group > 0) return false;
+  mine.divide();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) joined[j] = mine.sum[j];
+  return true;
+}
+
+template <Join JOIN>
 __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a) {
   DECODE_DYNAMIC_SHARED(uint4, raw);
   JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
+  constexpr bool PLANNED = JOIN != kEven;
   const int rank = blockIdx.x, head = blockIdx.y;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / 16;
   pdl_launch();
@@ -48,46 +85,64 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
   const int64_t begin = PLANNED ? int64_t(__ldcg(&a.requests[blockIdx.z].first)) * a.heads + head : place * a.splits;
   pdl_wait();
 
-  // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
-  float share[kMaxParts / 32], top = -INFINITY, whole = 0;
+  if constexpr (JOIN == kUniform) {
+    float joined[4];
+    const int kind = mla::merge_class(count, a.some_parts);
+    const bool mine = kind == 0   ? join_uniform<mla::merge_groups(0)>(a, m, begin, count, rank, joined)
+                      : kind == 1 ? join_uniform<mla::merge_groups(1)>(a, m, begin, count, rank, joined)
+                                  : join_uniform<mla::merge_groups(2)>(a, m, begin, count, rank, joined);
+    cluster_wait();  // the others have begun, so that their shared memory is theirs
+    if (mine) {
+      const __nv_bfloat162 two[2] = {__floats2bfloat162_rn(joined[0], joined[1]),
+                                     __floats2bfloat162_rn(joined[2], joined[3])};
 #pragma unroll
-  for (int i = 0; i < kMaxParts / 32; ++i)
-    share[i] = i * 32 + lane < count ? __ldcg(a.sums + begin + (i * 32 + lane) * step) : -INFINITY;
-  float4 value[kMaxParts / kGroups];
-  const float4* from = reinterpret_cast<const float4*>(a.parts + begin * kJoined + rank * kJoinWide) + thread % 16;
-#pragma unroll
-  for (int i = 0; i < kMaxParts / kGroups; ++i)
-    if (group + i * kGroups < count) value[i] = __ldcg(from + int64_t(group + i * kGroups) * step * (kJoined / 4));
-#pragma unroll
-  for (int i = 0; i < kMaxParts / 32; ++i) top = fmaxf(top, share[i]);
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
-  // A context of length zero: every part is empty and the result is zero.
-#pragma unroll
-  for (int i = 0; i < kMaxParts / 32; ++i) share[i] = top == -INFINITY ? 0.f : exp2f(share[i] - top), whole += share[i];
-  whole = sum_lanes(whole);
-  float sum[4] = {};
-#pragma unroll
-  for (int i = 0; i < kMaxParts / kGroups; ++i) {
-    const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
-    if (weight > 0 && group + i * kGroups < count) {
-      sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
-      sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
+      for (int other = 0; other < kJoinBlocks; ++other)
+        reinterpret_cast<uint2*>(map_shared_rank(m.latent, other))[rank * kJoinLanes + thread] =
+            *reinterpret_cast<const uint2*>(two);
     }
+  } else {
+    // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
+    float share[kMaxParts / 32], top = -INFINITY, whole = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxParts / 32; ++i)
+      share[i] = i * 32 + lane < count ? __ldcg(a.sums + begin + (i * 32 + lane) * step) : -INFINITY;
+    float4 value[kMaxParts / kGroups];
+    const float4* from = reinterpret_cast<const float4*>(a.parts + begin * kJoined + rank * kJoinWide) + thread % 16;
+#pragma unroll
+    for (int i = 0; i < kMaxParts / kGroups; ++i)
+      if (group + i * kGroups < count) value[i] = __ldcg(from + int64_t(group + i * kGroups) * step * (kJoined / 4));
+#pragma unroll
+    for (int i = 0; i < kMaxParts / 32; ++i) top = fmaxf(top, share[i]);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
+    // A context of length zero: every part is empty and the result is zero.
+#pragma unroll
+    for (int i = 0; i < kMaxParts / 32; ++i)
+      share[i] = top == -INFINITY ? 0.f : exp2f(share[i] - top), whole += share[i];
+    whole = sum_lanes(whole);
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < kMaxParts / kGroups; ++i) {
+      const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
+      if (weight > 0 && group + i * kGroups < count) {
+        sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
+        sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
+    if (lane < 16) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
+    __syncthreads();
+    cluster_wait();  // the others have begun, so that their shared memory is theirs
+    const float inverse = whole > 0 ? 1.f / whole : 0.f;
+    const float* columns = reinterpret_cast<const float*>(m.parts) + 2 * lane;
+    float two[2] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
+    // Warp w writes to block w.
+    reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
+        __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
-  if (lane < 16) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
-  __syncthreads();
-  cluster_wait();  // the others have begun, so that their shared memory is theirs
-  const float inverse = whole > 0 ? 1.f / whole : 0.f;
-  const float* columns = reinterpret_cast<const float*>(m.parts) + 2 * lane;
-  float two[2] = {};
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
-  // Warp w writes to block w.
-  reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
-      __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
   cluster_arrive();
   cluster_wait();
 
@@ -113,9 +168,10 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
 
 }  // namespace decode
 
-// With `plan`, of [tokens] contexts and at most 128 parts each, `splits` is not used.
+// With `plan`, of [tokens] contexts and at most 128 parts each, `splits` is not used; with `some_parts` too, parts are
+// joined in the steps of merge_planned.
 extern "C" int kimi_join_values(const float* parts, const float* sums, const void* weight, void* out, const void* plan,
-                                int tokens, int heads, int splits, void* stream) {
+                                int tokens, int heads, int splits, int some_parts, void* stream) {
   using namespace decode;
   if (splits > kMaxParts) return host::kNoInstance;
   static_assert(mla::kMostParts <= kMaxParts, "a plan's parts fit");
@@ -127,7 +183,10 @@ extern "C" int kimi_join_values(const float* parts, const float* sums, const voi
                         plan ? mla::requests_of(requests, tokens) : nullptr,
                         tokens,
                         heads,
-                        splits};
-  return launch(plan ? join_values<true> : join_values<false>, dim3(kJoinBlocks, heads, tokens), kThreads,
-                sizeof(JoinMemory), a, stream, kJoinBlocks);
+                        splits,
+                        some_parts};
+  return launch(!plan        ? join_values<kEven>
+                : some_parts ? join_values<kUniform>
+                             : join_values<kPlanned>,
+                dim3(kJoinBlocks, heads, tokens), kThreads, sizeof(JoinMemory), a, stream, kJoinBlocks);
 }

@@ -1,6 +1,7 @@
 // Merges the parts of every context that a plan cut, in a fixed order. Few blocks take piece after piece of the plan's
 // merges: a grid for all requests would mostly be blocks without work.
 #pragma once
+#include "mla_gather.cuh"
 #include "mla_merge.cuh"
 
 namespace mla {
@@ -10,7 +11,7 @@ struct FewMerges {
   static constexpr int kTogether = 8, kBlocks = 3;
 };
 struct ManyMerges {
-  static constexpr int kTogether = 4, kBlocks = 4;
+  static constexpr int kTogether = kUniformTogether, kBlocks = 4;
 };
 
 // Where a thread's columns of a request's parts lie, the first part's number given; `*_step` from one part to the next.
@@ -55,66 +56,19 @@ __device__ __forceinline__ void merge_piece(const Arguments& a, const PlannedMer
   constexpr int kLanes = kJoinThreads / GROUPS, kValues = Source<HALVES>::kValues;
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, parts = merge.parts;
   const PlannedSource<HALVES> source(a, merge.request, piece * kLanes + lane, merge.first);
-  float top = -INFINITY, total = 0, sum[kValues] = {};
-  for (int base = group; base < parts; base += GROUPS * kMergedTogether) {
-    float2 log[kMergedTogether];
-    uint4 part[kMergedTogether];
-    float best = top;
-#pragma unroll
-    for (int i = 0; i < kMergedTogether; ++i) {
-      const int split = base + i * GROUPS;
-      log[i] = make_float2(-INFINITY, 0.f);
-      if (split < parts) log[i] = source.sum_of(a, split), part[i] = source.part_of(a, split);
-    }
-#pragma unroll
-    for (int i = 0; i < kMergedTogether; ++i) best = fmaxf(best, log[i].x);
-    const float own = top == -INFINITY ? 0.f : exp2_approximate(top - best);
-    top = best, total *= own;
-#pragma unroll
-    for (int j = 0; j < kValues; ++j) sum[j] *= own;
-#pragma unroll
-    for (int i = 0; i < kMergedTogether; ++i) {
-      if (log[i].x == -INFINITY) continue;
-      const float share = exp2_approximate(log[i].x - top), weight = share * log[i].y;
-      float values[kValues];
-      Source<HALVES>::unpack(values, part[i]);
-      total += share;
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) sum[j] += values[j] * weight;
-    }
-  }
+  Gathered<kValues> joined;
+  joined.template take<GROUPS, kMergedTogether>(
+      group, parts, [&](int split) { return source.sum_of(a, split); },
+      [&](int split) { return source.part_of(a, split); }, Source<HALVES>::unpack);
   if constexpr (GROUPS > 1) {
-    if (group > 0) {
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) others[group - 1][j][lane] = sum[j];
-      others[group - 1][kValues][lane] = top, others[group - 1][kValues + 1][lane] = total;
-    }
+    if (group > 0) joined.leave(others, group, lane);
     __syncthreads();
-    if (group == 0) {
-      float best = top;
-#pragma unroll
-      for (int one = 0; one < GROUPS - 1; ++one) best = fmaxf(best, others[one][kValues][lane]);
-      const float own = top == -INFINITY ? 0.f : exp2_approximate(top - best);
-      total *= own;
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) sum[j] *= own;
-#pragma unroll
-      for (int one = 0; one < GROUPS - 1; ++one) {
-        const float theirs = others[one][kValues][lane];
-        const float share = theirs == -INFINITY ? 0.f : exp2_approximate(theirs - best);
-        total += share * others[one][kValues + 1][lane];
-#pragma unroll
-        for (int j = 0; j < kValues; ++j) sum[j] += share * others[one][j][lane];
-      }
-    }
+    if (group == 0) joined.template add<GROUPS>(others, lane);
     __syncthreads();  // before the next piece
     if (group > 0) return;
   }
-  // A context of length zero has no parts and the result is zero.
-  const float inverse = total > 0 ? 1.f / total : 0.f;
-#pragma unroll
-  for (int j = 0; j < kValues; ++j) sum[j] *= inverse;
-  Source<HALVES>::write(a.out + source.row * kLatent + source.column, sum);
+  joined.divide();
+  Source<HALVES>::write(a.out + source.row * kLatent + source.column, joined.sum);
 }
 
 // What a block's piece number `i` is: the class of its request, the request's parts, the piece of its columns.

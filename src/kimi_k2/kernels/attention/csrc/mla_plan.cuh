@@ -46,6 +46,8 @@ __host__ __device__ constexpr Row* items_of(Row* plan, int batch, int blocks) {
 // heads a merge has few columns, so that several groups share one of fewer parts.
 __host__ __device__ constexpr int merge_groups(int which) { return which == 0 ? 8 : which == 1 ? 4 : 1; }
 __device__ __forceinline__ int merge_class(int parts, int some) { return parts > 32 ? 0 : parts >= some ? 1 : 2; }
+constexpr int kUniformTogether =
+    4;                          // parts in flight, and so the order of the sums, where requests are many or uniform
 constexpr int kCountBits = 10;  // of the first two classes; of the third more
 __device__ __forceinline__ int merges_of(int counts, int which) {
   return which == 2 ? counts >> 2 * kCountBits : counts >> which * kCountBits & ((1 << kCountBits) - 1);

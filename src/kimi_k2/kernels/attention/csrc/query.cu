@@ -2,11 +2,11 @@
 // queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of
 // the head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of
 // W_UK^T q. All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
+#include "entry.cuh"
 #include "linear/csrc/tokens.cuh"
 
 namespace decode {
 
-constexpr int kNope = 128, kRope = 64, kHead = kNope + kRope, kRank = 512, kEntry = kRank + kRope;
 constexpr int kInput = 1536;  // columns of q_b
 constexpr int kBlocks = 8, kRows = kHead / kBlocks,
               kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
@@ -34,37 +34,6 @@ struct QueryMemory {
   float sums[1][kWarps], q[kHead], parts[kWarps][kWide];
 };
 
-__device__ __forceinline__ float widened(const __nv_bfloat16* at) { return __bfloat162float(__ldcg(at)); }
-
-// A pair of values rotated by the token's position.
-__device__ __forceinline__ __nv_bfloat162 rotated(const QueryArguments& a, int token, int pair, float even, float odd) {
-  const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
-  return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
-}
-
-// The first warp stores the normed latent, the second one the rotated key.
-__device__ __forceinline__ void store_entry(const QueryArguments& a, int token) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  pdl_wait();
-  const int64_t position = a.positions[token];
-  if (warp > 1 || position < 0 || position >= a.capacity) return;
-  const __nv_bfloat16* latent = a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput;
-  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.stride + position) * kEntry;
-  if (warp == 1) {
-    const __nv_bfloat16* key = latent + kRank + 2 * lane;
-    reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = rotated(a, token, lane, widened(key), widened(key + 1));
-    return;
-  }
-  uint4 value[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) value[i] = __ldcg(reinterpret_cast<const uint4*>(latent) + i * 32 + lane);
-  const float inverse = rsqrtf(sum_lanes(squares8(value[0]) + squares8(value[1])) / kRank + a.kv_eps);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    reinterpret_cast<uint4*>(entry)[i * 32 + lane] =
-        normed8(value[i], inverse, __ldg(reinterpret_cast<const uint4*>(a.kv_norm) + i * 32 + lane));
-}
-
 __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   DECODE_DYNAMIC_SHARED(uint4, raw);
   QueryMemory& m = *reinterpret_cast<QueryMemory*>(raw);
@@ -72,7 +41,9 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   if (head == a.heads) {
     pdl_launch();
-    if (rank == 0) store_entry(a, token);
+    if (rank > 0) return;
+    pdl_wait();
+    store_entry(a, token, a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput);
     return;
   }
   cluster_arrive();

@@ -16,6 +16,8 @@ static_assert(kMaxShared == 232448, "227 KiB: CUDA's limit a block on compute ca
 // empty before it is divided anew, which cost a layer 4 of 45 us. MLA's own launches and GEMMs of 5 to 8 tokens of
 // 4096 columns or more need more than this share and still do so.
 constexpr int kDecodeShare = 58;
+// Of launches whose blocks hold their weights in shared memory.
+constexpr int kWholeShare = 100;
 
 struct Launch {
   dim3 grid;
@@ -78,6 +80,21 @@ inline int encode_rows(CUtensorMap* map, CUtensorMapDataType type, int value_byt
   const cuuint32_t box[2] = {cuuint32_t(128 / value_bytes), cuuint32_t(box_rows)}, step[2] = {1, 1};
   return encode_tiled(map, type, 2, const_cast<void*>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+             ? kNotEncoded
+             : 0;
+}
+
+// The same of bytes, in boxes of `box_blocks` blocks of 128 columns by `box_rows` rows: row after row, of each its
+// blocks, 128 bytes each.
+inline int encode_blocks(CUtensorMap* map, const void* base, uint64_t columns, uint64_t rows, int box_blocks,
+                         int box_rows) {
+  const auto encode_tiled = tensor_map_encoder();
+  if (!encode_tiled) return kNoEncoder;
+  const cuuint64_t sizes[3] = {128, columns / 128, rows}, strides[2] = {128, columns};
+  const cuuint32_t box[3] = {128, cuuint32_t(box_blocks), cuuint32_t(box_rows)}, step[3] = {1, 1, 1};
+  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(base), sizes, strides, box, step,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
              ? kNotEncoded
              : 0;
 }

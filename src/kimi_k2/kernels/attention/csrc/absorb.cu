@@ -1,0 +1,78 @@
+// Queries for attention and the new tokens' cache entries at decode, any number of tokens, in one order of sums: RoPE,
+// W_UK absorbed (absorb.cuh). A block has 64 columns of a head, whose weights it reads once, and some of the tokens.
+#include "absorb.cuh"
+
+namespace decode {
+
+constexpr int kTokens = 16, kTogether = 4;  // of a block; whose sums are made together
+
+struct AbsorbArguments {
+  const __nv_bfloat16* q;        // [tokens, heads, 192], not rotated
+  const __nv_bfloat16* kv_a;     // [tokens, 576] rows kv_stride apart: latent before its norm | key before RoPE
+  const __nv_bfloat16* kv_norm;  // [512]
+  const __nv_bfloat16* cos;      // [tokens, 32]
+  const __nv_bfloat16* sin;
+  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
+  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
+  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
+  __nv_bfloat16* out;         // [tokens, heads, 576]
+  int tokens, heads, capacity;
+  int stride;  // slots from one token's to the next one's; 0 where all share them
+  int kv_stride;
+  float kv_eps;
+};
+
+struct AbsorbMemory {
+  alignas(16) float q[kTokens][kNope], parts[kTogether][kWarps][kColumns];
+};
+
+__global__ void __launch_bounds__(kThreads) absorb(const AbsorbArguments a) {
+  DECODE_DYNAMIC_SHARED(uint4, raw);
+  AbsorbMemory& m = *reinterpret_cast<AbsorbMemory*>(raw);
+  const int rank = blockIdx.x, head = blockIdx.y, first = blockIdx.z * kTokens, thread = threadIdx.x;
+  const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
+  if (head == a.heads) {
+    pdl_wait();
+    pdl_launch();
+    for (int t = first + rank; t < first + count; t += kColumnBlocks)
+      store_entry(a, t, a.kv_a + int64_t(t) * a.kv_stride);
+    return;
+  }
+  uint32_t keys[kWarpKeys];
+  request_keys(a.w_uk, head, rank, keys);
+  pdl_wait();
+  pdl_launch();
+  const auto of = [&](int t) { return a.q + (int64_t(first + t) * a.heads + head) * kHead; };
+  const auto to = [&](int t) { return a.out + (int64_t(first + t) * a.heads + head) * kEntry; };
+  for (int i = thread; i < count * (kNope / 8); i += kThreads) {
+    float x[8];
+    widen(__ldcg(reinterpret_cast<const uint4*>(of(i / (kNope / 8))) + i % (kNope / 8)), x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) m.q[i / (kNope / 8)][i % (kNope / 8) * 8 + j] = x[j];
+  }
+  constexpr int kPairs = kRope / 2 / kColumnBlocks;
+  for (int i = thread; i < count * kPairs; i += kThreads) {
+    const int t = i / kPairs, pair = rank * kPairs + i % kPairs;
+    const __nv_bfloat16* two = of(t) + kNope + 2 * pair;
+    reinterpret_cast<__nv_bfloat162*>(to(t) + kRank)[pair] =
+        rotated(a, first + t, pair, widened(two), widened(two + 1));
+  }
+  __syncthreads();
+  for (int base = 0; base < count; base += kTogether) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (base + i < count) absorb_keys(m.q[base + i], keys, m.parts[i][thread / 32]);
+    __syncthreads();
+    const int t = base + thread / kColumns, column = thread % kColumns;
+    if (t < count) to(t)[rank * kColumns + column] = absorbed(m.parts[t - base][0], column);
+    __syncthreads();
+  }
+}
+
+}  // namespace decode
+
+extern "C" int kimi_absorb(const decode::AbsorbArguments* a, void* stream) {
+  static_assert(decode::kTogether * decode::kColumns == decode::kThreads, "a thread a column");
+  const dim3 grid(decode::kColumnBlocks, a->heads + 1, (a->tokens + decode::kTokens - 1) / decode::kTokens);
+  return decode::launch(decode::absorb, grid, decode::kThreads, sizeof(decode::AbsorbMemory), *a, stream);
+}

@@ -1,0 +1,42 @@
+// What a new token leaves and takes at decode besides GEMMs: its cache entry, and the rotation of its query.
+// `Arguments` has cos, sin [tokens, 32] at the tokens' positions and, for entries, positions, kv_norm, cache, capacity,
+// stride and kv_eps as `QueryArguments` says.
+#pragma once
+#include "rowwise/csrc/norm.cuh"
+
+namespace decode {
+
+constexpr int kNope = 128, kRope = 64, kHead = kNope + kRope, kRank = 512, kEntry = kRank + kRope;
+
+__device__ __forceinline__ float widened(const __nv_bfloat16* at) { return __bfloat162float(__ldcg(at)); }
+
+// A pair of values rotated by the token's position.
+template <class Arguments>
+__device__ __forceinline__ __nv_bfloat162 rotated(const Arguments& a, int token, int pair, float even, float odd) {
+  const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
+  return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
+}
+
+// The first warp stores the normed latent, the second one the rotated key, of `latent`: both before that.
+template <class Arguments>
+__device__ __forceinline__ void store_entry(const Arguments& a, int token, const __nv_bfloat16* latent) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t position = a.positions[token];
+  if (warp > 1 || position < 0 || position >= a.capacity) return;
+  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.stride + position) * kEntry;
+  if (warp == 1) {
+    const __nv_bfloat16* key = latent + kRank + 2 * lane;
+    reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = rotated(a, token, lane, widened(key), widened(key + 1));
+    return;
+  }
+  uint4 value[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) value[i] = __ldcg(reinterpret_cast<const uint4*>(latent) + i * 32 + lane);
+  const float inverse = rsqrtf(sum_lanes(squares8(value[0]) + squares8(value[1])) / kRank + a.kv_eps);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    reinterpret_cast<uint4*>(entry)[i * 32 + lane] =
+        normed8(value[i], inverse, __ldg(reinterpret_cast<const uint4*>(a.kv_norm) + i * 32 + lane));
+}
+
+}  // namespace decode
