@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,9 +26,14 @@ Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RandomExperts(ABC):
-    """Experts of a rank, [E, 2I, H] and [E, H, I], stored in one format."""
+    """Experts of a rank, [E, 2I, H] and [E, H, I], stored in one format.
+
+    Attributes:
+        weights: and their scales, in the order that our operation takes them.
+    """
 
     name: ClassVar[str]
+    weights: Sequence[Tensor | None]
 
     @classmethod
     @abstractmethod
@@ -49,9 +54,9 @@ class RandomExperts(ABC):
         """(experts, intermediate size)."""
 
     @property
-    @abstractmethod
     def bytes_each(self) -> float:
         """Bytes of one expert's weights and scales."""
+        return sum(part[0].numel() * part.element_size() for part in self.weights if part is not None)
 
     def reference(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """float64 [T, H] of a few tokens."""
@@ -98,11 +103,6 @@ class Fp8Experts(RandomExperts):
         """See RandomExperts."""
         return self.weights[2].shape[0], self.weights[2].shape[2]
 
-    @property
-    def bytes_each(self) -> float:
-        """See RandomExperts."""
-        return sum(part[0].numel() * part.element_size() for part in self.weights)
-
 
 @dataclass(frozen=True)
 class Int4Experts(RandomExperts):
@@ -140,11 +140,6 @@ class Int4Experts(RandomExperts):
         """See RandomExperts."""
         return self.weights.gate_up_proj_packed.shape[0], self.weights.gate_up_proj_packed.shape[1] // 2
 
-    @property
-    def bytes_each(self) -> float:
-        """See RandomExperts."""
-        return sum(part[0].numel() * part.element_size() for part in self.weights if part is not None)
-
 
 @dataclass(frozen=True)
 class Bf16Experts(RandomExperts):
@@ -172,11 +167,6 @@ class Bf16Experts(RandomExperts):
     def shape(self) -> tuple[int, int]:
         """See RandomExperts."""
         return self.weights[1].shape[0], self.weights[1].shape[2]
-
-    @property
-    def bytes_each(self) -> float:
-        """See RandomExperts."""
-        return sum(part[0].numel() * part.element_size() for part in self.weights)
 
 
 FORMATS: dict[str, type[RandomExperts]] = {kind.name: kind for kind in (Fp8Experts, Int4Experts, Bf16Experts)}
