@@ -23,13 +23,21 @@ def store_pages(cache: Tensor, entries: Tensor, slots: Tensor) -> None:
     A negative slot is padding: slot 0 is then written with what it holds, so nothing is read back to the host, and a
     CUDA graph can hold the call. No other token may be for slot 0 beside padding: vLLM gives page 0 to no sequence.
     """
-    entries = to_cache(entries, cache.dtype)
+    write_places(cache, to_cache(entries, cache.dtype), page_places(slots, cache.shape[1]))
+
+
+def page_places(slots: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Page and place in it of each slot [T], and [T, 1] whether there is one; the same for the caches of all layers."""
     index = slots.clamp(min=0)
-    pages, places = index.div(cache.shape[1], rounding_mode="floor"), index % cache.shape[1]
-    stored = (slots >= 0).unsqueeze(1)
+    return index.div(page, rounding_mode="floor"), index % page, (slots >= 0).unsqueeze(1)
+
+
+def write_places(cache: Tensor, entries: Tensor, places: tuple[Tensor, Tensor, Tensor]) -> None:
+    """`store_pages` of entries in the cache's dtype at `page_places`."""
+    pages, within, stored = places
     if cache.dtype == torch.float8_e4m3fn:  # PyTorch indexes no FP8
         cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
-    cache[pages, places] = torch.where(stored, entries, cache[pages, places])
+    cache[pages, within] = torch.where(stored, entries, cache[pages, within])
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

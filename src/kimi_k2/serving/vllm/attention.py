@@ -5,8 +5,9 @@ vLLM's own MLA layer is not used: its kernels want other orders of weights, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.ops.mla_paged import page_places
 
 NAME = "KIMI_K2_MLA"
 
@@ -41,6 +43,34 @@ class Batch:
     block_table: Tensor
     slots: Tensor
     decodes: int
+    _prompts: Prompts | None = field(default=None, init=False, repr=False)
+
+    def prompts(self, page: int) -> Prompts:
+        """Of the sequences with more than one new token, over pages of `page` slots; the same for all layers."""
+        if self._prompts is None:
+            last, first = self.decodes + len(self.lengths), self.query_start[self.decodes]
+            starts = [start - first for start in self.query_start[self.decodes : last + 1]]
+            rows = [slice(start, end) for start, end in pairwise(starts)]
+            positions = [
+                torch.arange(length - (at.stop - at.start), length, device=self.slots.device).unsqueeze(0)
+                for at, length in zip(rows, self.lengths, strict=True)
+            ]
+            self._prompts = Prompts(rows, positions, page_places(self.slots[first : self.query_start[-1]], page))
+        return self._prompts
+
+
+class Prompts(NamedTuple):
+    """What all layers' caches have in common for the sequences with more than one new token.
+
+    Attributes:
+        rows: of each sequence, among the new tokens of these sequences.
+        positions: int64 [1, S] of each sequence's new tokens.
+        places: of all new tokens, as `page_places` gives them.
+    """
+
+    rows: list[slice]
+    positions: list[Tensor]
+    places: tuple[Tensor, Tensor, Tensor]
 
 
 class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for mypy here

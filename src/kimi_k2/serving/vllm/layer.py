@@ -8,6 +8,7 @@ from torch import Tensor
 from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
 from kimi_k2.model.attention import absorbed_is_cheaper
 from kimi_k2.model.decoder import DecoderLayer
+from kimi_k2.ops.cache import to_cache
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla import (
     absorb,
@@ -17,7 +18,7 @@ from kimi_k2.ops.mla import (
     rotated_queries,
     value_heads,
 )
-from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, store_pages
+from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, write_places
 from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.vllm.attention import Batch, LatentAttention
 
@@ -75,19 +76,23 @@ class PagedLayer(LayerStep):
         q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin)
         normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
         entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-        first = batch.query_start[one]
-        store_pages(cache, entries, batch.slots[first : batch.query_start[-1]])
-        for sequence, length in enumerate(batch.lengths, start=one):
-            rows = slice(batch.query_start[sequence] - first, batch.query_start[sequence + 1] - first)
-            if rows.stop > rows.start:
-                slots = gather_pages(cache, batch.block_table[sequence : sequence + 1], length).to(values.dtype)
-                given = q_nope[rows].transpose(0, 1), q_rope[rows].transpose(0, 1)
-                values[rows] = self._sequence(*given, slots, length)
+        entries = to_cache(entries, cache.dtype)
+        rows, positions, places = batch.prompts(cache.shape[1])
+        write_places(cache, entries, places)
+        for number, (at, length) in enumerate(zip(rows, batch.lengths, strict=True)):
+            new = at.stop - at.start
+            if not new:
+                continue
+            if new == length:  # its cache is what has just been stored
+                slots = entries[at].unsqueeze(0)
+            else:
+                slots = gather_pages(cache, batch.block_table[one + number : one + number + 1], length)
+            given = q_nope[at].transpose(0, 1), q_rope[at].transpose(0, 1)
+            values[at] = self._sequence(*given, slots.to(values.dtype), positions[number])
 
-    def _sequence(self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, length: int) -> Tensor:
-        """The last [1, S, H, ...] of a sequence over its slots [1, length, C]: [S, H * v_head_dim]."""
-        config, new = self.attention.config, q_nope.shape[1]
-        positions = torch.arange(length - new, length, device=slots.device).unsqueeze(0)
+    def _sequence(self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """The last [1, S, H, ...] of a sequence, at positions [1, S], over its slots [1, T, C]: [S, H * v_head_dim]."""
+        config, (new, length) = self.attention.config, (q_nope.shape[1], slots.shape[1])
         if absorbed_is_cheaper(config, new, length):
             q_latent = absorb(q_nope, self.w_uk)
             summed = mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale)
