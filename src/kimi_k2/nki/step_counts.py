@@ -36,22 +36,27 @@ class Form:
     """What the kernels of a step take.
 
     Attributes:
-        early: the router's logits ride in the all-reduce of the attention's output.
-        fp8: attention and shared expert in FP8 with the checkpoint's scales, else in BF16.
+        early: the router's logits ride in the all-reduce of the attention's output, and the shared expert is in FP8
+            with the checkpoint's scales; else a router and a shared expert in BF16.
+        fp8: attention in FP8 too.
     """
 
     early: bool = False
     fp8: bool = False
 
     def weight(self, *shape: int) -> Any:
-        """Zeros of the form's type."""
-        import ml_dtypes
-
-        return np.zeros(shape, ml_dtypes.float8_e4m3) if self.fp8 else normal(*shape)
+        """Zeros of attention's type."""
+        return _fp8(*shape) if self.fp8 else normal(*shape)
 
     def scales(self, *shape: int) -> Any:
-        """Scales, where weights have any."""
+        """Scales, where attention's weights have any."""
         return np.ones(shape, np.float32) if self.fp8 else None
+
+
+def _fp8(*shape: int) -> Any:
+    import ml_dtypes
+
+    return np.zeros(shape, ml_dtypes.float8_e4m3)
 
 
 FORMS = {"plain": Form(), "early": Form(early=True), "early_fp8": Form(early=True, fp8=True)}
@@ -105,16 +110,17 @@ def attention_stages(slots: int, ranks: int, form: Form) -> list[Stage]:
 
 def moe_stage(width: int, held: int, skips: bool, form: Form) -> Stage:
     """The MoE layer of one token, of whose 8 experts the rank holds `held`."""
-    import ml_dtypes
-
     from kimi_k2.nki.kernels.moe import moe_decode
 
     kernel = moe_decode[2]
     local = TOP_K
-    gate_up = np.zeros((local, 128, BLOCKS, 2 * width), ml_dtypes.float8_e4m3)
-    down = np.zeros((local, width, HIDDEN), ml_dtypes.float8_e4m3)
+    gate_up, down = _fp8(local, 128, BLOCKS, 2 * width), _fp8(local, width, HIDDEN)
     scales = np.ones((local, 2, BLOCKS), np.float32), np.ones((local, BLOCKS), np.float32)
-    shared = form.weight(128, BLOCKS, 64), form.scales(2, BLOCKS), form.weight(32, HIDDEN), form.scales(BLOCKS)
+    shared: tuple[Any, ...]
+    if form.early:
+        shared = _fp8(128, BLOCKS, 64), np.ones((2, BLOCKS), np.float32), _fp8(32, HIDDEN), np.ones(BLOCKS, np.float32)
+    else:
+        shared = normal(128, BLOCKS, 64), None, normal(32, HIDDEN), None
     bias = torch.zeros(1, EXPERTS)
     bias[0, :TOP_K] = 1.0  # the choice: the first eight
     gate = None if form.early else normal(128, BLOCKS, EXPERTS)

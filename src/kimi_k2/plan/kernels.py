@@ -33,7 +33,7 @@ ASSUMPTIONS = (
 
 _FORMS = {
     "plain": "attention, shared expert and router in BF16",
-    "early": "attention and shared expert in BF16; the router's logits ride in attention's all-reduce, in float32",
+    "early": "attention in BF16, shared expert in FP8; the router's logits ride in attention's all-reduce, in float32",
 }
 
 
