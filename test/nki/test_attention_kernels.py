@@ -198,8 +198,15 @@ def test_attention_is_no_farther_than_pytorch(batch: int, slots: int, heads: int
         assert relative(got, exact) < 1e-2
 
 
-@pytest.mark.parametrize(("batch", "heads", "rows", "cores"), [(1, 1, 112, 2), (4, 2, 64, 2), (3, 2, 128, 1)])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "cores", "stored"),
+    [
+        (1, 1, 112, 2, torch.bfloat16),
+        (4, 2, 64, 2, torch.float8_e4m3fn),
+        (4, 2, 64, 2, torch.float32),
+        (3, 2, 128, 1, torch.float32),
+    ],
+)
 def test_early_router(batch: int, heads: int, rows: int, cores: int, stored: torch.dtype) -> None:
     """A rank's summand of the logits: its columns of the residual, and its heads through folded weights."""
     rank = Rank(batch, 256, heads, torch.float32 if stored == torch.float32 else torch.bfloat16, stored)

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "flash TP2": (2, 1, FLASH),
     "flash TP4 in groups of 2": (4, 1, FLASH | {"num_cores_per_group": 2}),
     "flash TP2xEP2": (2, 2, FLASH),
+    "flash TP2, early router": (2, 1, FLASH | {"early_router": True}),
 }
 CPU_MODE = ("TP1", "TP2xEP2", "flash TP2", pytest.param("flash TP2xEP2", marks=SLOW))
 BLOCKS: dict[str, Any] = {

@@ -106,7 +106,10 @@ def test_every_value_is_the_checkpoints(
         assert manifest["errors"]["total"]["relative_l2"] < 1e-4
 
 
-@pytest.mark.parametrize(("size", "tp", "ep", "experts"), CASES)
+@pytest.mark.parametrize(
+    ("size", "tp", "ep", "experts"),
+    [("tiny", 2, 2, "tiles"), ("tiny", 4, 1, "bf16_tiles"), ("wide", 64, 1, "tiles"), ("wide", 32, 2, "tiles")],
+)
 def test_the_shared_expert_is_divided_among_all_ranks(
     sources: dict[str, Path], tmp_path: Path, size: str, tp: int, ep: int, experts: str
 ) -> None:
