@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import itertools
 import json
@@ -44,6 +45,8 @@ def write_checkpoint(directory: Path, fmt: str) -> None:
         tower[f"pos_emb_{name}"] = tower[f"init_pos_emb_{name}"]
     config["projection_hidden_size"] = tower["vt_hidden_size"]
     config["image_token_id"] = config["media_placeholder_token_id"]
+    # As published; vLLM's server reads both.
+    config |= {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": PROCESSOR}))
 
@@ -61,6 +64,13 @@ def draw_images(directory: Path) -> list[Path]:
     return files
 
 
+def expected(model: MultimodalModel, content: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Token ids of a prompt of one message, and the plain model's greedy answer to it."""
+    prompt = model.prompt([{"role": "user", "content": content}])
+    tokens = model.generate([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True)).token_ids[0]
+    return {"prompt": list(prompt.ids), "tokens": tokens}
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "int4"])
 def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path) -> None:
     """Text alone, one image, three images, and one of them again; all in one batch."""
@@ -73,12 +83,12 @@ def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path) -> None:
     wanted = []
     for images in ([], [first], [first, second, third], [third]):
         content = [*({"type": "image", "image": str(path)} for path in images), {"type": "text", "text": "What?"}]
-        prompt = model.prompt([{"role": "user", "content": content}])
-        tokens = model.generate([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True)).token_ids[0]
-        wanted.append({"prompt": list(prompt.ids), "tokens": tokens})
+        wanted.append(expected(model, content))
         # vLLM makes as many of each media token as the image has.
         short = [
-            token for token, run in itertools.groupby(prompt.ids) for _ in range(1 if token == pad else len(list(run)))
+            token
+            for token, run in itertools.groupby(wanted[-1]["prompt"])
+            for _ in range(1 if token == pad else len(list(run)))
         ]
         assert short.count(pad) == len(images)
         requests.append({"prompt": short, "images": [str(path) for path in images]})
@@ -92,3 +102,29 @@ def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path) -> None:
     assert done.returncode == 0, log[-4000:]
     assert OURS in log
     assert json.loads(result.read_text()) == wanted
+
+
+def test_images_over_http(tmp_path: Path) -> None:
+    """The openai client's `image_url` parts: vLLM's server makes our prompts of them, and the same tokens."""
+    import openai
+    from scripted import write_hf_tokenizer
+    from vllm_server import serving
+
+    checkpoint = tmp_path / "model"
+    write_checkpoint(checkpoint, "int4")
+    write_hf_tokenizer(checkpoint)
+    files = draw_images(tmp_path)
+    model = MultimodalModel.from_pretrained(checkpoint)
+    with serving(checkpoint, tmp_path / "log") as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        for images in ([], files[:1], files):
+            sources = [f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for path in images]
+            content: list[Any] = [*({"type": "image_url", "image_url": {"url": source}} for source in sources)]
+            content.append({"type": "text", "text": "What?"})
+            wanted = expected(model, content)
+            answer: Any = client.chat.completions.create(
+                model="kimi", messages=[{"role": "user", "content": content}], max_tokens=NEW_TOKENS, temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )  # fmt: skip
+            assert {"prompt": answer.prompt_token_ids, "tokens": answer.choices[0].token_ids} == wanted
+        assert OURS in (tmp_path / "log").read_text()
