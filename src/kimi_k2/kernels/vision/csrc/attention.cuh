@@ -7,11 +7,11 @@
 // that only shared memory has.
 //
 // A block takes one tile of 192 queries after another, as kernels/vision/schedule.py dealt them out; of a tile that
-// several blocks have a part of, each leaves sums, which `join` makes one. A thread feeds a block with tiles of 128 keys
-// and values; each of three warpgroups keeps 64 queries' sums. While a warpgroup's exponentials run, its product with the values of the
-// tile before and the other warpgroups' products do too (Shah et al. 2024, arXiv 2407.08608). With two warpgroups of
-// more registers a step took a quarter longer; a pitch that meets all banks, scores kept unscaled until they grow and
-// more independent sums changed it by less than 1 %.
+// several blocks have a part of, each leaves sums, which `join` makes one. A thread feeds a block with tiles of 128
+// keys and values; each of three warpgroups keeps 64 queries' sums. While a warpgroup's exponentials run, its
+// product with the values of the tile before and the other warpgroups' products do too (Shah et al. 2024, arXiv
+// 2407.08608). With two warpgroups of more registers a step took a quarter longer; a pitch that meets all banks,
+// scores kept unscaled until they grow and more independent sums changed it by less than 1 %.
 #pragma once
 #include "common/csrc/wgmma.cuh"
 
