@@ -204,7 +204,7 @@ def test_a_preset_with_images(tmp_path: Path) -> None:
     assert memory.parts == text.parts
     assert memory.scratch.tower > 0 == text.scratch.tower
     # Scores of 4,096 patches by one head: two arrays of them and two of the images' numbers, float32.
-    assert memory.scratch.tower == int(1.1 * (4 * 4096**2 * 4 + 2 * 4096 * 1152 * 2))
+    assert memory.scratch.tower == int(1.1 * (4 * 4096**2 * 4 + 3 * 4096 * 1152 * 2))
     largest = replace(target, tower_buckets=((16384, 1),))
     assert memory_plan(config, largest).needed > memory.needed
     preset = (CONFIGS / f"{name}.yaml").read_text()

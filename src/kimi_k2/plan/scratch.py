@@ -78,8 +78,8 @@ def tower_live_bytes(config: KimiK2Config, target: Target) -> int:
     heads, most = vision.num_attention_heads // ranks, 0
     for patches, frames in target.tower_buckets:
         stream, tokens = patches * width * BF16, patches // (frames * vision.merged_size // width)
-        # Scores before and after a step, and twice what tells images apart, all float32.
-        attention = 2 * stream + (2 * heads + 2) * patches**2 * FLOAT32
+        # Residual, normed and rotated; scores before and after a step, and twice what tells images apart, all float32.
+        attention = 3 * stream + (2 * heads + 2) * patches**2 * FLOAT32
         feed_forward = 4 * stream + 2 * patches * fed * BF16  # sums over ranks are float32
         # The projector's second matrix is transposed.
         projector = (vision.merged_size // ranks + tokens) * config.hidden_size * BF16 + patches * width * FLOAT32
