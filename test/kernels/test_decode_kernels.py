@@ -139,11 +139,16 @@ def test_few_tokens_with_the_bits_of_many() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert fp8_few.moe_few(**given, parts=[2, 4, 1]).shape == (TOKENS, HIDDEN)
         x, weight, scale = torch.empty(1, 256, dtype=BF16), torch.empty(128, 256, dtype=E4M3), torch.empty(1, 2)
-        out, total = few_gemm(x, x, weight, scale, 2, x[0])
-        assert out.shape == (1, 128) and total.shape == x.shape
-        for wrong, norm, message in ((x.repeat(2, 1), x[0], "x is"), (x, None, "without a norm")):
+        assert few_gemm(x, weight, scale, 2).shape == (1, 128)
+        fp8, token_scale = torch.empty(2, 1, 256, dtype=E4M3), torch.empty(2, 256)
+        assert few_gemm(fp8, weight, scale, 2, token_scale).shape == (1, 128)
+        for wrong, of_token, message in (
+            (x.repeat(2, 1), None, "x is"),
+            (x, token_scale, "x is"),
+            (fp8, scale, "token_scale"),
+        ):
             with pytest.raises(KernelError, match=message):
-                few_gemm(wrong, x, weight, scale, 2, norm)
+                few_gemm(wrong, weight, scale, 2, of_token)
         heads, cache = 2, torch.empty(TOKENS, 7, 576, dtype=BF16)
         angles, at = torch.empty(TOKENS, 32, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
         rest = cache[0, 0, :512], angles, angles, at, torch.empty(heads, 128, 512, dtype=BF16), cache, 1e-6

@@ -91,33 +91,36 @@ def add_project(
     return made
 
 
-def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
-    choice = None
-    if batch_invariant():
-        (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
-        sms = hopper(weight.device.index, "block_gemm")[1]
-        choice = list(block_gemm.fixed_launch(terms, tokens, rows, columns, sms, is_decoding()))
-    out: Tensor = block_gemm.block_gemm(*quantized, weight, scale, choice)
-    return out
-
-
 def fixed_parts(tokens: int, rows: int, columns: int, device: torch.device) -> int:
     """Parts of a weight's columns [N, K] that batch-invariant mode sums apart in a decode step, in two terms."""
     return block_gemm.fixed_launch(2, tokens, rows, columns, hopper(device.index, "block_gemm")[1], True).cluster
 
 
-def _few(
-    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor] | None:
+def _multiply_one(
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, tokens: int, token_scale: Tensor | None = None
+) -> Tensor | None:
     """`few_gemm` of a decode step's only token in batch-invariant mode; None for others."""
-    rows, columns = weight.tensors["weight"].shape
-    fits = batch_invariant() and is_decoding() and x.is_contiguous()
-    if not fits or not few_gemm.supports(len(x), rows, columns, x.device):
+    rows, columns = weight.shape
+    if not (batch_invariant() and is_decoding() and few_gemm.supports(tokens, rows, columns, x.device)):
         return None
-    parts = fixed_parts(len(x), rows, columns, x.device)
-    stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
-    made: tuple[Tensor, Tensor] = few_gemm.few_gemm(x, delta, *stored, parts, norm_weight, eps)
-    return made
+    parts = fixed_parts(tokens, rows, columns, x.device)
+    out: Tensor = few_gemm.few_gemm(x, weight, weight_scale_inv, parts, token_scale)
+    return out
+
+
+def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
+    (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
+    if (
+        terms == few_gemm.TERMS
+        and (one := _multiply_one(quantized[0], weight, scale, tokens, quantized[1])) is not None
+    ):
+        return one
+    choice = None
+    if batch_invariant():
+        sms = hopper(weight.device.index, "block_gemm")[1]
+        choice = list(block_gemm.fixed_launch(terms, tokens, rows, columns, sms, is_decoding()))
+    out: Tensor = block_gemm.block_gemm(*quantized, weight, scale, choice)
+    return out
 
 
 def _multiply_weight(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
@@ -158,9 +161,10 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
         name, takes=supports_project, joins={"fp8_linear": name}, optional=optional, batch_invariant=ONE_ORDER
     )
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        few = _few(x, None, weight, norm_weight, eps) if terms == few_gemm.TERMS else None
-        if few is not None:
-            return few[0]
+        if terms == few_gemm.TERMS and norm_weight is None and x.is_contiguous():
+            stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
+            if (one := _multiply_one(x, *stored, len(x))) is not None:
+                return one
         return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
 
     def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
@@ -175,9 +179,6 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def add_project(
         x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        few = _few(x, delta, weight, norm_weight, eps) if terms == few_gemm.TERMS else None
-        if few is not None:
-            return few[0], x if delta is None else few[1]
         if delta is None:
             return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
         total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms)

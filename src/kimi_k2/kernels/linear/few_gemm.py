@@ -1,7 +1,6 @@
 """FP8 GEMM of one token that has the bits of `block_gemm`: `torch.ops.kimi_k2.few_gemm`.
 
-For batch-invariant mode, where one token must be summed as many are: residual sum, norm, quantization and GEMM in one
-launch. csrc/few_gemm.cu says how it works.
+For batch-invariant mode, where one token must be summed as many are. csrc/few_gemm.cu says how it works.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from kimi_k2.kernels.linear import block_gemm
 TERMS = 2
 BLOCK, MAX_COLUMNS = 128, 8192
 UNITS = 16  # of 8 rows by 8 blocks of columns, a thread block
-# Values of a weight from which on quantization and `block_gemm` are as fast: not all blocks run at once.
-BIG = 2**24
+# Values of a weight from which on `block_gemm` is as fast: not all blocks run at once.
+BIG = 16_000_000
 
 
 def supports(tokens: int, rows: int, columns: int, device: torch.device) -> bool:
@@ -35,58 +34,49 @@ def tiles_of(rows: int, columns: int, sms: int) -> int:
     return next((tiles for tiles in fits if -(-rows // (8 * tiles)) <= 2 * sms), fits[-1])
 
 
-def _check(
-    x: Tensor, delta: Tensor | None, weight: Tensor, weight_scale_inv: Tensor, norm_weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The empty results, if the arguments are what the kernel takes."""
+def _check(x: Tensor, token_scale: Tensor | None, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
+    """The empty result, if the arguments are what the kernel takes."""
     if weight.dim() != 2 or weight.shape[1] % BLOCK or weight.shape[1] > MAX_COLUMNS or weight.shape[0] % 8:
         raise KernelError(
             f"weight {list(weight.shape)}: expected [N, K], N a multiple of 8, K of {BLOCK} up to {MAX_COLUMNS}"
         )
     rows, columns = weight.shape
-    expect("x", x, x.device, (1, columns), torch.bfloat16)
-    if delta is not None:
-        expect("delta", delta, x.device, (1, columns), torch.bfloat16)
-        if norm_weight is None:
-            raise KernelError("a residual sum without a norm")
-    if norm_weight is not None:
-        expect("norm_weight", norm_weight, x.device, (columns,), torch.bfloat16)
+    if token_scale is None:
+        expect("x", x, x.device, (1, columns), torch.bfloat16)
+    else:
+        expect("x", x, x.device, (TERMS, 1, columns), torch.float8_e4m3fn)
+        expect("token_scale", token_scale, x.device, (columns // BLOCK, block_gemm.padded(1)), torch.float32)
     expect("weight", weight, x.device, (rows, columns), torch.float8_e4m3fn)
     expect("weight_scale_inv", weight_scale_inv, x.device, (-(-rows // BLOCK), columns // BLOCK), torch.float32)
-    return x.new_empty(1, rows), x.new_empty(0 if delta is None else (1, columns))
+    return torch.empty(1, rows, dtype=torch.bfloat16, device=x.device)
 
 
 @kernel_operation("few_gemm")
 def few_gemm(
-    x: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    parts: int,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """`block_gemm` of what `quantize_groups` or `add_quantize` makes in two terms, the same bits.
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, parts: int, token_scale: Tensor | None = None
+) -> Tensor:
+    """`block_gemm` of one token in two terms, the same bits.
 
     Args:
-        x: bfloat16 [1, K], K a multiple of 128 up to 8192.
-        delta: bfloat16 [1, K], added to x before the norm; None for nothing.
+        x: bfloat16 [1, K], K a multiple of 128 up to 8192, which is quantized here; or e4m3 [2, 1, K] with
+            `token_scale`, as `quantize_groups` gives them.
         weight, weight_scale_inv: as `block_gemm` takes them.
         parts: `cluster` of the launch of `block_gemm` that is to be equalled.
-        norm_weight: bfloat16 [K]; None leaves the norm out.
+        token_scale: float32 [K / 128, `block_gemm.padded(1)`].
 
     Returns:
-        bfloat16 [1, N]; bfloat16 [1, K], x + delta, empty without delta.
+        bfloat16 [1, N].
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out, total = _check(x, delta, weight, weight_scale_inv, norm_weight)
+    out = _check(x, token_scale, weight, weight_scale_inv)
     rows, columns = weight.shape
     tiles = tiles_of(rows, columns, hopper(x.device.index, "few_gemm")[1])
-    given = x, delta, norm_weight, weight, weight_scale_inv, total, out
-    launch("linear/few_gemm", "kimi_few_gemm", "few_gemm", x.device, *given, rows, columns, parts, tiles, float(eps))
-    return out, total
+    given = x, token_scale, weight, weight_scale_inv, out
+    sizes = block_gemm.padded(1), rows, columns, parts, tiles
+    launch("linear/few_gemm", "kimi_few_gemm", "few_gemm", x.device, *given, *sizes)
+    return out
 
 
 few_gemm.fake(_check)

@@ -1,8 +1,8 @@
-// block_gemm.cuh's GEMM of one token in one launch, bit for bit (few.cuh says how), with what comes before it: residual
-// sum, RMSNorm, and the quantization in two terms. A block takes some rows of W, which it asks for before it waits for
-// the launch before it.
+// block_gemm.cuh's GEMM of one token, bit for bit (few.cuh says how), of bf16 values, which every block quantizes in
+// two terms itself, or of what quantize.cu has made of them. A block takes some rows of W, which it asks for before it
+// waits for the launch before it.
+#include "common/csrc/decode.cuh"
 #include "common/csrc/few.cuh"
-#include "rowwise/csrc/norm.cuh"
 
 namespace few {
 
@@ -11,16 +11,13 @@ constexpr int kEach = 4;        // groups of eight of the token's values a threa
 constexpr int kMostUnits = 16;  // of a block
 
 struct GemmArguments {
-  const __nv_bfloat16* x;      // [columns]
-  const __nv_bfloat16* delta;  // [columns] or null
-  const __nv_bfloat16* norm;   // [columns] or null
-  const float* weight_scale;   // [ceil(rows / 128), columns / 128]
-  __nv_bfloat16* total;        // x + delta
-  __nv_bfloat16* out;          // [rows]
-  int rows, columns;
+  const __nv_bfloat16* x;     // [columns], or null
+  const float* token_scale;   // else [columns / 128], scale_stride values apart, of e4m3 [2, columns]
+  const float* weight_scale;  // [ceil(rows / 128), columns / 128]
+  __nv_bfloat16* out;         // [rows]
+  int scale_stride, rows, columns;
   int parts;  // of the columns, summed apart
   int tiles;  // of eight rows, a block
-  float eps;
 };
 
 struct Sizes {
@@ -30,9 +27,8 @@ struct Sizes {
 };
 
 struct GemmMemory {
-  float squares[32], inverse;
   float factor[64];  // by block of columns
-  alignas(8) uint64_t full[kMostUnits];
+  alignas(8) uint64_t full[kMostUnits], token;
   // Before this [2][stages] atoms of the token, then [units] of W; behind it the sums [blocks of columns][kept].
   __host__ __device__ static int before(const Sizes& s) { return 2 * s.stages * kAtomBytes + s.units * kUnitBytes; }
   static size_t bytes(const Sizes& s, int columns) {
@@ -40,73 +36,30 @@ struct GemmMemory {
   }
 };
 
-template <bool NORMED>
-__global__ void __launch_bounds__(kThreads, 2)
-    few_gemm(const __grid_constant__ CUtensorMap weights, const __grid_constant__ GemmArguments a) {
-  extern __shared__ __align__(1024) unsigned char raw[];
-  const Sizes sizes(a);
-  unsigned char *const token = raw, *const w = raw + 2 * sizes.stages * kAtomBytes;
-  GemmMemory& m = *reinterpret_cast<GemmMemory*>(raw + GemmMemory::before(sizes));
-  float* const product = reinterpret_cast<float*>(&m + 1);
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int warp = __shfl_sync(decode::kAll, thread / 32, 0), group = warp / 4;
-  const int blocks = a.columns / 128, groups = a.columns / 8, first = blockIdx.x * sizes.kept;
-  if (thread == 0) {
-    if (smem_u32(raw) & 1023) __trap();
-    for (int i = 0; i < sizes.units; ++i) mbar_init(&m.full[i], 1);
-    fence_mbar_init();
-    for (int i = 0; i < sizes.units; ++i) {
-      mbar_arrive_expect_tx(&m.full[i], kUnitBytes);
-      tma_load_3d(smem_u32(w + i * kUnitBytes), &weights, &m.full[i], 0, i / a.tiles * 8, first + i % a.tiles * 8,
-                  kEvictFirst);
-    }
-  }
-  const float* scales = a.weight_scale + min(first / 128, (a.rows - 1) / 128) * blocks;
-  uint4 norm[kEach], value[kEach], delta[kEach];
+// The token, quantized: a warp has two blocks of columns at a time.
+__device__ __forceinline__ void quantize_token(const GemmArguments& a, GemmMemory& m, unsigned char* token,
+                                               const Sizes& sizes, const float* scales) {
+  const int groups = a.columns / 8;
+  uint4 value[kEach];
   float scale[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int v = thread + i * kThreads;
+    const int v = threadIdx.x + i * kThreads;
     scale[i] = v < groups ? __ldg(scales + v / 16) : 0.f;
-    norm[i] = make_uint4(0, 0, 0, 0);
-    if (NORMED && v < groups) norm[i] = __ldg(reinterpret_cast<const uint4*>(a.norm) + v);
   }
   decode::pdl_wait();
   decode::pdl_launch();
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int v = thread + i * kThreads;
-    value[i] = delta[i] = make_uint4(0, 0, 0, 0);
-    if (v >= groups) continue;
-    value[i] = __ldcg(reinterpret_cast<const uint4*>(a.x) + v);
-    if (NORMED && a.delta != nullptr) delta[i] = __ldcg(reinterpret_cast<const uint4*>(a.delta) + v);
-  }
-  if constexpr (NORMED) {
-    // As quantize.cu: 256 values a sum of a warp's, then a warp over those.
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (a.delta != nullptr) value[i] = decode::add8(value[i], delta[i]);
-      const float sum = decode::sum_lanes(decode::squares8(value[i]));
-      if (lane == 0) m.squares[warp + i * kWarps] = sum;
-    }
-    __syncthreads();
-    if (warp == 0) {
-      const float whole = decode::sum_lanes(lane < (groups + 31) / 32 ? m.squares[lane] : 0.f);
-      if (lane == 0) m.inverse = rsqrtf(whole / a.columns + a.eps);
-    }
-    __syncthreads();
+    const int v = threadIdx.x + i * kThreads;
+    value[i] = v < groups ? __ldcg(reinterpret_cast<const uint4*>(a.x) + v) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int v = thread + i * kThreads, block = v / 16;
+    const int v = threadIdx.x + i * kThreads, block = v / 16;
     if (i * kThreads >= groups) break;
-    uint4 given = value[i];
-    if (NORMED) {
-      if (a.delta != nullptr && blockIdx.x == 0 && v < groups) reinterpret_cast<uint4*>(a.total)[v] = given;
-      given = decode::normed8(given, m.inverse, norm[i]);
-    }
     float x[8], token_scale;
-    decode::widen(given, x);
+    decode::widen(value[i], x);
     const uint2 fp8 = quantize_eight(x, token_scale), rest = quantize_rest(x, token_scale, fp8);
     if (v >= groups) continue;
     unsigned char* const to = token + block / 8 * kAtomBytes + place_of(block, v % 16);
@@ -115,11 +68,53 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (v % 16 == 0) m.factor[block] = token_scale * scale[i];
   }
   fence_proxy_async();
-  __syncthreads();
+}
+
+template <bool QUANTIZED>
+__global__ void __launch_bounds__(kThreads, 2)
+    few_gemm(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap quantized,
+             const __grid_constant__ GemmArguments a) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  const Sizes sizes(a);
+  unsigned char *const token = raw, *const w = raw + 2 * sizes.stages * kAtomBytes;
+  GemmMemory& m = *reinterpret_cast<GemmMemory*>(raw + GemmMemory::before(sizes));
+  float* const product = reinterpret_cast<float*>(&m + 1);
+  const int thread = threadIdx.x, lane = thread % 32;
+  const int warp = __shfl_sync(decode::kAll, thread / 32, 0), group = warp / 4;
+  const int blocks = a.columns / 128, first = blockIdx.x * sizes.kept;
+  if (thread == 0) {
+    if (smem_u32(raw) & 1023) __trap();
+    for (int i = 0; i < sizes.units; ++i) mbar_init(&m.full[i], 1);
+    mbar_init(&m.token, 1);
+    fence_mbar_init();
+    for (int i = 0; i < sizes.units; ++i) {
+      mbar_arrive_expect_tx(&m.full[i], kUnitBytes);
+      tma_load_3d(smem_u32(w + i * kUnitBytes), &weights, &m.full[i], 0, i / a.tiles * 8, first + i % a.tiles * 8,
+                  kEvictFirst);
+    }
+  }
+  const float* scales = a.weight_scale + min(first / 128, (a.rows - 1) / 128) * blocks;
+  if constexpr (QUANTIZED) {
+    const float scale = thread < blocks ? __ldg(scales + thread) : 0.f;
+    decode::pdl_wait();
+    decode::pdl_launch();
+    if (thread == 0) {
+      mbar_arrive_expect_tx(&m.token, 2 * a.columns);
+      for (int term = 0; term < 2; ++term)
+        tma_load_2d(smem_u32(token + term * sizes.stages * kAtomBytes), &quantized, &m.token, 0, term * blocks,
+                    kEvictNormal);
+    }
+    if (thread < blocks) m.factor[thread] = __ldcg(a.token_scale + thread * a.scale_stride) * scale;
+    __syncthreads();
+    mbar_wait(&m.token, 0);
+  } else {
+    quantize_token(a, m, token, sizes, scales);
+    __syncthreads();
+  }
 
   // Warpgroups take turns with the units. A turn too many repeats the last one: a branch would have the compiler
   // serialize the instructions.
-  constexpr int kTurns = 4;
+  constexpr int kTurns = 2;
   for (int base = group; base < sizes.units; base += 2 * kTurns) {
     float sum[kTurns][4];
 #pragma unroll
@@ -152,29 +147,32 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace few
 
-extern "C" int kimi_few_gemm(const void* x, const void* delta, const void* norm, const void* weight,
-                             const void* weight_scale, void* total, void* out, int rows, int columns, int parts,
-                             int tiles, float eps, void* stream) {
-  const few::GemmArguments a{static_cast<const __nv_bfloat16*>(x),
-                             static_cast<const __nv_bfloat16*>(delta),
-                             static_cast<const __nv_bfloat16*>(norm),
+// x is bf16 [columns] or, with its scales, e4m3 [2, columns].
+extern "C" int kimi_few_gemm(const void* x, const void* token_scale, const void* weight, const void* weight_scale,
+                             void* out, int scale_stride, int rows, int columns, int parts, int tiles, void* stream) {
+  const few::GemmArguments a{static_cast<const __nv_bfloat16*>(token_scale == nullptr ? x : nullptr),
+                             static_cast<const float*>(token_scale),
                              static_cast<const float*>(weight_scale),
-                             static_cast<__nv_bfloat16*>(total),
                              static_cast<__nv_bfloat16*>(out),
+                             scale_stride,
                              rows,
                              columns,
                              parts,
-                             tiles,
-                             eps};
+                             tiles};
   const few::Sizes sizes(a);
   const size_t bytes = few::GemmMemory::bytes(sizes, columns);
   if (128 % sizes.kept || sizes.units > few::kMostUnits || columns > 8 * few::kEach * few::kThreads ||
       bytes > host::kMaxShared)
     return host::kNoInstance;
-  CUtensorMap weights;
+  CUtensorMap weights, quantized;
   if (int rc = host::encode_blocks(&weights, weight, columns, rows, 8, 8)) return rc;
-  const auto kernel = norm != nullptr ? few::few_gemm<true> : few::few_gemm<false>;
+  quantized = weights;
+  const int blocks = columns / 128;
+  if (token_scale != nullptr)
+    if (int rc = host::encode_rows(&quantized, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, x, 128, 2 * blocks, blocks)) return rc;
+  const auto kernel = token_scale != nullptr ? few::few_gemm<true> : few::few_gemm<false>;
   const dim3 grid((rows + sizes.kept - 1) / sizes.kept);
-  return host::launch(
-      kernel, {grid, few::kThreads, bytes, static_cast<cudaStream_t>(stream), true, 1, host::kWholeShare}, weights, a);
+  return host::launch(kernel,
+                      {grid, few::kThreads, bytes, static_cast<cudaStream_t>(stream), true, 1, host::kWholeShare},
+                      weights, quantized, a);
 }
