@@ -225,6 +225,16 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+def together(soak: Soak) -> None:
+    """The longest prompts at once: what a step can need at most is then held by the allocator."""
+    for _ in range(3):
+        threads = [threading.Thread(target=soak.huge, args=(random.Random(seed),)) for seed in range(2 * CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
 def test_random_requests(tmp_path: Path) -> None:
     from scripted import write_hf_tokenizer, write_random_checkpoint
     from vllm_server import serving
@@ -245,6 +255,8 @@ def test_random_requests(tmp_path: Path) -> None:
             return JudgedSoak(url, judge, until) if ON_GPU else Soak(url, known, until)
 
         new(WARM_SECONDS).run()  # allocators, caches of compiled things
+        if ON_GPU:
+            together(new(0))
         before = Held.by_children_of(os.getpid())
         soak = new(SECONDS)
         soak.run()
