@@ -14,13 +14,13 @@ import json
 import random
 import sys
 import time
-from typing import Any
-
-import aiohttp
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from kimi_k2.bench.endpoint.client import Answer, Endpoint
 from kimi_k2.bench.endpoint.load import METRICS, summarize
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 class Relay:
@@ -32,6 +32,9 @@ class Relay:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """One of the two: the first waits for the second, which asks the server."""
+        import aiohttp
+        from aiohttp import web
+
         body = json.loads(await request.text())
         key = json.dumps(body["prompt"])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -56,6 +59,8 @@ class Relay:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Means and medians, in milliseconds, and requests a second: of our client, and of vLLM's."""
+    import aiohttp
+    from aiohttp import web
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput, async_request_openai_completions
     from vllm.benchmarks.serve import calculate_metrics
