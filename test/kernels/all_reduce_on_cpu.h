@@ -5,11 +5,6 @@
 
 #include "cuda_on_cpu.h"
 
-struct uint2 {
-  uint32_t x, y;
-};
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-
 namespace decode {
 
 inline std::atomic<uint64_t>* words_of(const uint4* at) {

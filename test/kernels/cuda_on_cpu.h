@@ -169,6 +169,7 @@ inline bool run_cluster(dim3 first, int cluster, int threads) {
 }  // namespace on_cpu
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline __nv_bfloat16 __float2bfloat16(float value) { return {on_cpu::rounded(value)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
