@@ -200,6 +200,28 @@ ops_decode.absorb_and_store.entry(
 )(absorb.absorb)
 
 
+def _supports_query(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> bool:  # fmt: skip
+    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+
+
+@ops_decode.query_and_entry.entry(
+    "cuda", takes=_supports_query, joins={"project": "fused_linear", "absorb_and_store": "triton"}
+)
+def query_and_entry(
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
+) -> Tensor:  # fmt: skip
+    """`query_and_entry` of an FP8 q_b."""
+    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    out: Tensor = query_kernel.query_and_entry(
+        qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    )
+    return out
+
+
 def _supports_few_query(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
@@ -226,28 +248,6 @@ def few_query_and_entry(
     parts = fixed_parts(len(qkv_a), rows, columns, qkv_a.device)
     given = kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
     out: Tensor = query_kernel.query_and_entry(qkv_a, q_norm, *stored, *given, parts=parts)
-    return out
-
-
-def _supports_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> bool:  # fmt: skip
-    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
-
-
-@ops_decode.query_and_entry.entry(
-    "cuda", takes=_supports_query, joins={"project": "fused_linear", "absorb_and_store": "triton"}
-)
-def query_and_entry(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> Tensor:  # fmt: skip
-    """`query_and_entry` of an FP8 q_b."""
-    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
-    out: Tensor = query_kernel.query_and_entry(
-        qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
-    )
     return out
 
 
