@@ -66,7 +66,7 @@ def test_the_order_is_the_tables() -> None:
         "paged_mla_decode": ["mla_decode", "plain"],
         "paged_query_and_entry": ["cuda", "plain"],
         "project": ["fused_linear", "block_gemm", "e4m3", "plain"],
-        "query_and_entry": ["few", "cuda", "plain"],
+        "query_and_entry": ["cuda", "few", "plain"],
         "rms_norm": ["triton", "plain"],
         "rotary_cos_sin": ["plain"],
         "route": ["router", "plain"],
