@@ -84,6 +84,12 @@ def check_with_shared(
     return shape
 
 
+def _check_sizes(down_proj: Tensor, topk_indices: Tensor) -> None:
+    hidden, top_k = down_proj.shape[1], topk_indices.shape[1]
+    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
+        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+
+
 @kernel_operation("moe_decode")
 def moe_decode(
     x: Tensor,
@@ -117,9 +123,8 @@ def moe_decode(
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     shape = check_with_shared(x, *weights, topk_indices, topk_weights, expert_map, *shared)
-    tokens, top_k, _, hidden, inter = shape
-    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
-        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+    _check_sizes(down_proj, topk_indices)
+    tokens, top_k, _, _, inter = shape
     out = torch.empty_like(x)
     if tokens == 0:
         return out
@@ -131,4 +136,4 @@ def moe_decode(
     return out
 
 
-moe_decode.fake(check_with_shared, lambda x: torch.empty_like(x))
+moe_decode.fake(check_with_shared, _check_sizes, lambda x: torch.empty_like(x))
