@@ -188,6 +188,17 @@ def routed_experts_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor,
     return out
 
 
+def _like_a_routed_one(experts: ExpertWeights, shared_gate_up: Weight, shared_down: Weight) -> bool:
+    """Whether the shared expert has FP8 blocks and the routed ones' width."""
+    fp8 = shared_gate_up.fp8_block == shared_down.fp8_block == BLOCK
+    return fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
+
+
+def _shared_tensors(shared_gate_up: Weight, shared_down: Weight) -> list[Tensor]:
+    """In the order of the kernels' arguments."""
+    return [weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")]
+
+
 def _supports_joined(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
     shared_down: Weight,
@@ -195,8 +206,7 @@ def _supports_joined(
     """What `moe_decode` takes, and a shared expert of the routed ones' width and format."""
     if not _supports_moe_decode(x, experts, topk_indices, topk_weights):
         return False
-    fp8 = shared_gate_up.fp8_block == shared_down.fp8_block == BLOCK
-    return fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
+    return _like_a_routed_one(experts, shared_gate_up, shared_down)
 
 
 @ops_experts.routed_experts_with_shared.entry(
@@ -208,9 +218,7 @@ def experts_with_shared(
 ) -> Tensor:  # fmt: skip
     """`moe_decode`, with the shared expert as one more of the routed ones."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    shared = [
-        weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")
-    ]
+    shared = _shared_tensors(shared_gate_up, shared_down)
     out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared)
     return out
 
@@ -223,8 +231,7 @@ def _supports_few(
     if not (batch_invariant() and is_decoding() and _supports_moe_fp8(x, experts, topk_indices, topk_weights)):
         return False
     _, hidden, inter = experts.down.tensors["weight"].shape
-    fp8 = shared_gate_up.fp8_block == shared_down.fp8_block == BLOCK
-    same = fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
+    same = _like_a_routed_one(experts, shared_gate_up, shared_down)
     return same and moe_few.supports(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
 
 
@@ -240,9 +247,7 @@ def few_experts(
 ) -> Tensor:  # fmt: skip
     """`moe_few`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    shared = [
-        weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")
-    ]
+    shared = _shared_tensors(shared_gate_up, shared_down)
     _, hidden, inter = experts.down.tensors["weight"].shape
     parts = [
         invariant.decode_splits(topk_indices.shape[1], hidden, inter),
