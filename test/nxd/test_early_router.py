@@ -9,11 +9,9 @@ import environment
 import pytest
 import torch
 from harness import neuron_config
-from test_nki_kernels import ALL, CONFIG, LAYOUTS, check, options
+from test_nki_kernels import ALL, LAYOUTS, check, options, store
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import with_format
 
 BATCHING: dict[str, Any] = {
     "is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4,
@@ -23,10 +21,7 @@ BATCHING: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model in BF16 and in FP8 blocks."""
-    root = tmp_path_factory.mktemp("early")
-    for fmt in ("bf16", "fp8"):
-        write_synthetic_checkpoint(root / fmt, with_format(CONFIG, fmt), seed=5)
-    return {fmt: root / fmt for fmt in ("bf16", "fp8")}
+    return store(tmp_path_factory.mktemp("early"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

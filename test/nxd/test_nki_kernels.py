@@ -39,13 +39,17 @@ SIZES: dict[str, Any] = {
 CONFIG = tiny_config(**SIZES, qk_rope_head_dim=32)
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in BF16 and in FP8 blocks."""
-    root = tmp_path_factory.mktemp("kernels")
+def store(root: Path) -> dict[str, Path]:
+    """Checkpoints of CONFIG by format, written under `root`."""
     for fmt in ("bf16", "fp8"):
         write_synthetic_checkpoint(root / fmt, with_format(CONFIG, fmt), seed=5)
     return {fmt: root / fmt for fmt in ("bf16", "fp8")}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in BF16 and in FP8 blocks."""
+    return store(tmp_path_factory.mktemp("kernels"))
 
 
 def options(layout: str, cores: int, kernels: list[str], fmt: str = "bf16", **more: Any) -> dict[str, Any]:
