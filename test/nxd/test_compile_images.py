@@ -56,9 +56,7 @@ def test_hlo_of_every_graph(tmp_path: Path) -> None:
     for row in rows:
         assert row.same_collectives, row
         assert row.bytes_counted == pytest.approx(row.bytes_planned, rel=1e-3), row
-        assert row.flops_counted == pytest.approx(row.flops_planned, rel=0.03), row
-        if row.stage == TOWER:
-            assert row.flops_counted == pytest.approx(row.flops_planned, rel=0.01), row
+        assert row.flops_counted == pytest.approx(row.flops_planned, rel=0.01 if row.stage == TOWER else 0), row
 
 
 def test_nxdi_compiles_both_models(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""vLLM's own K2.5 class on a CPU, its vision tower over our text model: the plain model's tokens for images."""
+"""vLLM's own K2.5 class on a CPU, its vision tower over our text model: the plain model's tokens for images and video.
+
+Its chat API takes no video: it asks its processor for `split_video_chunks`, which no vLLM so far has (0.24 to 0.32).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ import pytest
 
 from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.patches import Media
+from kimi_k2.media.video import process_frames
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -71,27 +77,52 @@ def expected(model: MultimodalModel, content: list[dict[str, Any]]) -> dict[str,
     return {"prompt": list(prompt.ids), "tokens": tokens}
 
 
+def draw_video(directory: Path) -> list[Path]:
+    """Six frames at two a second: a chunk of four and one of two."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(5).integers(0, 256, (6, 70, 100, 3), dtype=np.uint8)
+    files = [directory / f"frame{number}.png" for number in range(len(drawn))]
+    for path, pixels in zip(files, drawn, strict=True):
+        Image.fromarray(pixels).save(path)
+    return files
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "int4"])
-def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path) -> None:
-    """Text alone, one image, three images, and one of them again; all in one batch."""
+def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text alone, one image, three images, one of them again, a video behind an image; all in one batch."""
+    import numpy as np
+    from PIL import Image
+
     checkpoint = tmp_path / "model"
     write_checkpoint(checkpoint, fmt)
     first, second, third = draw_images(tmp_path)
+    frames = draw_video(tmp_path)
+
+    def decoded(path: Path, config: MediaConfig, *, name: str) -> list[Media]:
+        """The frames as they are: vLLM is given chunks, so it decodes no file."""
+        assert path == Path("video")
+        return process_frames([np.asarray(Image.open(frame)) for frame in frames], 2.0, config, name=name)
+
+    monkeypatch.setattr("kimi_k2.media.prompt.process_video", decoded)
     model = MultimodalModel.from_pretrained(checkpoint)
     pad = model.encoder.config.image_token_id
     requests: list[dict[str, Any]] = []
     wanted = []
-    for images in ([], [first], [first, second, third], [third]):
-        content = [*({"type": "image", "image": str(path)} for path in images), {"type": "text", "text": "What?"}]
-        wanted.append(expected(model, content))
+    for images, video in (([], []), ([first], []), ([first, second, third], []), ([third], []), ([first], frames)):
+        content = [{"type": "image", "image": str(path)} for path in images]
+        content += [{"type": "video", "video": "video"}] if video else []
+        wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
+        media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
         # vLLM makes as many of each media token as the image has.
         short = [
             token
             for token, run in itertools.groupby(wanted[-1]["prompt"])
             for _ in range(1 if token == pad else len(list(run)))
         ]
-        assert short.count(pad) == len(images)
-        requests.append({"prompt": short, "images": [str(path) for path in images]})
+        assert short.count(pad) == len(media)
+        requests.append({"prompt": short, "media": [[str(path) for path in files] for files in media]})
     job, result = tmp_path / "job.json", tmp_path / "result.json"
     job.write_text(json.dumps({"dtype": "float32", "new_tokens": NEW_TOKENS, "requests": requests}))
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Run in a process of its own: serve prompts with images by vLLM's K2.5 class; JSON in, JSON out.
+"""Run in a process of its own: serve prompts with images and video chunks by vLLM's K2.5 class; JSON in, JSON out.
 
 Usage: vllm_images.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `new_tokens` and `requests`, each with a
-`prompt` (token ids, one media token an image) and `images` (files).
+`prompt` (token ids, one media token an image or chunk) and `media` (lists of files: an image, or a chunk's frames).
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
-    limits = {"max_model_len": 512, "max_num_seqs": 4, "limit_mm_per_prompt": {"vision_chunk": 3}}
+    limits = {"max_model_len": 512, "max_num_seqs": 5, "limit_mm_per_prompt": {"vision_chunk": 3}}
     llm = LLM(model=model, dtype=job["dtype"], enforce_eager=True, **limits)
     prompts = []
     for one in job["requests"]:
         prompt = {"prompt_token_ids": one["prompt"]}
-        if one["images"]:
-            chunks = [{"type": "image", "image": Image.open(path), "uuid": None} for path in one["images"]]
+        chunks: list[dict[str, object]] = []
+        for files in one["media"]:
+            frames = [Image.open(path) for path in files]
+            image = {"type": "image", "image": frames[0], "uuid": None}
+            # What a chunk says of its video goes into prompts of text alone; ids have it already.
+            video = {"type": "video_chunk", "video_chunk": frames, "uuid": None, "prompt": "", "video_idx": 0}
+            chunks.append(video if len(frames) > 1 else image)
+        if chunks:
             prompt["multi_modal_data"] = {"vision_chunk": chunks}
         prompts.append(prompt)
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)

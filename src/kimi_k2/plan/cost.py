@@ -16,6 +16,7 @@ from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
+SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)
 
 
 def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, context: int | None = None) -> GraphCounts:
@@ -65,6 +66,8 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts.flops += _attention_flops(config, target, tokens, target.prompt)
     counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
     if blocks:
+        local = _local(config, target)
+        counts.flops += _moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
         slots = blocks * (target.block_size or 0)
         one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
         counts.collectives[one] = _moe_layers(config)
@@ -179,6 +182,12 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     return _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
+
+
+def _running_sum_flops(rows: int, columns: int) -> int:
+    """NxD's sum over the rows above, by which it gives tokens their places in blocks: GEMMs with a triangle of ones."""
+    whole, rest = divmod(rows, SUMMED_AT_ONCE)
+    return 2 * columns * (whole * SUMMED_AT_ONCE**2 + rest**2)
 
 
 def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int) -> int:
