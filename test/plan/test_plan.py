@@ -17,7 +17,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import against_hlo
-from kimi_k2.plan.cost import decode_counts, dequantized_bytes
+from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
 from kimi_k2.plan.host import read_index
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.published import published_memory
@@ -90,6 +90,18 @@ def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) ->
     rest = counts.bytes_read() - 2 * experts
     assert (experts + rest) / 1e9 == pytest.approx(42.2, rel=0.01)
     assert router / 2 == pytest.approx(60 * 384 * 7168, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "prompt", "counted"),
+    [("trn2-tp64-ep1", 61, 512, 4728623595520), ("trn2-tp64-ep1", 61, 2048, 7395732226048),
+     ("trn2-tp64-ep1-32k", 2, 8192, 671905775616)],
+)  # fmt: skip
+def test_prefill_flops_are_those_counted_in_lowered_hlo(preset: str, layers: int, prompt: int, counted: int) -> None:
+    """Counted by `kimi-k2 compile --hlo-only` and test/nxd/lowering_worker.py, which need NxD's source."""
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=layers)
+    target = replace(load_target(preset, config), prompt=prompt)
+    assert prefill_counts(config, target, make_plan(config, target.layout)).flops == counted
 
 
 def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) -> None:
