@@ -1,6 +1,6 @@
 """vLLM's own K2.5 class on a CPU, its vision tower over our text model: the plain model's tokens for images and video.
 
-Its chat API takes no video: it asks its processor for `split_video_chunks`, which no vLLM so far has (0.24 to 0.32).
+Its chat API takes no video: it asks its processor for `split_video_chunks`, which neither 0.24 nor 0.32 has.
 """
 
 from __future__ import annotations

@@ -28,9 +28,11 @@ def main(model: str, job_file: str, result_file: str) -> None:
         chunks: list[dict[str, object]] = []
         for files in one["media"]:
             frames = [Image.open(path) for path in files]
-            image = {"type": "image", "image": frames[0], "uuid": None}
+            image: dict[str, object] = {"type": "image", "image": frames[0], "uuid": None}
             # What a chunk says of its video goes into prompts of text alone; ids have it already.
-            video = {"type": "video_chunk", "video_chunk": frames, "uuid": None, "prompt": "", "video_idx": 0}
+            video: dict[str, object] = {
+                "type": "video_chunk", "video_chunk": frames, "uuid": None, "prompt": "", "video_idx": 0,
+            }  # fmt: skip
             chunks.append(video if len(frames) > 1 else image)
         if chunks:
             prompt["multi_modal_data"] = {"vision_chunk": chunks}
