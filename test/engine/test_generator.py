@@ -13,7 +13,7 @@ from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.engine import generator as module
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import decode_step, generate, prefill
-from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.generator import Generator, new_cache
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -75,7 +75,7 @@ def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.M
     assert tokens(longer) == [wanted[0]] * 5
     assert not isinstance(generator._step.cache, PagedCache), "and all of one length lie in one piece"
     monkeypatch.setattr(module, "batch_invariant", lambda: True)
-    assert not isinstance(generator._new_cache(5, 165, [165, 7, 6, 9, 6]), PagedCache)
+    assert not isinstance(new_cache(generator.model, 5, 165, [165, 7, 6, 9, 6]), PagedCache)
 
 
 def test_pages_that_are_too_few(wide: Path) -> None:

@@ -29,6 +29,27 @@ SLOTS = 1024
 CHUNK = 16384
 
 
+def new_cache(
+    model: KimiK2ForCausalLM, batch: int, length: int, slots: Sequence[int] | None = None, multiple: int = 1
+) -> LatentCache:
+    """A cache for `batch` sequences: in pages if that takes less than half the memory, else one piece for each.
+
+    Batch-invariant attention has no entry for pages.
+
+    Args:
+        length: slots of the longest sequence.
+        slots: what each sequence fills, at most `length`; None is `length`.
+        multiple: lengths are rounded up to one of it, as far as the model's positions go.
+    """
+    most = model.config.max_position_embeddings
+    longest, *rounded = (min(-(-one // multiple) * multiple, most) for one in (length, *(slots or ())))
+    if slots is None or batch_invariant() or not pages_pay(rounded):
+        return model.new_cache(batch, longest)
+    cache = model.new_paged_cache(batch, sum(map(pages_of, rounded)), longest)
+    cache.assign(slots)
+    return cache
+
+
 class Generator:
     """`generate.stream` of one model, one generation after another: two at a time would share a cache.
 
@@ -56,7 +77,7 @@ class Generator:
             return cache, partial(decode_step, self.model, cache=cache)
         step = None  # its memory goes before the next one's comes
         self.close()
-        cache = self._new_cache(batch, length, slots)
+        cache = new_cache(self.model, batch, length, slots, SLOTS)
         graph = cache.data.is_cuda
         step = self._step = DecodeStep(self.model, cache, reduce=self.reduce, gather=self.gather, graph=graph)
         self._prompt = PromptStep(step)
@@ -73,16 +94,6 @@ class Generator:
             return False
         cache.assign(slots)
         return True
-
-    def _new_cache(self, batch: int, length: int, slots: Sequence[int] | None) -> LatentCache:
-        """In pages if that takes less than half the memory; batch-invariant attention has no entry for pages."""
-        most = self.model.config.max_position_embeddings
-        longest, *rounded = (min(-(-one // SLOTS) * SLOTS, most) for one in (length, *(slots or ())))
-        if slots is None or batch_invariant() or not pages_pay(rounded):
-            return self.model.new_cache(batch, longest)
-        cache = self.model.new_paged_cache(batch, sum(map(pages_of, rounded)), longest)
-        cache.assign(slots)
-        return cache
 
     def close(self) -> None:
         """Give up what is kept; the next generation makes it anew."""

@@ -18,14 +18,14 @@ from kimi_k2.bench.kernels.harness import event_times, graph_median
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.generator import new_cache
 from kimi_k2.engine.layer_step import LayerStep, Prompt
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.model.paged_cache import PagedCache, pages_of, pages_pay
 from kimi_k2.model.router import Router
 from kimi_k2.ops.collective import gather_last
-from kimi_k2.ops.registry import batch_invariant, decoding
+from kimi_k2.ops.registry import decoding
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.sharding.layout import Layout
@@ -141,13 +141,6 @@ def make_step(
     return partial(step, tokens, positions)
 
 
-def _in_pages(model: KimiK2ForCausalLM, contexts: Sequence[int]) -> PagedCache:
-    """As `engine.generator` has it for prompts of unlike lengths."""
-    cache = model.new_paged_cache(len(contexts), sum(map(pages_of, contexts)), max(contexts))
-    cache.assign(contexts)
-    return cache
-
-
 def _step(
     model: KimiK2ForCausalLM,
     contexts: Sequence[int],
@@ -155,8 +148,7 @@ def _step(
     communicate: bool,
     routing: Routing | None = None,
 ) -> tuple[DecodeStep, Tensor, Tensor]:
-    in_pages = pages_pay(contexts) and not batch_invariant()
-    cache = _in_pages(model, contexts) if in_pages else model.new_cache(len(contexts), max(contexts))
+    cache = new_cache(model, len(contexts), max(contexts), contexts)
     for layer in cache.data:  # PyTorch draws no FP8
         layer.copy_(torch.randn(layer.shape, device=layer.device, dtype=torch.bfloat16))
     gather = partial(gather_last, group=None) if communicate else (lambda x: x)
