@@ -33,6 +33,22 @@ OPTIONAL = ("kernels", "neuron.nxdi", "nki.kernels", "serving.vllm", "serving.sg
 MODULES = {"pyyaml": "yaml", "pillow": "PIL"}  # where a distribution's package has another name
 
 
+# Runs the command line where a module cannot be found.
+COMMAND = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+absent = sys.argv.pop(1)
+sys.meta_path.insert(0, Absent())
+from kimi_k2.cli import main
+main()
+"""
+
+
 def packages(requirements: list[str]) -> set[str]:
     from packaging.requirements import Requirement
 
@@ -51,3 +67,21 @@ def test_modules_import_without_the_extras() -> None:
     if done.returncode:
         pytest.fail(done.stderr[-2000:])
     assert {"kimi_k2.plan.report", "kimi_k2.bench.sweep", "kimi_k2.cli.commands.plan"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "command"),
+    [
+        ("httpx2", "endpoint", ["bench", "kimi-k2-instruct-0905", "--endpoint", "http://localhost:1/v1"]),
+        ("jsonschema", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
+        ("transformers", "test", ["demo"]),
+    ],
+)
+def test_a_missing_extra_is_named(module: str, extra: str, command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text("{}\n")
+    run = [sys.executable, "-c", COMMAND, module, *command]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"needs {module}" in line
+    assert f"pip install 'kimi-k2[{extra}]'" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import tempfile
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+from packaging.requirements import Requirement
 
 from kimi_k2.errors import KimiK2Error
 
@@ -19,8 +21,9 @@ EXPECTED, BUG = 1, 70  # 70 is EX_SOFTWARE of sysexits.h
 def errors_handled() -> Iterator[None]:
     """Leave the process with one line for an expected error, and with a file for a bug.
 
-    Exit status 1 for a `KimiK2Error`, an error of the file system and missing memory; 70 for anything else, whose
-    traceback goes to a file that the message names. typer itself ends usage errors with 2 and an interrupt with 130.
+    Exit status 1 for a `KimiK2Error`, an error of the file system, missing memory and a package of an extra that is not
+    installed; 70 for anything else, whose traceback goes to a file that the message names. typer itself ends usage
+    errors with 2 and an interrupt with 130.
     """
     try:
         yield
@@ -33,8 +36,28 @@ def errors_handled() -> Iterator[None]:
         _leave(": ".join((*names, error.strerror or "")))
     except MemoryError as error:
         _leave(f"out of memory: {error}" if str(error) else "out of memory")
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        extra = _extra_with(module)
+        if extra is None:
+            _report(error)
+        _leave(f"needs {module}, which is not installed: pip install 'kimi-k2[{extra}]'")
     except Exception as error:
         _report(error)
+
+
+def _extra_with(module: str) -> str | None:
+    """The first optional part of this project that brings a module; None where none does."""
+    try:
+        project = importlib.metadata.metadata("kimi-k2")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        return None
+    requirements = [Requirement(line) for line in project.get_all("Requires-Dist") or ()]
+    own = [one for one in requirements if one.marker and one.name.replace("-", "_") == module]
+    extras = project.get_all("Provides-Extra") or ()
+    return next(
+        (extra for extra in extras for one in own if one.marker and one.marker.evaluate({"extra": extra})), None
+    )
 
 
 def _leave(message: str) -> None:
