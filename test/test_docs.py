@@ -10,9 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import numpy as np
 import pytest
+import typer
+from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -57,13 +61,21 @@ def check_options(words: list[str], command: Any) -> None:
             assert word.partition("=")[0] in known, f"{command.name} has no {word}"
 
 
+def check_whole(words: list[str], command: Any) -> None:
+    """The command takes the words as they are: nothing is missing, and every value is one that its option takes."""
+    try:
+        command.make_context(command.name, list(words))
+    except typer.BadParameter as error:  # files of the examples are not here
+        assert error.message.endswith("does not exist."), (words, error.message)
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
     text = path.read_text(encoding="utf-8")
     listed = shell_commands(text)
     group: Any = get_command(app)
     checked = 0
-    for words in listed + inline_commands(text):
+    for number, words in enumerate(listed + inline_commands(text)):
         if words[:2] == ["torchrun", "--nproc-per-node"]:
             words = words[4:] if words[3] == "--no-python" else ["python", *words[3:]]
         program = Path(words[0]).name
@@ -79,6 +91,8 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
                 check_options(options, command)
                 continue
             check_options(options, command)
+            if number < len(listed):  # running text may leave out what goes without saying
+                check_whole(options[: options.index("|")] if "|" in options else options, command)
         elif program == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
         elif words[:2] == ["python", "-m"]:
@@ -107,7 +121,7 @@ def test_the_readme_is_read_in_two_minutes() -> None:
 
 
 def test_the_first_commands_run(tmp_path: Path, shell_commands: ShellCommands) -> None:
-    """The README's section for any machine, then the Python example, in a directory of their own."""
+    """The README's section for any machine, in a directory of its own."""
     text = README.read_text(encoding="utf-8")
     section = text[text.index(SECTION) :].split("\n## ")[0]
     ran = 0
@@ -118,7 +132,56 @@ def test_the_first_commands_run(tmp_path: Path, shell_commands: ShellCommands) -
         assert done.exit_code == 0, (words, done.output, done.exception)
         ran += 1
     assert ran == 4
-    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", architecture, re.DOTALL)
+
+
+def python_of(name: str, directory: Path) -> CodeType:
+    """The Python of a document, with /tmp/ as another directory."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
-    exec(compile(code[1].replace("/tmp/", f"{tmp_path}/"), "architecture.md", "exec"), {})
+    path = directory / f"{name}.py"  # kernels of NKI are read from their file
+    path.write_text(code[1].replace("/tmp/", f"{directory}/"))
+    return compile(path.read_text(), str(path), "exec")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the checkpoints and files that the documents speak of."""
+    directory = tmp_path_factory.mktemp("documents")
+    for name, model in (("tiny", "kimi-k2-instruct-0905"), ("k25", "kimi-k2.5")):
+        done = CliRunner().invoke(app, ["make-checkpoint", str(directory / name), "--model", model])
+        assert done.exit_code == 0, done.output
+    Image.new("RGB", (60, 40), "red").save(directory / "a.png")
+    frames = [Image.new("RGB", (32, 32), (level, 0, 0)) for level in (0, 80, 160, 240)]
+    frames[0].save(directory / "b.gif", save_all=True, append_images=frames[1:], duration=250)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("architecture.md", ""), ("vision.md", ""), ("parsers.md", "weather"), ("nki.md", "")]
+)
+def test_python_of_the_documents_runs(
+    name: str, says: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny)
+    given: dict[str, Any] = {}
+    exec(python_of(name, tiny), given)
+    printed = capsys.readouterr().out
+    assert bool(printed) == (name != "nki.md")
+    assert says in printed
+    if name == "nki.md":
+        assert given["twice"](np.full((4, 8), 3.0, np.float32)).tolist() == [[6.0] * 8] * 4
+
+
+def test_the_first_commands_with_images_run(
+    tiny: Path, shell_commands: ShellCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block of docs/vision.md; `compile` needs NxD, and is test/nxd's."""
+    monkeypatch.chdir(tiny)
+    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
+    commands = shell_commands(text[: text.index("```python")])
+    assert [words[1] for words in commands] == ["make-checkpoint", "generate", "chat", "plan", "compile"]
+    for words in commands[:-1]:
+        named = {"/tmp/k25": str(tiny / "again"), "b.mp4": "b.gif"}
+        arguments = [named.get(word, word) for word in words[1:]]
+        done = CliRunner().invoke(app, arguments, input="/image a.png\nWhat is this?\n")
+        assert done.exit_code == 0, (words, done.output, done.exception)
