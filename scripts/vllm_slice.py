@@ -1,8 +1,9 @@
 """Time vLLM on one GPU with a rank's slice of Kimi-K2 and random weights: its own model, or ours.
 
 Run it once for each, and compare: `VLLM_PLUGINS=kimi_k2_parsers vllm_slice.py fp8 stock.json` is vLLM's own model,
-`VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours. The engine runs in a process of its own, as `vllm serve` has
-it, and CUDA graphs are on. Figures are written as they come.
+`VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours; `vllm_table.py` runs both in turns. The engine runs in a
+process of its own, as `vllm serve` has it, and CUDA graphs are on. Steps are timed by the engine's own stamps. Figures
+are written as they come.
 """
 
 from __future__ import annotations
@@ -75,45 +76,65 @@ class Timer:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.draw, self.count = engine, random.Random(0), 0
+        self.stamp, self.receive = 0.0, engine.engine_core.get_output
+        engine.engine_core.get_output = self.stamped
+
+    def stamped(self) -> Any:
+        """A step's outputs; when they were made is kept."""
+        outputs = self.receive()
+        self.stamp = outputs.timestamp
+        return outputs
 
     def run(self, requests: int, length: int, new: int) -> tuple[float, float]:
         """Milliseconds until the first token, and a token once all requests decode (NaN for few tokens)."""
         from vllm import SamplingParams
 
         got: dict[str, int] = {}
+        inside: list[tuple[float, int]] = []  # when a step ended, and the tokens that each request then had
         for _ in range(requests):
             self.count += 1
             prompt = [self.draw.randrange(10, 20000) for _ in range(length)]
             sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling)
             got[str(self.count)] = 0
-        start, first, inside = time.perf_counter(), float("nan"), []
+        start, first = time.perf_counter(), float("nan")
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 got[output.request_id.split("-")[0]] = len(output.outputs[0].token_ids)
-            now, fewest, most = time.perf_counter(), min(got.values()), max(got.values())
+            fewest, most = min(got.values()), max(got.values())
             if most and first != first:
-                first = now - start
-            if fewest >= 4 and most < new:
-                inside.append((now, fewest))
+                first = time.perf_counter() - start
+            if fewest >= 4 and most < new and (not inside or fewest > inside[-1][1]):
+                inside.append((self.stamp, fewest))
         if len(inside) < 5:
             return first * 1e3, float("nan")
         return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
 
 
-def start(kind: str, layers: int) -> Any:
-    """An engine with random weights of `layers` layers of a rank's slice."""
+def start(kind: str, layers: int, pages: int = PAGES, executor: str | None = None, traces: str | None = None) -> Any:
+    """An engine with random weights of `layers` layers of a rank's slice.
+
+    Args:
+        kind: which experts, `fp8` or `int4`.
+        layers: how many.
+        pages: of the cache, 64 tokens each.
+        executor: vLLM's `distributed_executor_backend`; its own choice if None.
+        traces: directory for torch's profiler; None for no profiler.
+    """
     from vllm import EngineArgs, LLMEngine
+    from vllm.config import ProfilerConfig
 
     replace_loader()
+    profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
     with tempfile.TemporaryDirectory() as directory:
         config = KimiK2Config.load(NAMES[kind]).model_copy(update={**SLICE, "num_hidden_layers": layers})
         (Path(directory) / "config.json").write_text(json.dumps(hf_config(config)))
         arguments = EngineArgs(
             model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
             enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
-            kv_cache_memory_bytes=PAGES * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
-            compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)},
+            kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
+            compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
+            **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}),
         )  # fmt: skip
         return LLMEngine.from_engine_args(arguments)
 
@@ -121,7 +142,7 @@ def start(kind: str, layers: int) -> Any:
 def warm(timer: Timer, concurrency: Sequence[int], prompts: Iterable[int]) -> None:
     """Build whatever is built when it first runs."""
     for requests in concurrency:
-        timer.run(requests, 200, 8)
+        timer.run(requests, 1024, 8)
     for length in prompts:
         timer.run(1, length, 1)
 
@@ -132,7 +153,7 @@ def figures(
     """What is timed and its milliseconds; `prompts` gives the repetitions of a length."""
     for length in contexts:
         for requests in concurrency:
-            new = -(-requests * length // CHUNK) + (100 if requests < 16 else 50)
+            new = -(-requests * length // CHUNK) + (200 if requests < 16 else 80)
             yield f"TPOT of {requests} at {length}", min(timer.run(requests, length, new)[1] for _ in range(2))
     for length, times in prompts.items():
         yield f"TTFT of {length} tokens", statistics.median(timer.run(1, length, 1)[0] for _ in range(times))
@@ -150,6 +171,22 @@ def write(found: Iterable[tuple[str, float]], result: Path) -> None:
         partial.replace(result)
 
 
+def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
+    """What a line asks for: {"result": FILE, "requests": [...], "contexts": [...], "prompts": [...]}, or a profile."""
+    result = Path(asked["result"])
+    if "profile" in asked:
+        timer.run(1, 1024, 20)
+        timer.engine.start_profile()
+        timer.run(asked["profile"], 1024, 20)
+        timer.engine.stop_profile()
+        result.write_text("{}")
+        return
+    times = {length: PROMPTS.get(length, 3) for length in asked["prompts"]}
+    partial = result.with_suffix(".so-far")
+    write(figures(timer, asked["requests"], asked["contexts"], times), partial)
+    partial.replace(result)
+
+
 if __name__ == "__mp_main__":  # a process of vLLM's that is not forked
     replace_loader()
 if __name__ == "__main__":
@@ -160,11 +197,20 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="at once, of 1 4 16 64")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens before those that are timed")
     parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="tokens until the first answer")
+    parser.add_argument("--pages", type=int, default=PAGES, help="of the cache, 64 tokens each")
     parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
+    parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
+    parser.add_argument("--traces", help="directory for a profile")
+    parser.add_argument("--by-line", action="store_true", help="write `{}` to the result once warm; then lines of JSON")
     given = parser.parse_args()
     if given.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    timer = Timer(start(given.experts, given.layers))
+    timer = Timer(start(given.experts, given.layers, given.pages, given.executor, given.traces))
     warm(timer, given.requests, given.prompts)
-    times = {length: PROMPTS.get(length, 3) for length in given.prompts}
-    write(figures(timer, given.requests, given.contexts, times), given.result)
+    if given.by_line:
+        given.result.write_text("{}")
+        for line in sys.stdin:
+            measure(timer, json.loads(line))
+    else:
+        wanted = {"requests": given.requests, "contexts": given.contexts, "prompts": given.prompts}
+        measure(timer, {**wanted, "result": str(given.result)})
