@@ -1,13 +1,19 @@
-"""A backend and a clock under the test's control, so that no test depends on how fast the machine is."""
+"""A backend and a clock under the test's control, so that no test depends on how fast the machine is; a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kimi_k2.bench.backend import Prompts
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class FakeClock:
@@ -57,3 +63,41 @@ def clock() -> FakeClock:
 @pytest.fixture
 def backend(clock: FakeClock) -> FakeBackend:
     return FakeBackend(clock)
+
+
+@contextmanager
+def serving(handler: Handler) -> Iterator[str]:
+    """The URL of a server in a thread that answers every request by `handler`."""
+    loop, ports, started = asyncio.new_event_loop(), list[int](), threading.Event()
+
+    async def start() -> web.AppRunner:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ports.append(runner.addresses[0][1])
+        started.set()
+        return runner
+
+    def run() -> None:
+        runner = loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Handler], str]]:
+    """Starts a server of a handler and gives its URL; all end with the test."""
+    with ExitStack() as servers:
+        yield lambda handler: servers.enter_context(serving(handler))

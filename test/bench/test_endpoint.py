@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
+from aiohttp import web
 
-from kimi_k2.bench.endpoint import client
 from kimi_k2.bench.endpoint.client import Answer, Endpoint
 from kimi_k2.bench.endpoint.load import Load, run_load, summarize
 from kimi_k2.bench.endpoint.report import markdown, write_reports
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.sweep import Settings
+
+Serve = Callable[[Callable[[web.Request], Awaitable[web.Response]]], str]
 
 
 def event(**fields: Any) -> str:
@@ -33,29 +34,40 @@ def stream(tokens: int, prompt: int, *, bundle: int = 1) -> str:
 
 
 class Server:
-    """An OpenAI server within the process; keeps what it is asked."""
+    """An OpenAI server; keeps what it is asked."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, serve: Serve, **options: Any) -> None:
+        self.serve = serve
         self.asked: list[dict[str, Any]] = []
         self.running = self.most = 0
         self.options = options
 
-    async def answer(self, request: httpx2.Request) -> httpx2.Response:
-        if request.url.path == "/v1/models":
-            return httpx2.Response(200, json={"data": [{"id": "served"}]})
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "served"}]})
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
-        fields = json.loads(request.content)
+        fields = await request.json()
         self.asked.append(fields)
         self.running -= 1
         if len(fields["prompt"]) > self.options.get("longest", 1000):
-            return httpx2.Response(400, json={"error": {"message": "too long"}})
+            return web.json_response({"error": {"message": "too long"}}, status=400)
         made = self.options.get("made", fields["max_tokens"])
-        return httpx2.Response(200, text=stream(made, len(fields["prompt"]), bundle=self.options.get("bundle", 1)))
+        return web.Response(text=stream(made, len(fields["prompt"]), bundle=self.options.get("bundle", 1)))
 
-    def endpoint(self, **options: Any) -> Endpoint:
-        return Endpoint("http://server", transport=httpx2.MockTransport(self.answer), **options)
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.serve(self.answer))
+
+    def complete(self, *given: Any, **options: Any) -> Answer:
+        async def once() -> Answer:
+            endpoint = self.endpoint()
+            try:
+                return await endpoint.complete(*given, **options)
+            finally:
+                await endpoint.close()
+
+        return asyncio.run(once())
 
 
 def ticks() -> Iterator[float]:
@@ -63,18 +75,18 @@ def ticks() -> Iterator[float]:
 
 
 @pytest.mark.parametrize(("bundle", "gaps"), [(1, 7), (3, 2), (8, 0)])
-def test_times_of_a_stream(bundle: int, gaps: int) -> None:
+def test_times_of_a_stream(serve: Serve, bundle: int, gaps: int) -> None:
     clock = ticks()
-    answer = asyncio.run(Server(bundle=bundle).endpoint().complete("m", [1, 2, 3], 8, clock=lambda: next(clock)))
+    answer = Server(serve, bundle=bundle).complete("m", [1, 2, 3], 8, clock=lambda: next(clock))
     assert (answer.prompt_tokens, answer.output_tokens, answer.ttft) == (3, 8, 0.25)
     assert answer.itl == [0.25] * gaps
     assert answer.latency == 0.25 * (gaps + 1)
     assert answer.tpot == pytest.approx(0.25 * gaps / 7)
 
 
-def test_what_is_sent() -> None:
-    server = Server()
-    asyncio.run(server.endpoint().complete("m", [1, 2], 4))
+def test_what_is_sent(serve: Serve) -> None:
+    server = Server(serve)
+    server.complete("m", [1, 2], 4)
     wanted = {"model": "m", "prompt": [1, 2], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
     assert wanted.items() <= server.asked[0].items()
     assert server.asked[0]["stream_options"] == {"include_usage": True}
@@ -110,8 +122,8 @@ def settings(**options: Any) -> Load:
     return Load(Settings("m", "endpoint", **{**fields, **options}), 500)
 
 
-def test_a_load(tmp_path: Path) -> None:
-    server, path, said = Server(), tmp_path / "serving.json", list[str]()
+def test_a_load(serve: Serve, tmp_path: Path) -> None:
+    server, path, said = Server(serve), tmp_path / "serving.json", list[str]()
     results = run_load(server.endpoint(), settings(), path, said.append)
     assert [(c["input"], c["concurrency"], c["output"], len(c["requests"])) for c in results["cells"]] == [
         (4, 1, 3, 3), (4, 1, 5, 3), (4, 4, 3, 12), (4, 4, 5, 12),
@@ -120,7 +132,7 @@ def test_a_load(tmp_path: Path) -> None:
     assert server.most <= 4
     assert all(0 <= token < 500 for one in server.asked for token in one["prompt"])
     assert json.loads(path.read_text()) == results
-    again = Server()
+    again = Server(serve)
     assert run_load(again.endpoint(), settings(), path, said.append) == results
     assert again.asked == []
     assert said[-1].endswith("kept")
@@ -129,33 +141,62 @@ def test_a_load(tmp_path: Path) -> None:
     assert markdown(results).count("\n|") == 6  # head, rule, four cells
     assert "<table" in written[1].read_text()
     with pytest.raises(SweepError, match="holds another load"):
-        run_load(Server().endpoint(), settings(runs=2), path)
+        run_load(Server(serve).endpoint(), settings(runs=2), path)
 
 
-def test_a_cell_that_fails_is_tried_again(tmp_path: Path) -> None:
+def test_a_cell_that_fails_is_tried_again(serve: Serve, tmp_path: Path) -> None:
     path, load = tmp_path / "serving.json", settings(prompt_lengths=(4, 9))
-    results = run_load(Server(longest=5).endpoint(), load, path)
+    results = run_load(Server(serve, longest=5).endpoint(), load, path)
     assert [cell["status"] for cell in results["cells"]] == ["ok"] * 4 + ["failed"] * 4
     assert "too long" in results["cells"][-1]["error"]
     assert "failed" in markdown(results)
-    assert {cell["status"] for cell in run_load(Server().endpoint(), load, path)["cells"]} == {"ok"}
+    assert {cell["status"] for cell in run_load(Server(serve).endpoint(), load, path)["cells"]} == {"ok"}
 
 
-def test_another_number_of_tokens_is_refused() -> None:
+def test_another_number_of_tokens_is_refused(serve: Serve) -> None:
     with pytest.raises(SweepError, match="made 2 tokens, asked for 8"):
-        asyncio.run(Server(made=2).endpoint().complete("m", [1], 8))
+        Server(serve, made=2).complete("m", [1], 8)
 
 
-def test_no_openai_server() -> None:
-    async def html(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, text="<html>")
+def test_no_openai_server(serve: Serve, tmp_path: Path) -> None:
+    async def html(request: web.Request) -> web.Response:
+        return web.Response(text="<html>")
 
     with pytest.raises(SweepError, match="expected OpenAI's list of models"):
-        asyncio.run(Endpoint("http://server", transport=httpx2.MockTransport(html)).model())
+        run_load(Endpoint(serve(html)), settings(), tmp_path / "serving.json")
 
 
-def test_the_url_and_the_key() -> None:
+def test_a_server_that_breaks_off_or_is_not_there(serve: Serve) -> None:
+    async def half(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    class Gone(Server):
+        def endpoint(self) -> Endpoint:
+            return Endpoint("http://127.0.0.1:9")
+
+    class Broken(Server):
+        answer = staticmethod(half)
+
+    for kind in (Gone, Broken):
+        with pytest.raises(SweepError, match="/v1/completions: "):
+            kind(serve).complete("m", [1], 8)
+
+
+def test_the_url_and_the_key(serve: Serve) -> None:
     for url in ("http://server", "http://server/", "http://server/v1", "http://server/v1/"):
         assert Endpoint(url).url == "http://server/v1"
-    assert Endpoint("http://s", "key").client.headers["Authorization"] == "Bearer key"
-    assert client.Endpoint("http://s").client.headers.get("Authorization") is None
+    assert Endpoint("http://s").headers.get("Authorization") is None
+
+    async def by_the_key(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": request.headers["Authorization"]}]})
+
+    async def name() -> str:
+        endpoint = Endpoint(serve(by_the_key), "key")
+        try:
+            return await endpoint.model()
+        finally:
+            await endpoint.close()
+
+    assert asyncio.run(name()) == "Bearer key"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
+from aiohttp import web
 from typer.testing import CliRunner
 
 from kimi_k2.bench.endpoint.client import Endpoint
@@ -70,17 +71,17 @@ def test_nothing_to_count() -> None:
     assert (found["failures"], found["schema_accuracy"], found["tool_call_f1"]) == (1, 0.0, 1.0)
 
 
-async def server(request: httpx2.Request) -> httpx2.Response:
+async def server(request: web.Request) -> web.Response:
     """Calls the tool that the user names, with the arguments that the user gives."""
-    if request.url.path == "/v1/models":
-        return httpx2.Response(200, json={"data": [{"id": "served"}]})
-    fields = json.loads(request.content)
+    if request.path == "/v1/models":
+        return web.json_response({"data": [{"id": "served"}]})
+    fields = await request.json()
     assert (fields["model"], fields["stream"]) == ("served", False)
     text = fields["messages"][-1]["content"]
     if text == "fail":
-        return httpx2.Response(500, text="broken")
+        return web.Response(status=500, text="broken")
     name, _, arguments = text.partition(" ")
-    return httpx2.Response(200, json=answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
+    return web.json_response(answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
 
 
 def requests_file(path: Path, *texts: str) -> Path:
@@ -89,14 +90,14 @@ def requests_file(path: Path, *texts: str) -> Path:
     return path
 
 
-def test_a_run_against_a_reference(tmp_path: Path) -> None:
+def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) -> None:
     asked = requests_file(tmp_path / "asked.jsonl", "now {}", "weather {}", "hello", "fail", 'weather {"city": "A"}')
-    endpoint = Endpoint("http://server", transport=httpx2.MockTransport(server))
+    endpoint = Endpoint(serve(server))
     first = verify(endpoint, asked, tmp_path / "first")
     assert first == {"requests": 5, "failures": 1, "count_finish_reason_tool_calls": 3,
                      "count_successful_tool_call": 2, "schema_accuracy": pytest.approx(2 / 3)}  # fmt: skip
     assert [outcome.index for outcome in read_outcomes(tmp_path / "first" / OUTCOMES)] == [1, 2, 3, 4, 5]
-    endpoint = Endpoint("http://server", transport=httpx2.MockTransport(server))
+    endpoint = Endpoint(serve(server))
     again = verify(endpoint, asked, tmp_path / "second", reference=tmp_path / "first" / OUTCOMES)
     assert (again["compared"], again["tool_call_f1"]) == (4, 1.0)
 

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.request import getproxies
 
-import httpx2
+import aiohttp
 
 from kimi_k2.bench.errors import SweepError
 
 Clock = Callable[[], float]
-_DATA = "data:"
+FAILED = (aiohttp.ClientError, OSError)  # no answer, or one that breaks off
+_DATA = b"data:"
 
 
 @dataclass
@@ -45,17 +47,25 @@ class Endpoint:
 
     Args:
         api_key: sent as a bearer token; None for none.
-        transport: of httpx2, for tests.
     """
 
-    def __init__(
-        self, url: str, api_key: str | None = None, transport: httpx2.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         root = url.rstrip("/")
         self.url = root if root.endswith("/v1") else f"{root}/v1"
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self.client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The connections; made in the event loop that first asks for them."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self.headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),
+                trust_env=bool(getproxies()),  # else each request would look for proxies
+            )
+        return self._session
 
     async def model(self) -> str:
         """The name of the first model that the server lists.
@@ -64,12 +74,22 @@ class Endpoint:
             SweepError: it does not answer as OpenAI's API does.
         """
         try:
-            answer = await self.client.get(f"{self.url}/models", timeout=30)
-            answer.raise_for_status()
-            name = answer.json()["data"][0]["id"]
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            limit = aiohttp.ClientTimeout(total=30)
+            async with self.session.get(f"{self.url}/models", timeout=limit) as answer:
+                answer.raise_for_status()
+                name = (await answer.json())["data"][0]["id"]
+        except (*FAILED, ValueError, LookupError, TypeError) as error:
             raise SweepError(f"{self.url}/models: expected OpenAI's list of models: {error!r}") from None
         return str(name)
+
+    async def chat(self, fields: dict[str, Any]) -> tuple[int, str]:
+        """Status and text of the answer to a chat request that is not streamed.
+
+        Raises:
+            aiohttp.ClientError, OSError: there is none.
+        """
+        async with self.session.post(f"{self.url}/chat/completions", json=fields) as response:
+            return response.status, await response.text(errors="replace")
 
     async def complete(
         self, model: str, prompt: Sequence[int], new_tokens: int, clock: Clock = time.perf_counter
@@ -86,28 +106,27 @@ class Endpoint:
         answer, start = Answer(), clock()
         last: float | None = None
         try:
-            async with self.client.stream("POST", f"{self.url}/completions", json=fields) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise SweepError(f"{self.url}/completions: {response.status_code}: {text[:300]}")
-                async for line in response.aiter_lines():
-                    chunk = _chunk(line)
-                    if chunk is None:
-                        continue
-                    if chunk.get("error"):
-                        raise SweepError(f"{self.url}/completions: {str(chunk['error'])[:300]}")
-                    if chunk.get("choices"):
-                        now = clock()
-                        if last is None:
-                            answer.ttft = now - start
-                        else:
-                            answer.itl.append(now - last)
-                        last = now
-                        answer.latency = now - start
-                    if usage := chunk.get("usage"):
-                        answer.prompt_tokens = usage.get("prompt_tokens") or 0
-                        answer.output_tokens = usage.get("completion_tokens") or 0
-        except httpx2.HTTPError as error:
+            async with self.session.post(f"{self.url}/completions", json=fields) as response:
+                if response.status != 200:
+                    text = await response.text(errors="replace")
+                    raise SweepError(f"{self.url}/completions: {response.status}: {text[:300]}")
+                events = _Events()
+                async for piece in response.content.iter_any():
+                    for chunk in events.feed(piece):
+                        if chunk.get("error"):
+                            raise SweepError(f"{self.url}/completions: {str(chunk['error'])[:300]}")
+                        if chunk.get("choices"):
+                            now = clock()
+                            if last is None:
+                                answer.ttft = now - start
+                            else:
+                                answer.itl.append(now - last)
+                            last = now
+                            answer.latency = now - start
+                        if usage := chunk.get("usage"):
+                            answer.prompt_tokens = usage.get("prompt_tokens") or 0
+                            answer.output_tokens = usage.get("completion_tokens") or 0
+        except FAILED as error:
             raise SweepError(f"{self.url}/completions: {error!r}") from None
         if answer.output_tokens != new_tokens:
             raise SweepError(f"the server made {answer.output_tokens} tokens, asked for {new_tokens}")
@@ -115,18 +134,23 @@ class Endpoint:
 
     async def close(self) -> None:
         """End all connections."""
-        await self.client.aclose()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
 
-def _chunk(line: str) -> dict[str, Any] | None:
-    """The JSON of one server-sent event's line; None for its other lines and for the end."""
-    if not line.startswith(_DATA):
-        return None
-    text = line[len(_DATA) :].strip()
-    if text in ("", "[DONE]"):
-        return None
-    found = json.loads(text)
-    return found if isinstance(found, dict) else None
+class _Events:
+    """The JSON of server-sent events, from the bytes of a stream as they come in."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+
+    def feed(self, piece: bytes) -> list[dict[str, Any]]:
+        """What the lines that now are whole say; none for comments, blank lines and the end."""
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        texts = [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+        found = [json.loads(text) for text in texts if text not in (b"", b"[DONE]")]
+        return [one for one in found if isinstance(one, dict)]
 
 
 async def at_once(

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
-from kimi_k2.bench.endpoint.client import Endpoint
+from kimi_k2.bench.endpoint.client import FAILED, Endpoint
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.tools.criteria import Outcome, judge, restored, stored, summarize
 from kimi_k2.checkpoint.writer import write_json
@@ -59,11 +57,11 @@ async def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any
     fields = {**request, "model": model, "stream": False}
     fields.pop("stream_options", None)
     try:
-        response = await endpoint.client.post(f"{endpoint.url}/chat/completions", json=fields)
-        if response.status_code != 200:
-            return Outcome(index, error=f"{response.status_code}: {response.text[:300]}")
-        return judge(index, request, response.json())
-    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        status, text = await endpoint.chat(fields)
+        if status != 200:
+            return Outcome(index, error=f"{status}: {text[:300]}")
+        return judge(index, request, json.loads(text))
+    except (*FAILED, ValueError, LookupError, TypeError) as error:
         return Outcome(index, error=repr(error)[:300])
 
 
