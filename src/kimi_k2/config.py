@@ -203,6 +203,8 @@ class KimiK2Config(BaseModel):
     def from_pretrained(cls, directory: str | Path) -> KimiK2Config:
         """Read `config.json` from a checkpoint directory (or the path of the JSON file itself)."""
         path = Path(directory)
+        if not path.exists():
+            raise ConfigError("no such directory; expected a checkpoint, or its config.json", file=path)
         path = path / "config.json" if path.is_dir() else path
         try:
             raw = read_json(path, ConfigError)
@@ -221,8 +223,7 @@ class KimiK2Config(BaseModel):
         """
         path = PRESET_DIR / f"{name}.json"
         if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in PRESET_DIR.glob("*.json")))
-            raise ConfigError(f"unknown preset '{name}'; expected one of: {known}")
+            raise ConfigError(f"unknown preset '{name}'; expected one of: {_published()}")
         raw = json.loads(path.read_text(encoding="utf-8"))
         text = raw.get("text_config", raw)
         if "vision_config" in raw:
@@ -239,7 +240,13 @@ class KimiK2Config(BaseModel):
         Raises:
             ConfigError: neither exists, or a field is wrong.
         """
-        return cls.from_pretrained(model) if Path(model).exists() else cls.from_preset(str(model))
+        if Path(model).exists():
+            return cls.from_pretrained(model)
+        if not (PRESET_DIR / f"{model}.json").is_file():
+            raise ConfigError(
+                f"no such directory, and not one of the published configurations: {_published()}", file=model
+            )
+        return cls.from_preset(str(model))
 
     @classmethod
     def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> KimiK2Config:
@@ -269,6 +276,11 @@ class KimiK2Config(BaseModel):
             if self.kv_cache_fp8:
                 raw["quantization_config"]["kv_cache_scheme"] = dict(KV_CACHE_SCHEME)
         return raw
+
+
+def _published() -> str:
+    """The names of presets/."""
+    return ", ".join(sorted(path.stem for path in PRESET_DIR.glob("*.json")))
 
 
 def _normalised(raw: Any) -> dict[str, Any]:

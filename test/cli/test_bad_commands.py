@@ -77,6 +77,11 @@ COMMANDS: list[tuple[list[str], dict[str, list[str]], dict[int, list[str]]]] = [
         {},
     ),
     (
+        ["compile", "--preset", "trn2-tp64-ep1-images", "--model", "kimi-k2.5", "--dry-run"],
+        {"--model": ["kimi-k2-instruct-0905"]},
+        {},
+    ),
+    (
         ["bench", "{fp8}", "--output-lengths", "1", "--runs", "1", "--out", "{tmp}/bench"],
         {
             "--output-lengths": ["", ",", "x", "0", "-3", "1e3", "1,x"],

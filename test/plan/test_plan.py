@@ -214,7 +214,7 @@ def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path
 @pytest.mark.parametrize(
     ("preset", "lengths", "says"),
     [
-        ("trn3", {}, "no target 'trn3'"),
+        ("trn3", {}, "no preset 'trn3'"),
         ("three.yaml", {}, "does not divide among 3 ranks"),
         ("trn2-tp32-ep2", {"context": 0}, "context"),
         ("trn2-tp32-ep2", {"context": 128, "prompt": 256}, "at most the context"),

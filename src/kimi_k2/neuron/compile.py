@@ -51,7 +51,10 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
 
     Raises:
         CompileError: naming the largest part and what would help.
+        ConfigError: the preset has a vision tower that the model lacks, or that cannot be compiled so.
     """
+    if preset.vision is not None:
+        check_vision(preset.vision, config)
     target = make_target(preset, config)
     plan = memory_plan(config, target)
     if not plan.fits:

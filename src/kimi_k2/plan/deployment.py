@@ -175,7 +175,7 @@ class Deployment(_Part):
         if path.suffix != ".yaml":
             path = CONFIGS / f"{name_or_path}.yaml"
         if not path.is_file():
-            raise ConfigError(f"no target '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
+            raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
         try:
             raw = yaml.safe_load(path.read_text(encoding="utf-8"))
             if not isinstance(raw, dict):

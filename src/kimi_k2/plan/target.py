@@ -156,7 +156,7 @@ def check_vision(options: VisionOptions, config: KimiK2Config) -> None:
     """
     vision = config.vision
     if vision is None:
-        raise ConfigError("expected none: the model takes no images", field="vision")
+        raise ConfigError("expected none in the preset: the model takes no images", field="vision")
     if tower_ranks(config, options.tp_degree) != options.tp_degree:
         raise ConfigError(f"{options.tp_degree} ranks cannot share the tower", field="vision.tp_degree")
     for patches, frames in options.buckets:
