@@ -94,6 +94,29 @@ def test_no_further_from_float64_than_bf16(
         assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores, choice=choice)), "not deterministic"
 
 
+@pytest.mark.parametrize("w2_bf16", [False, True])
+@pytest.mark.parametrize("inter", [256, 1024])
+@pytest.mark.parametrize(
+    ("tokens", "choice"),
+    [(8, None), (16, None), (13, [1, 16, 1, 1, 2]), (13, [1, 16, 2, 2, 1]), (40, [0, 32, 1, 1, 1])],
+)
+def test_few_experts_in_more_parts(tokens: int, choice: list[int] | None, inter: int, w2_bf16: bool) -> None:
+    """All tokens to the same experts, of which more or fewer make the first stage's items; calls in between to all."""
+    torch.manual_seed(tokens + inter)
+    weights = random_weights(inter)
+    prepared = prepare_w4a16(*weights, w2_bf16=w2_bf16)
+    x = torch.randn(tokens, H, device="cuda").bfloat16()
+    for top_k in (1, 2, 8):
+        indices, scores = random_routing(tokens, top_k, E, same=True)
+        exact = reference(x, weights, indices, scores)
+        bf16 = distance(reference(x, weights, indices, scores, like_bf16=True), exact)
+        out = moe_w4a16(x, *prepared, indices, scores, choice=choice)
+        assert distance(out, exact) < 1.02 * bf16
+        for _ in range(3):
+            moe_w4a16(x, *prepared, *random_routing(tokens, 8, E), choice=choice)
+            assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores, choice=choice)), "not deterministic"
+
+
 @pytest.mark.parametrize("inter", [256, 512])
 @pytest.mark.parametrize(
     ("most", "choice"), [(16, [1, 16, 1, 1, 1]), (16, [1, 16, 2, 2, 4]), (32, [0, 32, 1, 1, 1]), (32, [0, 32, 1, 1, 4])]

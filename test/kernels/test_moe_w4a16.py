@@ -16,7 +16,7 @@ from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import (
     RECORD,
-    _Arguments,
+    Arguments,
     check_arguments,
     check_choice,
     expert_mode,
@@ -235,8 +235,8 @@ def test_ctypes_structure_follows_the_cuda_one() -> None:
     found = re.search(r"struct Args : moe::Fp8Args \{(.*?)\n\};", text, re.S)
     assert found is not None
     body = found.group(1)
-    assert re.findall(r"^\s*int (\w+);", body, re.M) == [name for name, _ in _Arguments._fields_]
-    assert _Arguments.w2_bf16.offset % 8 == 0  # no padding that the two languages could place differently
+    assert re.findall(r"^\s*int (\w+);", body, re.M) == [name for name, _ in Arguments._fields_]
+    assert Arguments.w2_bf16.offset % 8 == 0  # no padding that the two languages could place differently
 
 
 @pytest.mark.parametrize(

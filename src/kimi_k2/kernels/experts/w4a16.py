@@ -34,6 +34,8 @@ TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
 # Chunks of weights (18 KB) that a block keeps requested: enough to cover the memory's latency; more would make flags,
 # atomics and token loads wait behind them.
 IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
+# Items of the first stage that a launch of up to 32 tokens an expert makes of few chosen experts, an SM each.
+MOST_ITEMS = 132
 # Bytes of a token's 128 columns as e4m3 values, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
 # Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
@@ -47,10 +49,10 @@ DECODE_POINTERS = (
 DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
 
 
-class _Arguments(moe_fp8.Arguments):
+class Arguments(moe_fp8.Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
-    _fields_ = [("w2_bf16", ctypes.c_int), ("in_flight", ctypes.c_int), ("unpaired", ctypes.c_int)]  # noqa: RUF012
+    _fields_ = fields((), ("w2_bf16", "in_flight", "unpaired", "most_items"))
 
 
 def expert_mode(
@@ -121,6 +123,7 @@ def workspace_sizes(
     if choice.max_tokens <= 32:
         made["inter_q"] = (pairs * inter // CHUNK_COLUMNS * RECORD, torch.uint8)
         made["xs"] = (tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
+        made["partial"] = (max(sizes["partial"][0], MOST_ITEMS * choice.max_tokens * CHUNK_ROWS), torch.float32)
     return sizes | unused | made
 
 
@@ -215,8 +218,9 @@ def moe_w4a16(
     routing = Routing(topk_indices, topk_weights, expert_map)
     for part in parts(x, out, routing, shape, choice, tuned, _layout):
         check_choice(part.choice)
-        queue = moe_fp8.queue_arguments(_Arguments, part, weights, sm_count)
+        queue = moe_fp8.queue_arguments(Arguments, part, weights, sm_count)
         queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
+        queue.most_items = 0 if unpaired else MOST_ITEMS
         launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 

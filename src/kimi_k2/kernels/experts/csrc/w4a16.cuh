@@ -25,10 +25,22 @@ constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, o
 // records (w4a16_records.cuh), inter_s is unused, and the prepared mode's tiles say last whether their expert has
 // several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
 struct Args : moe::Fp8Args {
-  int w2_bf16;    // second-stage weights are bf16
-  int in_flight;  // chunks of weights that a block may have requested and not yet received
-  int unpaired;   // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
+  int w2_bf16;     // second-stage weights are bf16
+  int in_flight;   // chunks of weights that a block may have requested and not yet received
+  int unpaired;    // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
+  int most_items;  // up to so many first-stage items, where few experts are chosen, its sums are in more parts
 };
+
+constexpr int kMostSplits = 8;
+
+// Parts of the first stage's sums. Few tiles have too few items for all SMs.
+__device__ __forceinline__ int first_splits(const Args& a, int tiles) {
+  const int cells = tiles * (a.inter / 128);
+  int splits = a.splits1;
+  const int most = min(kMostSplits, a.hidden / 128);
+  while (2 * splits <= most && 2 * splits * cells <= a.most_items) splits *= 2;
+  return splits;
+}
 
 template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>
 struct Config {
@@ -65,19 +77,20 @@ struct Smem {
   int ring[kRing];
   int epi_tile[kRing], epi_slab[kRing];
   int last, epoch;
+  int splits1;  // before the first item is announced
   moe::Routing<C::FUSED> route;
 };
 
 // `group` and `slabs` count row blocks, kb0 to kb1 column chunks.
-template <bool W2_BF16>
-__device__ __forceinline__ Item decode_item(const Args& a, int item, int tiles) {
-  const int groups = a.inter / 128, slabs = a.hidden / 256;
-  const int first = tiles * groups * a.splits1;
+template <class C>
+__device__ __forceinline__ Item decode_item(const Args& a, const Smem<C>& s, int item, int tiles) {
+  const int groups = a.inter / 128, slabs = a.hidden / 256, splits1 = C::FEW ? s.splits1 : 1;
+  const int first = tiles * groups * splits1;
   Item r;
   r.stage = item >= first;
   if (r.stage) item -= first;
-  const int splits = r.stage ? a.splits2 : a.splits1;
-  const int chunks = r.stage ? a.inter / (W2_BF16 ? 32 : 128) : a.hidden / 128;
+  const int splits = r.stage ? a.splits2 : splits1;
+  const int chunks = r.stage ? a.inter / (C::W2_BF16 ? 32 : 128) : a.hidden / 128;
   r.slabs = r.stage ? a.item_slabs : 1;
   r.split = item % splits;
   item /= splits;

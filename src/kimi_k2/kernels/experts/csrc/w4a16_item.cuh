@@ -10,7 +10,7 @@ template <int NT, class C>
 __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, int split, int n,
                                            float (&acc)[C::TILES][NT / 2]) {
   const int tid = threadIdx.x - 128, q = tid & 3;
-  float4* base = reinterpret_cast<float4*>(a.partial) + (size_t)cell * a.splits1 * (C::NMAX * 64) + tid;
+  float4* base = reinterpret_cast<float4*>(a.partial) + (size_t)cell * s.splits1 * (C::NMAX * 64) + tid;
 #pragma unroll
   for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
   named_sync(1, C::CONSUMERS);
   if (tid == 0) {  // the barrier hands the block's stores to this thread; its fence publishes them all
     fence_gpu();
-    s.last = atomicInc(a.count1 + cell, a.splits1 - 1) == unsigned(a.splits1 - 1);
+    s.last = atomicInc(a.count1 + cell, s.splits1 - 1) == unsigned(s.splits1 - 1);
     fence_gpu();
   }
   named_sync(1, C::CONSUMERS);
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
 #pragma unroll 4
-  for (int c = 0; c < a.splits1; ++c)
+  for (int c = 0; c < s.splits1; ++c)
 #pragma unroll
     for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.group;
     if constexpr (C::FEW)  // with more tokens there is work enough without splits
-      if (a.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
+      if (s.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
     if constexpr (C::E4M3) {
       store_records<NT, C>(a, s, it, tile, acc);
     } else {

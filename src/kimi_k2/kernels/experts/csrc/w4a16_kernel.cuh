@@ -26,7 +26,7 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
     mbar_arrive(&s.item_full[slot]);
     if (item >= total) break;
     const int next = atomicAdd(a.ctrl, 1);
-    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const Item it = decode_item<C>(a, s, item, tiles);
     const int expert = moe::load_tile<C::FUSED>(a, s, it.tile).x;
     const bool packed = !(C::W2_BF16 && it.stage);
     const int chunks = it.stage ? a.inter / (C::W2_BF16 ? 32 : 128) : a.hidden / 128;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int til
     mbar_wait(&s.item_full[slot], (round / kRing) & 1);
     const int item = s.ring[slot];
     if (item < 0) break;
-    const Item it = decode_item<C::W2_BF16>(a, item, tiles);
+    const Item it = decode_item<C>(a, s, item, tiles);
     work(it, moe::load_tile<C::FUSED>(a, s, it.tile));
     __syncwarp();
     if (lane == 0) mbar_arrive(&s.item_empty[slot]);
@@ -249,7 +249,6 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     first = atomicAdd(a.ctrl, 1);  // on its way while the block sorts
     s.epoch = *reinterpret_cast<volatile int*>(a.ctrl + 2) + 1;
   }
-  int tiles;
   if constexpr (C::FUSED) {
     if constexpr (C::ROWS) {  // the tokens go to the L2 before the weights' requests queue up in front of them
       const size_t line = (size_t)blockIdx.x * C::THREADS + tid;
@@ -258,18 +257,18 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
     static_assert(C::THREADS >= 512 && sizeof(s.w) >= 16 * moe::kMaxExperts + 4 * C::THREADS, "needs of the sort");
     moe::align_fused(a, s.route, s.w[0], C::NMAX);
     fence_proxy_async();  // the scratch becomes a landing zone of the copy engine
-    __syncthreads();
-    tiles = s.route.num_tiles;
-  } else {
-    __syncthreads();
-    tiles = *a.num_tiles;
   }
+  __syncthreads();
+  int tiles;
+  if constexpr (C::FUSED) tiles = s.route.num_tiles;
+  else tiles = *a.num_tiles;
 
   if (warp < 4) {
     if constexpr (kMoveRegisters) reg_dealloc<56>();
     if (tid == 0) {
       const int groups = a.inter / 128, slabs = a.hidden / 256;
-      feed_weights<C>(a, s, tiles, tiles * (groups * a.splits1 + slabs / a.item_slabs * a.splits2), first);
+      s.splits1 = C::FEW ? first_splits(a, tiles) : 1;
+      feed_weights<C>(a, s, tiles, tiles * (groups * s.splits1 + slabs / a.item_slabs * a.splits2), first);
     } else if (C::ROWS ? warp == 1 : warp > 0) {
       if constexpr (C::E4M3) feed_records<C>(a, s, tiles, warp - 1, lane);
       else if constexpr (C::FEW) feed_few_tokens<C>(a, s, tiles, lane);
