@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.common.build import KERNELS, source_of
-from kimi_k2.kernels.experts.fp8_decode import POINTERS, _Arguments
+from kimi_k2.kernels.experts.fp8_decode import POINTERS, Arguments
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 
 COMPILER = shutil.which("g++")
@@ -290,7 +290,7 @@ def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with
     x, out = torch.randn(tokens, hidden).bfloat16(), unwritten(tokens, hidden)
     scratch = unwritten(tokens * (top_k + with_shared) * inter, dtype=torch.float32)
     given = (x, indices, scores, expert_map, *weights, *(shared or (None,) * 4), scratch, out)
-    arguments = _Arguments(**{n: t.data_ptr() for n, t in zip(POINTERS, given, strict=True) if t is not None})
+    arguments = Arguments(**{n: t.data_ptr() for n, t in zip(POINTERS, given, strict=True) if t is not None})
     arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden = tokens, top_k, held, hidden
     arguments.inter, arguments.num_global, arguments.ids64 = inter, count, 1
     assert library.kimi_experts_decode(ctypes.byref(arguments), None) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import pytest
@@ -10,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import absorb, query
+from kimi_k2.kernels.attention import absorb, entry, query
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import value_rows
 from kimi_k2.kernels.common import build
+from kimi_k2.kernels.experts import fp8, fp8_few
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts import fp8_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.linear.few_gemm import UNITS, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
@@ -138,6 +139,11 @@ def test_few_tokens_with_the_bits_of_many() -> None:
     given = arguments()
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert fp8_few.moe_few(**given, parts=[2, 4, 1]).shape == (TOKENS, HIDDEN)
+        with pytest.raises(KernelError, match="three"):
+            fp8_few.moe_few(**given, parts=[2, 4])
+        one = {name: given[name][:, :1] for name in ("topk_indices", "topk_weights")}  # type: ignore[index]
+        with pytest.raises(KernelError, match="3 tokens of 2 experts"):
+            fp8_few.moe_few(**(given | {name: t.contiguous() for name, t in one.items()}), parts=[2, 4, 1])
         x, weight, scale = torch.empty(1, 256, dtype=BF16), torch.empty(128, 256, dtype=E4M3), torch.empty(1, 2)
         assert few_gemm(x, weight, scale, 2).shape == (1, 128)
         fp8, token_scale = torch.empty(2, 1, 256, dtype=E4M3), torch.empty(2, 256)
@@ -164,20 +170,30 @@ def test_a_block_holds_its_weights(rows: int, columns: int) -> None:
     assert tiles * -(-columns // 1024) <= UNITS and 128 % (8 * tiles) == 0
 
 
+def body_of(source: str, structure: str) -> tuple[str, str | None]:
+    """Its fields without comments, and what it is derived from."""
+    found = re.search(rf"struct {structure}(?: : ([\w:]+))? \{{(.*?)\n\}};", (build.KERNELS / source).read_text(), re.S)
+    assert found is not None
+    return re.sub(r"//[^\n]*", "", found.group(2)), found.group(1)
+
+
 @pytest.mark.parametrize(
     ("source", "structure", "pointers", "integers"),
     [
-        ("experts/fp8_decode", "ExpertArguments", moe_decode.POINTERS, moe_decode.INTEGERS),
-        ("experts/w4a16_decode", "DecodeArguments", moe_w4a16.DECODE_POINTERS, moe_w4a16.DECODE_INTEGERS),
+        ("experts/csrc/expert_arguments.cuh", "ExpertArguments", moe_decode.POINTERS, moe_decode.INTEGERS),
+        (
+            "experts/csrc/w4a16_decode.cu",
+            "DecodeArguments",
+            moe_w4a16.DECODE_POINTERS,
+            moe_w4a16.DECODE_INTEGERS,
+        ),
     ],
 )
 def test_ctypes_structures_follow_the_cuda_ones(
     source: str, structure: str, pointers: tuple[str, ...], integers: tuple[str, ...]
 ) -> None:
     """The two declarations are one interface: the same fields in the same order."""
-    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", build.source_of(source).read_text(), re.S)
-    assert body is not None
-    text = re.sub(r"//[^\n]*", "", body.group(1))
+    text, _ = body_of(source, structure)
     assert re.findall(r"\*\s*(\w+);", text) == list(pointers)
     found = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
     assert found is not None
@@ -185,22 +201,28 @@ def test_ctypes_structures_follow_the_cuda_ones(
 
 
 @pytest.mark.parametrize(
-    ("source", "structure", "fields"),
+    ("source", "structure", "ours"),
     [
-        ("attention/query", "QueryArguments", query.Arguments._fields_),
-        ("attention/query_few", "QueryArguments", [*query.Arguments._fields_, *query.FewArguments._fields_]),
-        ("attention/absorb", "AbsorbArguments", absorb.Arguments._fields_),
-        ("experts/fp8_few", "ExpertArguments", fp8_few.Arguments._fields_),
+        ("attention/csrc/entry.cuh", "EntryArguments", entry.EntryArguments),
+        ("attention/csrc/query.cuh", "QueryArguments", query.Arguments),
+        ("attention/csrc/absorb.cu", "AbsorbArguments", absorb.Arguments),
+        ("experts/csrc/expert_arguments.cuh", "ExpertArguments", moe_decode.Arguments),
+        ("experts/csrc/fp8_few.cu", "ExpertArguments", fp8_few.Arguments),
+        ("experts/csrc/fp8.cuh", "Fp8Args", fp8.Arguments),
+        ("experts/csrc/w4a16.cuh", "Args", moe_w4a16.Arguments),
     ],
 )
 def test_structures_follow_the_cuda_ones_field_for_field(
-    source: str, structure: str, fields: list[tuple[str, type]]
+    source: str, structure: str, ours: type[ctypes.Structure]
 ) -> None:
-    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", build.source_of(source).read_text(), re.S)
-    assert body is not None
-    statements = [s.strip() for s in re.sub(r"//[^\n]*", "", body.group(1)).split(";") if s.strip()]
+    """Also in what they are derived from."""
+    text, base = body_of(source, structure)
+    statements = [s.strip() for s in text.split(";") if s.strip()]
     names = [name for s in statements for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
-    assert names == [name for name, _ in fields]
+    renamed = {"pdl": "programmatic"}
+    assert [renamed.get(name, name) for name in names] == [field[0] for field in ours._fields_]
+    parents = {None: ctypes.Structure, "EntryArguments": entry.EntryArguments, "moe::Fp8Args": fp8.Arguments}
+    assert ours.__base__ is (parents | {"decode::ExpertArguments": moe_decode.Arguments})[base]
 
 
 def test_the_widths_are_those_that_have_an_instance() -> None:

@@ -5,26 +5,24 @@ For batch-invariant mode over a BF16 cache; csrc/absorb.cu says how the launch w
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import entry
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 NOPE, ROPE, RANK = 128, 64, 512
-POINTERS = ("q", "kv_a", "kv_norm", "cos", "sin", "positions", "w_uk", "cache", "out")
-INTEGERS = ("tokens", "heads", "capacity", "stride", "kv_stride")
+POINTERS = ("q", "kv_a", *entry.POINTERS)
 
 
-class Arguments(ctypes.Structure):
+class Arguments(entry.EntryArguments):
     """`decode::AbsorbArguments` of csrc/absorb.cu, field for field."""
 
-    _fields_ = fields(POINTERS, INTEGERS, ["kv_eps"])
+    _fields_ = fields(POINTERS[:2], ())
 
 
 def supports(q: Tensor, kv_a: Tensor, w_uk: Tensor, cache: Tensor) -> bool:

@@ -7,12 +7,11 @@ mode's, which has the bits of `block_gemm` and `absorb`.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import entry
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import expect, fields, launch
@@ -20,22 +19,13 @@ from kimi_k2.kernels.common.operation import kernel_operation
 
 INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
-POINTERS = (
-    "qkv_a", "q_norm", "q_b", "q_b_scale", "kv_norm", "cos", "sin", "positions", "w_uk", "cache", "out",
-)  # fmt: skip
-INTEGERS = ("tokens", "heads", "capacity", "stride")
+POINTERS = ("qkv_a", "q_norm", "q_b", "q_b_scale", *entry.POINTERS)
 
 
-class Arguments(ctypes.Structure):
-    """`decode::QueryArguments` of csrc/query.cu, field for field."""
+class Arguments(entry.EntryArguments):
+    """`decode::QueryArguments` of csrc/query.cuh, field for field."""
 
-    _fields_ = fields(POINTERS, INTEGERS, ["q_eps", "kv_eps"])
-
-
-class FewArguments(Arguments):
-    """`few::QueryArguments` of csrc/query_few.cu, field for field."""
-
-    _fields_ = fields((), ["parts"])
+    _fields_ = fields(POINTERS[:4], ["parts"], ["q_eps"])
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -121,14 +111,12 @@ def query_and_entry(
     given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, positions, w_uk, cache)
     out = _check(*given, pages)
     capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
-    structure = FewArguments if parts else Arguments
-    arguments = structure(
+    arguments = Arguments(
         **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=0 if pages else capacity,
-        q_eps=q_eps, kv_eps=kv_eps,
+        kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps, parts=parts,
     )  # fmt: skip
-    if isinstance(arguments, FewArguments):
-        arguments.parts = parts
+    if parts:
         launch("attention/query_few", "kimi_query_few", "query_and_entry", qkv_a.device, arguments)
     else:
         launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)

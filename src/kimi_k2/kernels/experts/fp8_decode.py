@@ -34,8 +34,8 @@ POINTERS = (
 INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
 
 
-class _Arguments(ctypes.Structure):
-    """`decode::ExpertArguments` of csrc/fp8_decode.cu, field for field."""
+class Arguments(ctypes.Structure):
+    """`decode::ExpertArguments` of csrc/expert_arguments.cuh, field for field."""
 
     _fields_ = fields(POINTERS, INTEGERS)
 
@@ -131,7 +131,7 @@ def moe_decode(
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
-    arguments = fill(_Arguments, dict(zip(POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    arguments = fill(Arguments, dict(zip(POINTERS, given, strict=True)), shape, topk_indices, expert_map)
     launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
     return out
 

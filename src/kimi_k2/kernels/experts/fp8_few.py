@@ -6,18 +6,17 @@ both make, in two launches. csrc/fp8_few.cu says how they work. Capture-safe.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.launch import fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts import fp8_decode
 from kimi_k2.kernels.experts.fp8 import BLOCK
-from kimi_k2.kernels.experts.fp8_decode import INTEGERS, POINTERS, check_with_shared
+from kimi_k2.kernels.experts.fp8_decode import POINTERS, check_with_shared
 from kimi_k2.kernels.experts.launch import fill
 
 MAX_TOKENS = 4
@@ -25,16 +24,30 @@ MAX_SLOTS, MAX_BLOCKS, MAX_HIDDEN = 10, 48, 8192  # blocks of 128 values of a to
 WIDTHS = (128, 256, 512)
 
 
-class Arguments(ctypes.Structure):
+class Arguments(fp8_decode.Arguments):
     """`few::ExpertArguments` of csrc/fp8_few.cu, field for field."""
 
-    _fields_ = fields(POINTERS, [*INTEGERS, "up_parts", "shared_up_parts", "shared_down_parts"])
+    _fields_ = fields((), ("up_parts", "shared_up_parts", "shared_down_parts"))
+
+
+def _fits(tokens: int, slots: int, hidden: int, inter: int) -> bool:
+    wide = inter in WIDTHS and slots * inter <= MAX_BLOCKS * BLOCK and hidden <= MAX_HIDDEN
+    return wide and slots <= MAX_SLOTS and 0 < tokens <= MAX_TOKENS
 
 
 def supports(tokens: int, slots: int, hidden: int, inter: int, device: torch.device) -> bool:
     """Whether the kernel takes these sizes on this device; a shared expert is one of the slots."""
-    fits = slots <= MAX_SLOTS and inter in WIDTHS and slots * inter <= MAX_BLOCKS * BLOCK and hidden <= MAX_HIDDEN
-    return fits and 0 < tokens <= MAX_TOKENS and is_hopper(device) and find_nvcc() is not None
+    return _fits(tokens, slots, hidden, inter) and is_hopper(device) and find_nvcc() is not None
+
+
+def _check_sizes(down_proj: Tensor, topk_indices: Tensor, parts: list[int], shared_gate_up: Tensor | None) -> None:
+    (tokens, top_k), (_, hidden, inter) = topk_indices.shape, down_proj.shape
+    slots = top_k + (shared_gate_up is not None)
+    if not _fits(tokens, slots, hidden, inter) or top_k < 2 or len(parts) != 3:
+        raise KernelError(
+            f"{tokens} tokens of {slots} experts, hidden {hidden}, intermediate {inter}, parts {parts}: expected at"
+            f" most {MAX_TOKENS}, {MAX_SLOTS}, {MAX_HIDDEN}, one of {WIDTHS}, three"
+        )
 
 
 @kernel_operation("moe_few")
@@ -69,13 +82,10 @@ def moe_few(
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     shape = check_with_shared(x, *weights, topk_indices, topk_weights, expert_map, *shared)
-    tokens, top_k, _, hidden, inter = shape
+    tokens, top_k, _, _, inter = shape
+    _check_sizes(down_proj, topk_indices, parts, shared_gate_up)
+    hopper(x.device.index, "moe_few")
     slots = top_k + (shared_gate_up is not None)
-    if not supports(tokens, slots, hidden, inter, x.device) or top_k < 2 or len(parts) != 3:
-        raise KernelError(
-            f"{tokens} tokens of {slots} experts, hidden {hidden}, intermediate {inter}, parts {parts}: expected at"
-            f" most {MAX_TOKENS}, {MAX_SLOTS}, {MAX_HIDDEN}, one of {WIDTHS}, three"
-        )
     out = torch.empty_like(x)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
@@ -85,4 +95,4 @@ def moe_few(
     return out
 
 
-moe_few.fake(check_with_shared, lambda x: torch.empty_like(x))
+moe_few.fake(check_with_shared, _check_sizes, lambda x: torch.empty_like(x))

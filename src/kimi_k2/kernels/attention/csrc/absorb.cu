@@ -6,20 +6,9 @@ namespace decode {
 
 constexpr int kTokens = 16, kTogether = 4;  // of a block; whose sums are made together
 
-struct AbsorbArguments {
-  const __nv_bfloat16* q;        // [tokens, heads, 192], not rotated
-  const __nv_bfloat16* kv_a;     // [tokens, 576] rows kv_stride apart: latent before its norm | key before RoPE
-  const __nv_bfloat16* kv_norm;  // [512]
-  const __nv_bfloat16* cos;      // [tokens, 32]
-  const __nv_bfloat16* sin;
-  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
-  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
-  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
-  __nv_bfloat16* out;         // [tokens, heads, 576]
-  int tokens, heads, capacity;
-  int stride;  // slots from one token's to the next one's; 0 where all share them
-  int kv_stride;
-  float kv_eps;
+struct AbsorbArguments : EntryArguments {
+  const __nv_bfloat16* q;     // [tokens, heads, 192], not rotated
+  const __nv_bfloat16* kv_a;  // [tokens, 576], rows kv_stride apart: latent before its norm | key before RoPE
 };
 
 struct AbsorbMemory {

@@ -1,6 +1,4 @@
 // What a new token leaves and takes at decode besides GEMMs: its cache entry, and the rotation of its query.
-// `Arguments` has cos, sin [tokens, 32] at the tokens' positions and, for entries, positions, kv_norm, cache, capacity,
-// stride and kv_eps as `QueryArguments` says.
 #pragma once
 #include "rowwise/csrc/norm.cuh"
 
@@ -8,18 +6,31 @@ namespace decode {
 
 constexpr int kNope = 128, kRope = 64, kHead = kNope + kRope, kRank = 512, kEntry = kRank + kRope;
 
+// Of launches that make queries and entries. Plain C layout: the Python side fills the same structure through ctypes.
+struct EntryArguments {
+  const __nv_bfloat16* kv_norm;  // [512]
+  const __nv_bfloat16* cos;      // [tokens, 32]
+  const __nv_bfloat16* sin;
+  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
+  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
+  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
+  __nv_bfloat16* out;         // [tokens, heads, 576]
+  int tokens, heads, capacity;
+  int stride;     // slots from one token's to the next one's; 0 where all share them
+  int kv_stride;  // values from one token's latent to the next one's
+  float kv_eps;
+};
+
 __device__ __forceinline__ float widened(const __nv_bfloat16* at) { return __bfloat162float(__ldcg(at)); }
 
 // A pair of values rotated by the token's position.
-template <class Arguments>
-__device__ __forceinline__ __nv_bfloat162 rotated(const Arguments& a, int token, int pair, float even, float odd) {
+__device__ __forceinline__ __nv_bfloat162 rotated(const EntryArguments& a, int token, int pair, float even, float odd) {
   const float c = widened(a.cos + token * (kRope / 2) + pair), s = widened(a.sin + token * (kRope / 2) + pair);
   return __floats2bfloat162_rn(even * c - odd * s, odd * c + even * s);
 }
 
 // The first warp stores the normed latent, the second one the rotated key, of `latent`: both before that.
-template <class Arguments>
-__device__ __forceinline__ void store_entry(const Arguments& a, int token, const __nv_bfloat16* latent) {
+__device__ __forceinline__ void store_entry(const EntryArguments& a, int token, const __nv_bfloat16* latent) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t position = a.positions[token];
   if (warp > 1 || position < 0 || position >= a.capacity) return;

@@ -2,32 +2,14 @@
 // queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of
 // the head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of
 // W_UK^T q. All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
-#include "entry.cuh"
 #include "linear/csrc/tokens.cuh"
+#include "query.cuh"
 
 namespace decode {
 
-constexpr int kInput = 1536;  // columns of q_b
 constexpr int kBlocks = 8, kRows = kHead / kBlocks,
               kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
 constexpr int kEach = kRows / kWarps, kLoads = kInput / 512, kKeys = kNope / 32;
-
-struct QueryArguments {
-  const __nv_bfloat16* qkv_a;    // [tokens, 1536 + 576]: q_a | latent before its norm | key before RoPE
-  const __nv_bfloat16* q_norm;   // [1536]
-  const uint8_t* q_b;            // e4m3 [heads * 192, 1536]
-  const float* q_b_scale;        // [ceil(heads * 192 / 128), 12]
-  const __nv_bfloat16* kv_norm;  // [512]
-  const __nv_bfloat16* cos;      // [tokens, 32]
-  const __nv_bfloat16* sin;
-  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
-  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
-  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
-  __nv_bfloat16* out;         // [tokens, heads, 576]
-  int tokens, heads, capacity;
-  int stride;  // slots from one token's to the next one's; 0 where all share them
-  float q_eps, kv_eps;
-};
 
 struct QueryMemory {
   uint4 token[kInput / 8], norm[kInput / 8];

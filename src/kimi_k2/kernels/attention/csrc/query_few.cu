@@ -4,35 +4,20 @@
 // and then computes 64 of the 512 columns of W_UK^T q. One more cluster stores the entry.
 #include "absorb.cuh"
 #include "common/csrc/few.cuh"
+#include "query.cuh"
 
 namespace few {
 
 using decode::kAll;
+using decode::kInput;
 using decode::kThreads;
 using decode::kWarps;
+using decode::QueryArguments;
 
-constexpr int kInput = 1536, kBlocks = kInput / 128, kStages = (kBlocks + 7) / 8;  // columns of q_b
+constexpr int kBlocks = kInput / 128, kStages = (kBlocks + 7) / 8;
 constexpr int kCluster = decode::kColumnBlocks, kRows = decode::kHead / kCluster, kTiles = kRows / 8;
 constexpr int kUnits = kTiles * kStages;
 static_assert(kUnits % 2 == 0, "as many for each warpgroup");
-
-struct QueryArguments {
-  const __nv_bfloat16* qkv_a;    // [tokens, 1536 + 576]: q_a | latent before its norm | key before RoPE
-  const __nv_bfloat16* q_norm;   // [1536]
-  const void* q_b;               // e4m3 [heads * 192, 1536]
-  const float* q_b_scale;        // [ceil(heads * 192 / 128), 12]
-  const __nv_bfloat16* kv_norm;  // [512]
-  const __nv_bfloat16* cos;      // [tokens, 32]
-  const __nv_bfloat16* sin;
-  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
-  const __nv_bfloat16* w_uk;  // [heads, 128, 512]
-  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
-  __nv_bfloat16* out;         // [tokens, heads, 576]
-  int tokens, heads, capacity;
-  int stride;  // slots from one token's to the next one's; 0 where all share them
-  float q_eps, kv_eps;
-  int parts;  // of q_b's columns, summed apart
-};
 
 struct QueryMemory {
   alignas(1024) unsigned char w[kUnits][kUnitBytes];
@@ -147,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2) __cluster_dims__(kCluster, 1, 1)
 
 }  // namespace few
 
-extern "C" int kimi_query_few(const few::QueryArguments* a, void* stream) {
+extern "C" int kimi_query_few(const decode::QueryArguments* a, void* stream) {
   CUtensorMap weights;
   if (int rc = host::encode_blocks(&weights, a->q_b, few::kInput, a->heads * decode::kHead, 8, 8)) return rc;
   const dim3 grid(few::kCluster, a->heads + 1, a->tokens);

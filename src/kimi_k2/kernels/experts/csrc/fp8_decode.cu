@@ -2,32 +2,12 @@
 // SiLU * mul, then down rows summed over a token's experts. Activations keep bf16 (they are not quantized), the
 // intermediate float32, and every sum has a fixed order. A shared expert of the same width may come along as one more
 // pair of weight one; its weights, known in advance, are asked for before the routing is there.
-#include "routing.cuh"
+#include "expert_arguments.cuh"
 
 namespace decode {
 
 constexpr int kDownRows = 4;   // rows of a warp in the second launch
 constexpr int kDownBatch = 5;  // 16-byte loads a lane and row in flight there: nine experts of width 256 need 4.5
-
-struct ExpertArguments {
-  const __nv_bfloat16* x;         // [tokens, hidden]
-  const void* topk_indices;       // int64 or int32 [tokens, top_k]; < 0: invalid
-  const float* topk_weights;      // [tokens, top_k]; 0: skipped
-  const int* expert_map;          // [num_global] to the local expert or -1; may be null
-  const uint8_t* gate_up;         // e4m3 [experts, 2 * inter, hidden]
-  const float* gate_up_scale;     // [experts, 2 * inter / 128, hidden / 128]
-  const uint8_t* down;            // e4m3 [experts, hidden, inter]
-  const float* down_scale;        // [experts, hidden / 128, inter / 128]
-  const uint8_t* shared_gate_up;  // null without a shared expert
-  const float* shared_gate_up_scale;
-  const uint8_t* shared_down;
-  const float* shared_down_scale;
-  float* intermediate;  // [tokens, slots, inter]; slot 0 is the shared expert's, if there is one
-  __nv_bfloat16* out;   // [tokens, hidden]
-  int tokens, top_k, experts, num_global, hidden, inter, ids64;
-};
-
-__device__ __forceinline__ int slots_of(const ExpertArguments& a) { return a.top_k + (a.shared_gate_up != nullptr); }
 
 // One warp a row of the intermediate: its gate row and its up row. LOADS of 512 bytes a row, AHEAD of them in flight.
 template <int LOADS, int AHEAD>

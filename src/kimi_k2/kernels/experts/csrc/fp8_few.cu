@@ -2,7 +2,7 @@
 // block_gemm.cuh in two terms for the shared expert, and the sum of both make of them (common/csrc/few.cuh says how).
 // Two launches, one token-expert pair at a time in the first, one token in the second.
 #include "common/csrc/few.cuh"
-#include "routing.cuh"
+#include "expert_arguments.cuh"
 
 namespace few {
 
@@ -12,27 +12,13 @@ constexpr int kUpRows = 8;  // of gate and of up, a block
 constexpr int kUpEach = 4;  // groups of eight values of a token a thread
 constexpr int kMostSlots = 10, kDownEach = 3;
 
-struct ExpertArguments {
-  const __nv_bfloat16* x;      // [tokens, hidden]
-  const void* topk_indices;    // int64 or int32 [tokens, top_k]; < 0: invalid
-  const float* topk_weights;   // [tokens, top_k]; 0: skipped
-  const int* expert_map;       // [num_global] to the local expert or -1; may be null
-  const void* gate_up;         // e4m3 [experts, 2 * inter, hidden]
-  const float* gate_up_scale;  // [experts, 2 * inter / 128, hidden / 128]
-  const void* down;            // e4m3 [experts, hidden, inter]
-  const float* down_scale;     // [experts, hidden / 128, inter / 128]
-  const void* shared_gate_up;  // null without a shared expert
-  const float* shared_gate_up_scale;
-  const void* shared_down;
-  const float* shared_down_scale;
-  float* intermediate;  // [tokens, slots, inter]; slot 0 is the shared expert's, if there is one
-  __nv_bfloat16* out;   // [tokens, hidden]
-  int tokens, top_k, experts, num_global, hidden, inter, ids64;
+struct ExpertArguments : decode::ExpertArguments {
   int up_parts, shared_up_parts, shared_down_parts;  // of the columns, summed apart
 };
+static_assert(sizeof(ExpertArguments) == sizeof(decode::ExpertArguments) + 16, "behind the padding, as in ctypes");
 
+using decode::slots_of;
 __device__ __forceinline__ int has_shared(const ExpertArguments& a) { return a.shared_gate_up != nullptr; }
-__device__ __forceinline__ int slots_of(const ExpertArguments& a) { return a.top_k + has_shared(a); }
 
 struct UpMemory {
   alignas(1024) unsigned char w[2][kRing][kUnitBytes];  // of gate and of up rows
