@@ -16,6 +16,7 @@ from kimi_k2.nki.kernels.experts import selective_experts
 from .test_router_kernel import contrib_kernels
 
 HIDDEN, BLOCKS, TOP_K = 7168, 56, 8
+COLUMNS = 1536 + 512 + 64
 
 
 class Rank:
@@ -125,6 +126,69 @@ def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form
         assert error <= plain_error
 
 
+class WithEarly(Rank):
+    """A rank whose experts also have [I, N] of the next layer's down projections, folded with their own."""
+
+    def __init__(self, width: int, experts: int, first: int, dtype: str) -> None:
+        super().__init__(width, experts, first, dtype)
+        drawn = torch.randn(experts, width, COLUMNS, generator=torch.Generator().manual_seed(experts + width))
+        self.early = drawn.to(torch.float32 if dtype == "float32" else torch.bfloat16)
+
+    def early_reference(self, x: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum over experts held, float64 [T, N]; with weights and activations in `dtype`."""
+        out = torch.zeros(len(x), COLUMNS, dtype=torch.float64)
+        for token, experts in enumerate(index.tolist()):
+            for slot, expert in enumerate(experts):
+                if 0 <= expert - self.first < len(self.gate_up):
+                    gate_up = self.weights(expert - self.first)[0].to(dtype)
+                    gate, up = (x[token].to(dtype) @ gate_up.T).chunk(2)
+                    inner = (torch.nn.functional.silu(gate) * up) * weights[token, slot].to(dtype)
+                    out[token] += (inner @ self.early[expert - self.first].to(dtype)).double()
+        return out
+
+
+@pytest.mark.parametrize(
+    ("width", "cores", "tokens", "form", "chosen_from"),
+    [
+        (32, 2, 1, "float32", 10),
+        (64, 1, 2, "float32", 10),
+        (64, 2, 3, "float32", 24),
+        (64, 2, 1, "float8_e4m3", 12),
+        (32, 2, 4, "float8_e4m3", 12),
+    ],
+)
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_early_down_projections(
+    width: int, cores: int, tokens: int, form: str, chosen_from: int, with_shared: bool
+) -> None:
+    """Beside the output, which stays what it is; from 24 experts those of another rank are left out."""
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    first = 6 if chosen_from == 24 else 0
+    routed, shared = WithEarly(width, 12, first, form), WithEarly(32, 1, 0, form)
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(chosen_from, generator=generator)[:TOP_K] for _ in range(tokens)]).int()
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    common = (x, *routed.tiles(), index, weights, first, max(chosen_from, 12))
+    beside = [part[0] for part in shared.tiles()] if with_shared else [None] * 4
+    out, columns = selective_experts[cores](*common, *beside, routed.early, shared.early[0] if with_shared else None)
+    assert np.array_equal(out, selective_experts[cores](*common, *beside))
+    one = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
+
+    def reference(kind: torch.dtype) -> Tensor:
+        total = routed.early_reference(x, index, weights, kind)
+        return total + shared.early_reference(x, *one, kind) if with_shared else total
+
+    wanted = reference(torch.float64)
+    error, plain_error = ((value - wanted).norm() for value in (torch.from_numpy(columns).double(), reference(dtype)))
+    assert columns.shape == (tokens, COLUMNS)
+    if form == "float32":
+        assert error < 1e-5 * wanted.norm()
+    else:
+        assert error <= plain_error
+        assert error < 6e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize("form", ["float32", "float8_e4m3"])
 def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
     """Routed and shared expert in one call, as the class holds them; FP8 under torch's name for the same bits."""
@@ -141,8 +205,8 @@ def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
         return [part.view(fp8) if part.dtype is torch.uint8 else part for part in parts]
 
     kernel = contrib_kernels().ExpertsKernel(2)
-    found = kernel(x, held(routed), index, weights, 9, held(shared))
-    assert (found.dtype, found.shape) == (dtype, x.shape)
+    (found,) = kernel(x, held(routed), index, weights, 9, held(shared))
+    assert (found.dtype, found.shape) == (torch.float32, x.shape)
     one = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
     wanted = routed.reference(x, index, weights, torch.float64) + shared.reference(x, *one, torch.float64)
     assert ((found.double() - wanted).norm() / wanted.norm()).item() < (1e-5 if form == "float32" else 6e-3)

@@ -107,7 +107,8 @@ CASES += [("tiled", 4, 2, "tiles"), ("tiled", 8, 1, "tiles"), ("tiled", 4, 2, "b
 def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
     """The layout of a case."""
     size, tp, ep, experts = case
-    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=size == "tiled")
+    folded = size == "tiled"
+    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=folded, early_qkv_a=folded)
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -129,7 +130,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = str(root / f"theirs-{label(case)}")
         if size == "tiled":
             held = expert_formats()[experts].for_layout(config, layout)
-            options = {"early_router": True, **held.neuron_options()}
+            options = {"early_router": True, "early_qkv_a": True, **held.neuron_options()}
         else:
             options = neuron_options(experts, BlockwiseExperts.for_layout(config, layout).block)
         job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}

@@ -21,12 +21,13 @@ def make_layout(
     experts: str | None,
     spmd_rank: bool | None = None,
     early_router: bool = False,
+    early_qkv_a: bool = False,
 ) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
     chosen = experts or ("stored" if target == "cuda" else "per_channel")
-    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank, early_router=early_router)
+    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank, early_router=early_router, early_qkv_a=early_qkv_a)
 
 
 def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:

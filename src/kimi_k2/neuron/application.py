@@ -88,6 +88,7 @@ def cpu_deployment(
         on_device_sampling_config=sampling,
         blockwise_matmul_config=blockwise,
         early_router=preset.neuron_config.early_router,
+        early_qkv_a=preset.neuron_config.early_qkv_a,
         nki_kernels=kernels,
     )
     changed = {

@@ -13,6 +13,7 @@ from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
 from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once, held_as
 from kimi_k2.plan.target import Target
+from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
@@ -31,10 +32,17 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     slots = target.context if context is None else context
     tokens = target.batch
     share = _expert_share(config, target, tokens)
-    if "experts" in target.kernels and share < 1:
+    on_kernel = "experts" in target.kernels and share < 1
+    if on_kernel:
         share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
     plan = _of_stage(plan, decode=True)
     counts = _weights(config, target, plan, tokens, share)
+    if on_kernel:
+        for tensor in plan.tensors:  # the kernel reads a scale once for each partition that it multiplies
+            if tensor.name.endswith(".shared_experts.gate_up_proj.scale"):
+                counts.read[tensor.name] *= config.moe_intermediate_size * config.n_shared_experts // plan.layout.ranks
+            elif tensor.name.endswith(".shared_experts.down_proj.scale"):
+                counts.read[tensor.name] *= PARTITIONS
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -116,11 +124,19 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
 
 
 def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
-    """With an early router decode reads its weights in place of the router's own, which prefill alone reads."""
-    if not plan.layout.early_router:
-        return plan
-    unused = "router.linear_router." if decode else ".early_router."
-    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if unused not in tensor.name))
+    """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
+    layout = plan.layout
+    unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
+    if decode:
+        unused = ("router.linear_router.",) if layout.early_router else ()
+        if layout.early_qkv_a:  # the first layer's down projections follow no layer
+            unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
+
+    def read(tensor: PlannedTensor) -> bool:
+        first = decode and tensor.layer == 0 and "early" not in tensor.name
+        return not any(part in tensor.name for part in unused) or first
+
+    return replace(plan, tensors=tuple(filter(read, plan.tensors)))
 
 
 def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: int, expert_share: float) -> GraphCounts:
@@ -181,7 +197,11 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
     else:
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
-    return _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
+    flops = _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
+    if decode and target.layout.early_qkv_a:
+        layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
+        flops += layers * rows * 2 * width * (config.q_lora_rank + config.cache_dim)
+    return flops
 
 
 def _running_sum_flops(rows: int, columns: int) -> int:
@@ -202,17 +222,21 @@ def _collectives(
 ) -> dict[Collective, int]:
     """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
 
-    With an early router a step's all-reduce after attention carries the logits too, in float32.
+    With an early router a step's all-reduce after attention carries the logits too, in float32; with early down
+    projections that after a layer's feed-forward carries those of the next layer.
     """
     ranks, layers = target.layout.ranks, config.num_hidden_layers
     if ranks == 1:
         return {}
     hidden = tokens * config.hidden_size * BF16
+    down = config.q_lora_rank + config.cache_dim
     early = _moe_layers(config) if decode and target.layout.early_router else 0
-    found = {Collective("all-reduce", ranks, hidden): 2 * layers - early}
-    if early:
-        wide = tokens * (config.hidden_size + config.n_routed_experts) * FLOAT32
-        found[Collective("all-reduce", ranks, wide)] = early
+    riding = layers - 1 if decode and target.layout.early_qkv_a else 0
+    found = {Collective("all-reduce", ranks, hidden): 2 * layers - early - riding}
+    for count, columns in ((early, config.n_routed_experts), (riding, down)):
+        if count:
+            wide = Collective("all-reduce", ranks, tokens * (config.hidden_size + columns) * FLOAT32)
+            found[wide] = found.get(wide, 0) + count
     if not target.is_neuron:
         found[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
         found[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
@@ -221,8 +245,7 @@ def _collectives(
     for size in gathers:
         found[Collective("all-gather", ranks, size)] = 1
     if target.arrangement.down_projections_split:
-        down = tokens * (config.q_lora_rank + config.cache_dim) * BF16
-        found[Collective("all-gather", ranks, down)] = layers
+        found[Collective("all-gather", ranks, tokens * down * BF16)] = layers - riding
     return found
 
 

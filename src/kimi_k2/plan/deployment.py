@@ -72,6 +72,8 @@ class NeuronOptions(_Part):
         num_cores_per_group: ranks of such a group; all if None.
         early_router: decode's router logits are summed over the ranks together with the attention's output, by weights
             that `kimi-k2 convert` folds; the router's own weight is read at prefill alone.
+        early_qkv_a: decode's down projections are summed over the ranks together with the feed-forward output before
+            them, by weights that `kimi-k2 convert` folds; experts in tiles.
         nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
@@ -87,6 +89,7 @@ class NeuronOptions(_Part):
     flash_decoding_enabled: bool = False
     num_cores_per_group: PositiveInt | None = None
     early_router: bool = False
+    early_qkv_a: bool = False
     nki_kernels: tuple[NkiKernel, ...] = ()
 
 
@@ -208,6 +211,7 @@ class Deployment(_Part):
             "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
             spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
             early_router=self.neuron_config.early_router,
+            early_qkv_a=self.neuron_config.early_qkv_a,
         )
 
     def neuron_arguments(self) -> dict[str, Any]:

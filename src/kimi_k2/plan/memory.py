@@ -108,6 +108,7 @@ def category(name: str) -> str:
         ("shared_experts", "shared experts"),
         ("mlp.router.", "router"),
         ("early_router.", "router"),
+        ("early_qkv_a.", "attention"),
         ("mlp.gate.", "router"),
         (".mlp.", "dense MLP"),
     ):

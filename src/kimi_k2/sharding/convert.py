@@ -14,6 +14,7 @@ from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
+from kimi_k2.sharding import early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats
@@ -91,6 +92,8 @@ class Converter:
         planned: the output's tensors by name.
         experts: format of the routed experts; None for the layout's own.
         report: measure the error of every expert.
+        following: with early down projections, `early_qkv_a.scaled_projections` of the layer behind; None where there
+            is none.
     """
 
     def __init__(
@@ -101,9 +104,10 @@ class Converter:
         experts: ExpertFormat | None = None,
         *,
         report: bool = True,
+        following: Tensor | None = None,
     ) -> None:
         self.config, self.layout, self.planned, self.report = config, layout, planned, report
-        self.experts = experts
+        self.experts, self.following = experts, following
         if experts is None and layout.experts != STORED:
             self.experts = expert_formats()[layout.experts].for_layout(config, layout)
 
@@ -152,7 +156,21 @@ class Converter:
                 Part(f"{router}.linear_router.weight", None, weight),
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
-        return [Part(f"{name}.weight", None, self._float(stored[module]))]
+        made = [Part(f"{name}.weight", None, self._float(stored[module]))]
+        root = name.rpartition(".")[0]
+        if self.following is None:
+            return made
+        if name.endswith(".input_layernorm"):
+            weight = self.following.T.to(self.layout.dtype).contiguous()
+            made.append(Part(f"{root}.{early_qkv_a.RESIDUAL}", None, weight))
+        elif name.endswith((".mlp.down_proj", ".mlp.shared_experts.down_proj")):
+            root = name.rpartition(".mlp.")[0]
+            made.append(Part(f"{root}.{early_qkv_a.VALUES}", None, self._folded(self.following, stored[module])))
+        return made
+
+    def _folded(self, following: Tensor, down: Stored) -> Tensor:
+        source = format_holding(self.config.quantization, down)
+        return early_qkv_a.fold(following, down, source, self.layout.dtype)
 
     def _early_router(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
         gate, norm, o_proj = unit.modules
@@ -204,7 +222,12 @@ class Converter:
 
         # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
-        return first + [part("down_proj", suffix, down[suffix]) for suffix in down]
+        made = first + [part("down_proj", suffix, down[suffix]) for suffix in down]
+        if self.following is not None:
+            tensor = self.planned[f"{root}.{early_qkv_a.NAME}.weight"]
+            weight = self._folded(self.following, stored[unit.modules[2]])
+            made.append(Part(tensor.name, unit.expert, tensor.by_rank(weight)))
+        return made
 
     def _matrix(self, module: str, stored: Stored, held: ExpertFormat | None, error: ConversionError | None) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""

@@ -28,6 +28,8 @@ class Layout:
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
         early_router: write the weights of the early router too (`sharding.early_router`); neuron only.
+        early_qkv_a: write the weights of early down projections too (`sharding.early_qkv_a`); neuron only, experts in
+            tiles.
     """
 
     moe_tp: int
@@ -37,6 +39,7 @@ class Layout:
     dtype: torch.dtype = torch.bfloat16
     spmd_rank: bool | None = None
     early_router: bool = False
+    early_qkv_a: bool = False
 
     def __post_init__(self) -> None:
         for field in ("moe_tp", "moe_ep"):
@@ -45,8 +48,9 @@ class Layout:
         allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
-        if self.early_router and self.target != "neuron":
-            raise ConfigError(f"expected False for {self.target}, got True", field="early_router")
+        for field in ("early_router", "early_qkv_a"):
+            if getattr(self, field) and self.target != "neuron":
+                raise ConfigError(f"expected False for {self.target}, got True", field=field)
 
     @property
     def ranks(self) -> int:

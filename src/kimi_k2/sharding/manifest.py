@@ -64,7 +64,7 @@ def _options(layout: Layout) -> dict[str, Any]:
     # Files without these keep the options that they had before there were such fields.
     if layout.target == "neuron" and expert_formats()[layout.experts].tiles:
         options["shared_tiles"] = True
-    return {**options, "early_router": True} if layout.early_router else options
+    return options | {name: True for name in ("early_router", "early_qkv_a") if getattr(layout, name)}
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -79,7 +79,7 @@ def made_layout(directory: str | Path) -> Layout:
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
-            early_router=options.get("early_router", False),
+            early_router=options.get("early_router", False), early_qkv_a=options.get("early_qkv_a", False),
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptHeaderError(f"no options of a conversion: {error}", file=directory / MANIFEST) from None
@@ -94,7 +94,8 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    for option, wanted in {"early_router": None, "shared_tiles": None, **_options(layout)}.items():
+    absent = dict.fromkeys(("early_router", "early_qkv_a", "shared_tiles"))
+    for option, wanted in {**absent, **_options(layout)}.items():
         if made_from["options"].get(option) != wanted:
             raise ConfigError(
                 f"converted with {made_from['options'].get(option)}, expected {wanted}", field=option, file=path

@@ -16,6 +16,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.early_qkv_a import check_experts
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.plan_cuda import cuda_layer
@@ -37,6 +38,8 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     _check_divisible(config, layout)
     if layout.target == "neuron":
         experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        if layout.early_qkv_a:
+            check_experts(experts)
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
     for layer in range(config.num_hidden_layers):
         tensors += neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, layer)

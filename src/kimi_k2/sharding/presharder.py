@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kimi_k2.checkpoint.lock import DirectoryLock
 from kimi_k2.checkpoint.reader import CheckpointReader
@@ -26,6 +27,7 @@ from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
+from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.flusher import Flusher
 from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
@@ -271,7 +273,7 @@ class Presharder:
         groups = self._modules[layer]
         planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
         sink = LayerSink(planned, self._ranks, wanted, THREADS, self._digest)
-        converter = Converter(self.config, self.layout, planned, report=self.report)
+        converter = Converter(self.config, self.layout, planned, report=self.report, following=self._following(layer))
         error = ConversionError()
         for part in self._rank_numbers(layer):
             sink.write([part], pool)
@@ -304,11 +306,18 @@ class Presharder:
                 unfinished.cancel()
         return sink.finish(pool), error
 
+    def _following(self, layer: int) -> Tensor | None:
+        """What early down projections fold of the layer behind; None without them, or where there is none."""
+        if not self.layout.early_qkv_a or not precedes_another(self.config, layer):
+            return None
+        groups = self._modules[layer + 1]
+        return scaled_projections(self.config, layer + 1, lambda module: self._stored(module, groups))
+
+    def _stored(self, module: str, groups: dict[str, list[str]]) -> Stored:
+        return {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
+
     def _read(self, unit: Unit, groups: dict[str, list[str]]) -> dict[str, Stored]:
-        return {
-            module: {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
-            for module in unit.modules
-        }
+        return {module: self._stored(module, groups) for module in unit.modules}
 
     def _convert(
         self, converter: Converter, unit: Unit, stored: dict[str, Stored]

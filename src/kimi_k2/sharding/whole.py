@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import MissingTensorError, UnexpectedTensorError
+from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
+from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -25,6 +28,7 @@ def whole_state_dict(
     read: Callable[[str], Tensor],
     *,
     early_router: bool = False,
+    early_qkv_a: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
 
@@ -35,6 +39,7 @@ def whole_state_dict(
         names: stored names, without prefix; all that `config` implies and no others.
         read: called once with each.
         early_router: with the early router's weights.
+        early_qkv_a: with those of early down projections.
 
     Raises:
         MissingTensorError, UnexpectedTensorError: `names` are not those that `config` implies.
@@ -44,15 +49,25 @@ def whole_state_dict(
         raise MissingTensorError("not among the tensors given", tensor=lost[0])
     if more := sorted(set(names) - expected):
         raise UnexpectedTensorError("the configuration implies no such tensor", tensor=more[0])
-    layout = Layout(1, experts=experts.name, dtype=dtype, early_router=early_router)
+    layout = Layout(1, experts=experts.name, dtype=dtype, early_router=early_router, early_qkv_a=early_qkv_a)
     planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
-    converter = Converter(config, layout, planned, experts, report=False)
     state: dict[str, Tensor] = {}
-    for modules in modules_by_layer(names).values():
+    layers = modules_by_layer(names)
+    ahead: dict[str, Tensor] = {}  # read for the layer before
+
+    def stored_of(layer: int, module: str, *, keep: bool = False) -> Stored:
+        found = {name: ahead.pop(name) if name in ahead else read(name) for name in layers[layer][module]}
+        if keep:
+            ahead.update(found)
+        return {name.rpartition(".")[2]: tensor for name, tensor in found.items()}
+
+    for layer, modules in sorted(layers.items()):
+        following = None
+        if early_qkv_a and precedes_another(config, layer):
+            following = scaled_projections(config, layer + 1, partial(stored_of, layer + 1, keep=True))
+        converter = Converter(config, layout, planned, experts, report=False, following=following)
         for unit in units(modules, layout, shared=converter.holds_shared):
-            stored = {
-                module: {name.rpartition(".")[2]: read(name) for name in modules[module]} for module in unit.modules
-            }
+            stored = {module: stored_of(layer, module) for module in unit.modules}
             for part in converter.convert(unit, stored)[0]:
                 if part.expert is None:
                     state[part.name] = part.tensor.contiguous()
@@ -70,6 +85,9 @@ def load_whole_state_dict(
     experts: ExpertFormat,
     *,
     early_router: bool = False,
+    early_qkv_a: bool = False,
 ) -> dict[str, Tensor]:
     """`whole_state_dict` of an open checkpoint."""
-    return whole_state_dict(config, dtype, experts, reader.names(), reader.get, early_router=early_router)
+    return whole_state_dict(
+        config, dtype, experts, reader.names(), reader.get, early_router=early_router, early_qkv_a=early_qkv_a
+    )

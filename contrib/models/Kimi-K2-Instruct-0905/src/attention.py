@@ -87,12 +87,14 @@ class KimiK2Attention(nn.Module):
         adapter_ids: Tensor | None = None,
         own: Tensor | None = None,
         early: EarlyLogits | None = None,
+        projected: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """Attend.
 
         Args:
-            hidden_states: [B, S, H], normed; with sequence parallelism [B, S / ranks, H], as is the output.
+            hidden_states: [B, S, H], normed; with sequence parallelism [B, S / ranks, H], as is the output. Where the
+                down projections are `projected` its values are not looked at.
             attention_mask: bool, [B, 1, S, S] causal at prefill, [B, 1, 1 or S, cache length] at decode and behind a
                 cached prefix (without the pass's own tokens; with flash decoding over the reserved slots too).
             position_ids: [B, S].
@@ -105,6 +107,7 @@ class KimiK2Attention(nn.Module):
             own: with flash decoding behind a cached prefix, int64 [S / ranks], the pass's tokens that this rank attends
                 to; `active_mask` is not looked at then.
             early: the layer's router logits, which are to be summed together with the output.
+            projected: [B, S, q_lora_rank + cache_dim], the down projections where they are known.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
@@ -114,7 +117,9 @@ class KimiK2Attention(nn.Module):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
         batch, length = hidden_states.shape[:2]
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
-        q_down, latent, k_rope = self.qkv_a_proj(hidden_states).split(widths, dim=-1)
+        if projected is None:
+            projected = self.qkv_a_proj(hidden_states)
+        q_down, latent, k_rope = projected.split(widths, dim=-1)
         q = project(self.q_b_proj, self.q_a_layernorm(q_down), adapter_ids)
         q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
         q_nope, q_rope = q.split([hf.qk_nope_head_dim, hf.qk_rope_head_dim], dim=-1)

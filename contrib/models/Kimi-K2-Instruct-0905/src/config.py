@@ -40,6 +40,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         shared_expert_tiles: columns of the shared expert that a rank holds in such tiles; 0 where it is three linears.
         early_router: sum the router's logits of decode over the ranks together with the attention's output, by weights
             that are folded from the checkpoint (`kimi-k2 convert --early-router`); see early_router.py.
+        early_qkv_a: sum q_a and kv_a of decode over the ranks together with the feed-forward output before them, by
+            weights that are folded from the checkpoint (`kimi-k2 convert --early-qkv-a`); see early_qkv_a.py. Needs
+            experts in tiles.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -56,6 +59,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         expert_tiles: bool = False,
         shared_expert_tiles: int = 0,
         early_router: bool = False,
+        early_qkv_a: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -84,13 +88,15 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles)
         if early_router:
             options.check_early_router(self)
+        if early_qkv_a:
+            options.check_early_qkv_a(self, expert_tiles)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.nki_kernels = list(nki_kernels)
         self.expert_tiles = expert_tiles
         self.shared_expert_tiles = shared_expert_tiles
-        self.early_router = early_router
+        self.early_router, self.early_qkv_a = early_router, early_qkv_a
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
@@ -156,7 +162,7 @@ class KimiK2InferenceConfig(InferenceConfig):
             ("moe_intermediate_size", hf.moe_intermediate_size, moe_tp if moe_ep > 1 else tp),
             ("n_routed_experts", hf.n_routed_experts, moe_ep),
             ("intermediate_size", hf.intermediate_size, tp),
-            ("hidden_size", hf.hidden_size, tp if neuron.early_router else 1),
+            ("hidden_size", hf.hidden_size, tp if neuron.early_router or neuron.early_qkv_a else 1),
         ):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)

@@ -10,7 +10,7 @@ then rounded once, where an all-reduce in BF16 rounds each rank's part and the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from neuronx_distributed.parallel_layers.layers import BaseParallelLinear, RowParallelLinear
@@ -98,11 +98,21 @@ class EarlyLogits:
         return (self.sums * torch.rsqrt(squares + self.router.eps)).flatten(0, 1)
 
 
-class OutputProjection(RowParallelLinear):
-    """o_proj, in whose all-reduce a layer's router logits can ride."""
+class Early(Protocol):
+    """What is summed together with a projection's output: a rank's `part` of it before, `sums` behind."""
 
-    def forward(self, values: Tensor, early: EarlyLogits | None = None) -> Tensor:
-        """[B, S, heads * v_head_dim] of this rank to [B, S, H], summed over the ranks; `early.sums` is set."""
+    sums: Tensor | None
+
+    def part(self, values: Tensor) -> Tensor:
+        """This rank's summand, float32 [B, S, N], from the projection's input."""
+        ...
+
+
+class OutputProjection(RowParallelLinear):
+    """o_proj or a dense MLP's down_proj, in whose all-reduce what is linear in its output can ride."""
+
+    def forward(self, values: Tensor, early: Early | None = None) -> Tensor:
+        """[B, S, inputs of this rank] to [B, S, H], summed over the ranks; `early.sums` is set."""
         if early is None:
             plain: Tensor = super().forward(values)
             return plain

@@ -10,11 +10,18 @@ from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_
 from torch import Tensor
 
 from .kernels import ExpertsKernel
+from .products import dot_float32
 from .tiles import TiledExperts
 
 # Tokens of all blocks of a group: 235 MB of BF16 outputs. Each group's outputs are read once for every choice of every
 # token, so larger groups move fewer bytes, and hold more.
 ROWS_AT_ONCE = 16384
+
+
+def over_experts(inner: Tensor, folded: Tensor) -> Tensor:
+    """[E, T, I] by [E, I, N], summed over E and I: float32 [T, N]."""
+    rows = inner.to(folded.dtype).transpose(0, 1).flatten(1)
+    return dot_float32(rows, folded.flatten(0, 1), ([1], [0]), ([], []))
 
 
 class KimiK2ExpertMLPs(ExpertMLPsV2):
@@ -29,17 +36,24 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
+        early: columns and dtype of the next layer's down projections that are held beside tiles; None without.
     """
 
     def __init__(
-        self, *, tiles: torch.dtype | None = None, kernel_cores: int = 0, shared_width: int = 0, **kwargs: Any
+        self,
+        *,
+        tiles: torch.dtype | None = None,
+        kernel_cores: int = 0,
+        shared_width: int = 0,
+        early: tuple[int, torch.dtype] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.tiles = tiles  # before the base makes the weights
+        self.tiles, self.early = tiles, early  # before the base makes the weights
         super().__init__(**kwargs)
         self.shared_experts: TiledExperts | None = None
         if tiles is not None and shared_width:
             ranks, hidden = get_tensor_model_parallel_size(), self.routed_experts_mlp_config.hidden_size
-            self.shared_experts = TiledExperts(1, hidden, shared_width, tiles, ranks, 1)
+            self.shared_experts = TiledExperts(1, hidden, shared_width, tiles, ranks, 1, early)
         self.kernel = ExpertsKernel(kernel_cores) if kernel_cores else None
 
     def initialize_mlp_op(
@@ -50,7 +64,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             return super().initialize_mlp_op(tensor_model_parallel_group, expert_model_parallel_group, is_prefill)
         config, tp, ep = self.routed_experts_mlp_config, tensor_model_parallel_group, expert_model_parallel_group
         local, width = config.num_experts // ep.size(), config.intermediate_size // tp.size()
-        return TiledExperts(local, config.hidden_size, width, self.tiles, tp.size(), ep.size())
+        return TiledExperts(local, config.hidden_size, width, self.tiles, tp.size(), ep.size(), self.early)
 
     @property
     def num_local_experts(self) -> int:
@@ -79,7 +93,8 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         """
         tokens, top_k = expert_index.shape
         if self.kernel is not None and tokens * top_k < self.num_local_experts and self.kernel.takes(hidden_states):
-            return self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index)
+            out, _ = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index)
+            return out.to(hidden_states.dtype)
         # Both paths stream the weights once; the fewer experts' worth of bytes wins.
         if tokens * top_k < self.num_local_experts:
             return self._with_shared(
@@ -87,7 +102,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             )
         if seq_len == 1 or tokens * top_k < self.blockwise_matmul_config.block_size:
             if self.moe_expert_model_parallel_group.size() > 1:
-                out: Tensor = self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
+                out = self.forward_all_experts_EP(hidden_states, expert_affinities, expert_index)
             else:
                 out = self.forward_all_experts(hidden_states, expert_affinities, expert_index)
         else:
@@ -104,6 +119,63 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             return out
         shared: Tensor = self.shared_experts(hidden_states.unsqueeze(0)).squeeze(0)
         return out + shared
+
+    def forward_early(
+        self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A decode step's part of the experts' output, and of the next layer's down projections: see `early_qkv_a`.
+
+        Args:
+            hidden_states: [T, H].
+            expert_affinities, expert_index: as `forward`.
+
+        Returns:
+            float32 [T, H] and [T, N], both to be summed over the ranks.
+        """
+        if self.kernel is not None and self._selective(expert_index) and self.kernel.takes(hidden_states):
+            out, columns = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index, early=True)
+            assert columns is not None
+            return out, columns
+        op: Any = self.get_mlp_op()
+        tokens = len(hidden_states)
+        if self._selective(expert_index):
+            slots, weights = self.local_slots(expert_affinities, expert_index)
+            chosen = slots.flatten()
+            repeated = hidden_states.repeat_interleave(slots.shape[1], dim=0).unsqueeze(1)
+            inner = op.inner(repeated, chosen)
+            out = (op.down(inner, chosen).view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).sum(1)
+            # The weight comes before the only rounding, and all choices of a token are one sum.
+            inner = (inner.view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).flatten(1)
+            folded = op.early_qkv_a.chosen(chosen)[0].unflatten(0, (tokens, -1)).flatten(1, 2)
+            columns = dot_float32(inner.to(folded.dtype), folded, ([1], [1]), ([0], [0]))
+        else:
+            weights = self.local_affinities(expert_affinities)
+            inner = op.inner(hidden_states.unsqueeze(0))  # [E_local, T, I]
+            out = (op.down(inner).to(torch.float32) * weights.T.unsqueeze(-1)).sum(0)
+            inner = inner.to(torch.float32) * weights.T.unsqueeze(-1)
+            folded = op.early_qkv_a.weight
+            columns = over_experts(inner, folded)
+        return self._with_early_shared(out, columns, hidden_states)
+
+    def _selective(self, expert_index: Tensor) -> bool:
+        """Whether so many choices read fewer experts than this rank holds."""
+        return expert_index.numel() < self.num_local_experts
+
+    def _with_early_shared(self, out: Tensor, columns: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The routed experts' [T, H] and [T, N], and the shared one's where it is held here."""
+        if self.shared_experts is None:
+            return out, columns
+        inner = self.shared_experts.inner(hidden_states.unsqueeze(0))
+        beside: Any = self.shared_experts.early_qkv_a
+        out = out + self.shared_experts.down(inner).squeeze(0)
+        return out, columns + over_experts(inner, beside.weight)
+
+    def local_affinities(self, expert_affinities: Tensor) -> Tensor:
+        """Of [T, E] the columns of this rank's experts."""
+        if self.moe_expert_model_parallel_group.size() == 1:
+            return expert_affinities
+        local = self.get_spmd_rank().get_local_expert_indices().view(-1)
+        return expert_affinities.index_select(1, local.to(torch.long))
 
     def local_slots(self, expert_affinities: Tensor, expert_index: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's choices as this rank's expert numbers, int64 [T, top_k], and their weights.
@@ -130,22 +202,35 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         return result
 
     def forward_kernel(
-        self, kernel: ExpertsKernel, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor
-    ) -> Tensor:
+        self,
+        kernel: ExpertsKernel,
+        hidden_states: Tensor,
+        expert_affinities: Tensor,
+        expert_index: Tensor,
+        *,
+        early: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """The same by the NKI kernel, which does not read experts of other ranks; with the shared expert.
 
+        Float32 [T, H], and with `early` what `forward_early` has beside it.
         Where the kernel rounds the hidden states (float32 to FP8's BF16) the shared expert is computed apart, exactly.
         """
         weights = expert_affinities.gather(1, expert_index)
         if self.moe_expert_model_parallel_group.size() > 1:
             expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
-        routed, shared = self.get_mlp_op().tiles(), None
+        op: Any = self.get_mlp_op()
+        routed, shared, weights_early = op.tiles(), None, None
         exact = kernel.input_dtype(routed[0]) == hidden_states.dtype
         if self.shared_experts is not None and exact:
             shared = self.shared_experts.tiles()
+        if early:
+            beside: Any = None if shared is None else self.shared_experts.early_qkv_a  # type: ignore[union-attr]
+            weights_early = (op.early_qkv_a.weight, None if beside is None else beside.weight)
         experts = self.routed_experts_mlp_config.num_experts
-        out = kernel(hidden_states, routed, expert_index, weights, experts, shared)
-        return out if exact else self._with_shared(out, hidden_states)
+        out, *columns = kernel(hidden_states, routed, expert_index, weights, experts, shared, weights_early)
+        if early:
+            return (out, columns[0]) if exact else self._with_early_shared(out, columns[0], hidden_states)
+        return out if exact else self._with_shared(out, hidden_states), None
 
     def torch_blockwise_matmul_inference(
         self,

@@ -218,8 +218,9 @@ class ExpertsKernel(NkiKernel):
         expert_weights: Tensor,
         num_experts: int,
         shared: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """[T, H] in the hidden states' dtype, to be summed over the ranks.
+        early: tuple[Tensor, Tensor | None] | None = None,
+    ) -> list[Tensor]:
+        """float32 [T, H], and with `early` float32 [T, N]; to be summed over the ranks.
 
         Args:
             hidden_states: [T, H].
@@ -229,6 +230,8 @@ class ExpertsKernel(NkiKernel):
             expert_weights: float32 [T, top_k].
             num_experts: of all ranks.
             shared: the same of this rank's part of the shared expert, E_local 1, to be added for every token.
+            early: the next layer's down projections folded with the experts' down, [E_local, I, N], and with that of
+                `shared`, [1, I, N].
         """
         tokens, hidden = hidden_states.shape
         given = [hidden_states.to(self.input_dtype(routed[0])), *routed, expert_index.to(torch.int32), expert_weights]
@@ -236,6 +239,12 @@ class ExpertsKernel(NkiKernel):
         if shared is not None:
             names = ("gate_up_tiles", "gate_up_scales", "down_tiles", "down_scales")
             named = {f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared, strict=True)}
+        results: list[Result] = [((tokens, hidden // 128, 128), torch.float32)]
+        if early is not None:
+            named["early_weight"] = early[0]
+            results.append(((tokens, early[0].shape[2]), torch.float32))
+            if early[1] is not None:
+                named["shared_early_weight"] = early[1].squeeze(0)
         arguments = {"first_expert": 0, "num_experts": num_experts}
-        (out,) = self.run(given, arguments, [((tokens, hidden // 128, 128), torch.float32)], named=named)
-        return out.reshape(tokens, hidden).to(hidden_states.dtype)
+        out, *columns = self.run(given, arguments, results, named=named)
+        return [out.reshape(tokens, hidden), *columns]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from neuronx_distributed.modules.moe.model import MoE
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
@@ -30,6 +29,7 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.sharding.early_qkv_a import columns_of, precedes_another
 from kimi_k2.sharding.experts.format import held_format
 
 from . import cpu_mode, lora, patches, prefill
@@ -38,7 +38,8 @@ from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import NKI_KERNELS, KimiK2InferenceConfig
-from .early_router import EarlyLogits, EarlyRouter
+from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
+from .early_router import EarlyLogits, EarlyRouter, OutputProjection
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .kv_cache import LatentKVCacheManager
@@ -58,22 +59,27 @@ class KimiK2MLP(nn.Module):
         self.sequence_parallel = config.neuron_config.sequence_parallel_enabled
         self.gate_proj = ColumnParallelLinear(hidden, width, **column)
         self.up_proj = ColumnParallelLinear(hidden, width, **column)
-        self.down_proj = RowParallelLinear(
+        down = OutputProjection if config.neuron_config.early_qkv_a else RowParallelLinear
+        self.down_proj = down(
             width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=config.neuron_config.rpl_reduce_dtype,
             sequence_parallel_enabled=self.sequence_parallel, sequence_dimension=1,
         )  # fmt: skip
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism."""
+    def forward(self, hidden_states: Tensor, following: Following | None = None) -> Tensor:
+        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism; `following.sums` is set."""
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        inner = F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        out: Tensor = self.down_proj(inner) if following is None else self.down_proj(inner, following)
         return out
 
 
-def make_moe(config: KimiK2InferenceConfig) -> MoE:
-    """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce."""
+def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE:
+    """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce.
+
+    With `early` the next layer's down projections are in it too.
+    """
     hf, neuron = config.hf, config.neuron_config
     decode_tp, decode_ep, prefill_tp, prefill_ep = initialize_moe_process_group(config, False)
     blockwise = neuron.blockwise_matmul_config
@@ -93,6 +99,7 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
         tiles=tile_dtype(neuron),
         shared_width=neuron.shared_expert_tiles,
         kernel_cores=kernel_cores["experts"],
+        early=(columns_of(hf), neuron.torch_dtype) if early else None,
         routed_experts_mlp_config=routed,
         blockwise_matmul_config=blockwise,
         dtype=neuron.torch_dtype,
@@ -124,7 +131,7 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
         dtype=neuron.torch_dtype,
         device=None,
     )
-    return MoE(
+    return KimiK2MoE(
         router=router,
         expert_mlps=experts,
         shared_experts=shared,
@@ -133,18 +140,28 @@ def make_moe(config: KimiK2InferenceConfig) -> MoE:
     ).eval()
 
 
+def plain_mlp_width(config: KimiK2InferenceConfig, layer: int) -> int:
+    """Width of a layer's dense MLP, or of a shared expert that is three linears; 0 where it has neither."""
+    hf = config.hf
+    if not hf.is_moe_layer(layer):
+        return hf.intermediate_size
+    return 0 if config.neuron_config.shared_expert_tiles else hf.moe_intermediate_size * hf.n_shared_experts
+
+
 class KimiK2DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
     def __init__(self, config: KimiK2InferenceConfig, layer: int) -> None:
         super().__init__()
         hf = config.hf
-        self.input_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
+        self.input_layernorm, self.input_layernorm_eps = make_rms_norm(hf.hidden_size, hf.rms_norm_eps), hf.rms_norm_eps
         self.self_attn = KimiK2Attention(config)
         self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.is_moe = hf.is_moe_layer(layer)
         self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.early_router else None
-        self.mlp = make_moe(config) if self.is_moe else KimiK2MLP(config)
+        early = config.neuron_config.early_qkv_a and precedes_another(hf, layer)
+        self.early_qkv_a = EarlyProjections(config, plain_mlp_width(config, layer)) if early else None
+        self.mlp = make_moe(config, early=early) if self.is_moe else KimiK2MLP(config)
 
     def forward(
         self,
@@ -154,12 +171,14 @@ class KimiK2DecoderLayer(nn.Module):
         past_key_value: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
         tensor_rank: Tensor | None = None,
+        following: Following | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
 
         With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
-        early router needs `tensor_rank`, int [1], this rank's number, in steps of one token.
+        early router needs `tensor_rank`, int [1], this rank's number, in steps of one token; `following` takes down
+        projections from a layer to the next.
         """
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
@@ -168,17 +187,23 @@ class KimiK2DecoderLayer(nn.Module):
         if self.early_router is not None and past_key_value is not None and residual.shape[1] == 1:
             assert tensor_rank is not None
             early = EarlyLogits(self.early_router, residual, tensor_rank)
+        projected = None if following is None else following.take(residual, self.input_layernorm_eps)
+        normed = self.input_layernorm(hidden_states) if projected is None else hidden_states
         hidden_states, entries, cos, sin = self.self_attn(
-            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value, early=early, **kwargs
+            normed, attention_mask, position_ids, past_key_value, early=early, projected=projected, **kwargs
         )
         hidden_states = residual + hidden_states
         normed = self.post_attention_layernorm(hidden_states)
+        if following is not None and self.early_qkv_a is not None:
+            following.begin(self.early_qkv_a, hidden_states)
+        else:
+            following = None
         if early is not None:
             router: Any = self.mlp.router
             with router.given(early.logits(hidden_states)):
-                out = self.mlp(normed, padding_mask)[0]
+                out = self.mlp(normed, padding_mask, following)[0]
         else:
-            out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
+            out = self.mlp(normed, padding_mask, following)[0] if self.is_moe else self.mlp(normed, following)
         hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
         return hidden_states, entries, cos, sin, None
 
@@ -236,15 +261,18 @@ class NeuronKimiK2Model(NeuronBaseModel):
         return mask[:, None, None, :].to(torch.bool)
 
     def get_model_output(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's; layers are told this rank's number for an early router.
+        """The base's; layers are told this rank's number for an early router, and hand on down projections.
 
         Behind a cached prefix under flash decoding they are told which tokens are this rank's.
         """
         split = self.neuron_config.flash_decoding_enabled and self.is_prefix_caching
         if split and kwargs["is_for_context_encoding"] and self.prefix_size:
             kwargs["own"] = self._own(kwargs["input_ids"].shape[1])
-        if self.neuron_config.early_router and not kwargs["is_for_context_encoding"]:
-            kwargs["tensor_rank"] = self.rank_util.get_rank()
+        if not kwargs["is_for_context_encoding"]:
+            if self.neuron_config.early_router:
+                kwargs["tensor_rank"] = self.rank_util.get_rank()
+            if self.neuron_config.early_qkv_a:
+                kwargs["following"] = Following(self.rank_util.get_rank())
         return super().get_model_output(*args, **kwargs)
 
     def _own(self, count: int) -> Tensor:
@@ -261,6 +289,10 @@ class NeuronKimiK2Model(NeuronBaseModel):
         for name, value in scales.items():
             self.get_parameter(name).data = value
         return self
+
+
+def _folded(neuron: Any) -> dict[str, bool]:
+    return {"early_router": neuron.early_router, "early_qkv_a": neuron.early_qkv_a}
 
 
 class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
@@ -376,7 +408,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
         neuron = config.neuron_config
         return load_neuron_state_dict(
-            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, neuron.early_router
+            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_folded(neuron)
         )
 
     @staticmethod
@@ -384,7 +416,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
         return convert_state_dict(
-            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, neuron.early_router
+            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_folded(neuron)
         )
 
     def shard_weights(

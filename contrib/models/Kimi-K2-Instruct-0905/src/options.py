@@ -166,6 +166,14 @@ EARLY_ROUTER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculation_length": ((0,), "steps of several tokens take the router's own weight"),
 }
 
+# The same with `early_qkv_a`, whose weights are folded with the experts' down projections.
+EARLY_QKV_A_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expert_tiles": ((True,), "the folded weights lie beside experts in tiles (kimi-k2 convert --experts tiles)"),
+    "lora_config": ((None,), "not tried together"),
+    "rpl_reduce_dtype": ((None, torch.float32), "down projections and the experts' output are summed in float32"),
+    "speculation_length": ((0,), "the layers hand on the projections of one token a sequence"),
+}
+
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
 # Buckets that NxDI makes itself are powers of two from here on, and the whole length.
@@ -305,6 +313,15 @@ def check_early_router(config: Any) -> None:
         ConfigError: naming the field.
     """
     _refuse(vars(config), EARLY_ROUTER_REFUSED, "early_router")
+
+
+def check_early_qkv_a(config: Any, tiles: bool) -> None:
+    """Refuse what early down projections do not follow; `config` is the whole neuron config.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    _refuse({**vars(config), "expert_tiles": tiles}, EARLY_QKV_A_REFUSED, "early_qkv_a")
 
 
 def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]], option: str) -> None:

@@ -28,6 +28,7 @@ def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
         dtype=neuron_config.torch_dtype,
         spmd_rank=expert_parallel or neuron_config.blockwise_matmul_config.parallelize_token_to_block_mapping,
         early_router=neuron_config.early_router,
+        early_qkv_a=neuron_config.early_qkv_a,
     )
     if held != (written := expert_formats()[held.name].for_layout(config, layout)):
         raise ConfigError(

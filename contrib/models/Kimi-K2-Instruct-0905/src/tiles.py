@@ -89,10 +89,24 @@ class TiledExperts(nn.Module):
         width: this rank's columns of an expert.
         dtype: of the weights.
         tp, ep: sizes of the experts' process groups.
+        early: columns of the next layer's down projections that are held folded with these experts' own, and their
+            dtype (`early_qkv_a`); None without.
     """
 
-    def __init__(self, local: int, hidden: int, width: int, dtype: torch.dtype, tp: int, ep: int) -> None:
+    def __init__(
+        self,
+        local: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        tp: int,
+        ep: int,
+        early: tuple[int, torch.dtype] | None = None,
+    ) -> None:
         super().__init__()
+        self.early_qkv_a: TileWeights | None = None
+        if early is not None:
+            self.early_qkv_a = TileWeights(((local, width, early[0]), 1), ((), 0), early[1], 1, tp, ep)
         blocks = hidden // PARTITIONS
         gate_up, gate_up_scale = (local, PARTITIONS, blocks, 2 * width), (local, 2, blocks)
         self.gate_up_proj = TileWeights((gate_up, 3), (gate_up_scale, 1), dtype, 2, tp, ep)
@@ -105,6 +119,10 @@ class TiledExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
         """Tokens [E' or 1, T, H] through all local experts, or those of `expert_indices` [E']: [E', T, H]."""
+        return self.down(self.inner(hidden_states, expert_indices), expert_indices)
+
+    def inner(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """silu(gate) * up of the same, [E', T, I]."""
         dtype = hidden_states.dtype
         weight, scale = self.gate_up_proj.chosen(expert_indices)
         if scale is not None:
@@ -114,8 +132,14 @@ class TiledExperts(nn.Module):
         blocks = weight.shape[2]
         in_order = hidden_states.unflatten(2, (blocks, PARTITIONS)).mT.flatten(2)
         gate, up = torch.einsum("eth,ehi->eti", in_order, weight.to(dtype).flatten(1, 2)).chunk(2, dim=2)
+        return F.silu(gate) * up
+
+    def down(self, inner: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """[E', T, I] to [E', T, H]."""
+        dtype = inner.dtype
         weight, scale = self.down_proj.chosen(expert_indices)
-        out = torch.einsum("eti,eih->eth", F.silu(gate) * up, weight.to(dtype))
+        blocks = weight.shape[2] // PARTITIONS
+        out = torch.einsum("eti,eih->eth", inner, weight.to(dtype))
         if scale is not None:
             # One row of blocks: their scales belong to the outputs.
             out = (out.unflatten(2, (blocks, PARTITIONS)).to(torch.float32) * scale.unsqueeze(3)).flatten(2).to(dtype)

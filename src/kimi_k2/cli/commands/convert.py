@@ -33,6 +33,9 @@ def convert(
     early_router: Annotated[
         bool, typer.Option("--early-router", help="Write the router's weights folded with o_proj's too (neuron).")
     ] = False,
+    early_qkv_a: Annotated[
+        bool, typer.Option("--early-qkv-a", help="Write q_a and kv_a folded with the experts before them too (neuron).")
+    ] = False,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
@@ -56,9 +59,9 @@ def convert(
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
-        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router)
+        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router, early_qkv_a)
     else:
-        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router"):
+        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router", "early_qkv_a"):
             source_of = context.get_parameter_source(name)
             if source_of is not None and source_of.name == "COMMANDLINE":
                 raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")

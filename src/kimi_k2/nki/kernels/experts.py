@@ -14,6 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
+from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
@@ -36,6 +37,8 @@ def selective_experts(
     shared_gate_up_scales: Any = None,
     shared_down_tiles: Any = None,
     shared_down_scales: Any = None,
+    early_weight: Any = None,
+    shared_early_weight: Any = None,
 ) -> Any:
     """The sum over a token's 8 experts, of those that this rank holds, and of its share of the shared expert.
 
@@ -55,16 +58,22 @@ def selective_experts(
         shared_gate_up_scales: float32 [2, H/128]; None for weights without scales.
         shared_down_tiles: [I_shared, H].
         shared_down_scales: float32 [H/128], or None.
+        early_weight: [E_local, I, N], N even at LNC=2: the next layer's down projections folded with each expert's down
+            (`sharding.early_qkv_a`); None: without.
+        shared_early_weight: [I_shared, N] of hidden's dtype, or None.
 
     Returns:
-        [T, H/128, 128] float32, to be summed over the ranks.
+        [T, H/128, 128] float32, to be summed over the ranks; with `early_weight` also [T, N] float32, to be summed too.
     """
     tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
     out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
     first, count = share_of(blocks)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-    routed = RoutedExperts(gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts)
+    early = None if early_weight is None else EarlyColumns(early_weight, shared_early_weight, tokens)
+    routed = RoutedExperts(
+        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early
+    )
 
     index = nl.ndarray(expert_index.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=index, src=expert_index)
@@ -77,9 +86,11 @@ def selective_experts(
             shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
         )
         shared = shared_expert.apply(columns)
+        if early is not None:
+            early.shared_inner = shared_expert.inner
     places, kept = routed.places(index, weights, first_expert)
     store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
-    return out
+    return out if early is None else (out, early.sums)
 
 
 class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
@@ -90,15 +101,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
     Args:
         first, count: blocks of H of this core.
+        early: what is summed beside the experts' output, or None.
     """
 
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
-        num_experts: int, slots: int = 8,
+        num_experts: int, slots: int = 8, early: Any = None,
     ) -> None:  # fmt: skip
         self.local, _, blocks, double = gate_up.shape
         self.width, self.count, self.slots = double // 2, count, slots
-        self.skips = self.local < num_experts
+        self.skips, self.early = self.local < num_experts, early
         self.per, self.stack = max(1, BLOCK // double), BLOCK // self.width
         mine = slice(first, first + count)
         self.gate_up = gate_up[:, :, mine, :]
@@ -107,6 +119,10 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         pairs, groups = slots // self.per, slots // self.stack
         self._gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
         self._down_tiles = self._buffers(groups, (BLOCK, count, BLOCK), down.dtype)
+        if early is not None:
+            self._early_tiles = self._buffers(groups, (BLOCK, early.count), early.routed.dtype)
+            if len(self._early_tiles) < groups:
+                raise ValueError(f"expected columns that fit {_BUFFER_BYTES} bytes a partition, got {early.count}")
         self._row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
         self._out_scales = nl.ndarray((slots, count), dtype=nl.float32, buffer=nl.sbuf)
         if self.skips:
@@ -156,6 +172,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             place = [places[one, slot : slot + 1] for slot in range(self.slots)]
             inner = self._inner(columns[:, :, one], place)
             total = self._down(inner, place, by_slot[:, one], columns.dtype)
+            if self.early is not None:
+                self._store_early(token, inner, place, by_slot[:, one])
             if shared is None:
                 nisa.tensor_copy(dst=result[:, :, token], src=total)
             else:
@@ -256,6 +274,20 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     accumulate=group > 0,
                 )
         return total
+
+    def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
+        """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
+        groups, width = inner.shape[1], self.width
+        tiles = []
+        for group in range(groups):
+            tile = self._early_tiles[group]
+            for row in range(self.stack):
+                self._load(tile[row * width : (row + 1) * width], self.early.routed, place[group * self.stack + row])
+            tiles.append(tile)
+        factors = _spread(weights, self._spread_out).reshape((BLOCK, groups))
+        weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=weighted, data1=factors, data2=inner, op=nl.multiply)
+        self.early.store(token, tiles, weighted)
 
 
 def _selector(rows: int, pattern: list[list[int]], groups: int) -> Any:

@@ -20,6 +20,9 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         gate_up_scales: float32 [2, H/128] in HBM, or None.
         down: in HBM [I, H].
         down_scales: float32 [H/128] in HBM, or None.
+
+    Attributes:
+        inner: once applied, [I, T]: what goes into down.
     """
 
     def __init__(self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int) -> None:
@@ -50,6 +53,7 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_copy(dst=up, src=both[width : 2 * width])
         inner = nl.ndarray((width, 1, tokens), dtype=columns.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
+        self.inner = inner.reshape((width, tokens))
         return project(inner, self.down.reshape((width, 1, count * BLOCK)), self.out_scales, nl.float32)
 
 

@@ -1,0 +1,61 @@
+"""The next layer's down projections beside the experts: a rank's summand from what goes into its down projections.
+
+The formula is that of `kimi_k2.sharding.early_qkv_a`. Weights are the moving operand, so that a token's values lie in a
+row, as they are stored; routed and shared experts are one sum in PSUM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.exchange import share_of
+from kimi_k2.nki.kernels.linear import load_weight
+
+
+class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
+    """This core's columns of the folded weights, and the output that they are summed into.
+
+    Args:
+        routed: [E_local, I, N] in HBM, N even at LNC=2.
+        shared: [I_shared, N] in HBM, or None.
+        tokens: T.
+
+    Attributes:
+        routed: this core's columns of it, in HBM.
+        count: how many.
+        shared_inner: [I_shared, T] in SBUF, what goes into the shared expert's down, once it is known.
+        sums: [T, N] float32 in HBM.
+    """
+
+    def __init__(self, routed: Any, shared: Any, tokens: int) -> None:
+        columns = routed.shape[2]
+        first, self.count = share_of(columns)
+        self.mine = slice(first, first + self.count)
+        self.routed = routed[:, :, self.mine]
+        self.shared = None if shared is None else load_weight(shared[:, self.mine])
+        self.shared_inner: Any = None
+        self.sums = nl.ndarray((tokens, columns), dtype=nl.float32, buffer=nl.shared_hbm)
+
+    def store(self, token: int, tiles: list[Any], inner: Any) -> None:
+        """Sum a token's values over its experts.
+
+        Args:
+            token: its number.
+            tiles: of each group of experts [128, count] in SBUF.
+            inner: [128, groups], what goes into their down projections, weighted, in the tiles' dtype.
+        """
+        parts = [(inner[:, group : group + 1], tile) for group, tile in enumerate(tiles)]
+        if self.shared is not None:
+            parts.append((self.shared_inner[:, token : token + 1], self.shared))
+        row = nl.ndarray((1, self.count), dtype=nl.float32, buffer=nl.sbuf)
+        bank = nl.tile_size.psum_bank_fmax
+        for begin in range(0, self.count, bank):
+            end = min(begin + bank, self.count)
+            total = nl.ndarray((1, end - begin), dtype=nl.float32, buffer=nl.psum)
+            for number, (values, weight) in enumerate(parts):
+                nisa.nc_matmul(dst=total, stationary=values, moving=weight[:, begin:end], accumulate=number > 0)
+            nisa.tensor_copy(dst=row[:, begin:end], src=total)
+        nisa.dma_copy(dst=self.sums[token : token + 1, self.mine], src=row)
