@@ -1,7 +1,9 @@
 """A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
 
-KIMI_K2_SOAK_SECONDS sets how long (30), KIMI_K2_SOAK_RATE the most requests a second (no limit): a long run beside
-other work. With -s a line a minute says what was met and held. On a GPU the server runs there.
+KIMI_K2_SOAK_SECONDS sets how long (30), KIMI_K2_SOAK_WARM how long before anything is compared (a sixth of it, at most
+300), KIMI_K2_SOAK_RATE the most requests a second (no limit): a long run beside other work. KIMI_K2_SOAK_WITHIN is for
+the whole test, the server's start and end included: the run is as long as it leaves. With -s a line a minute says what
+was met and held, and at the end what the server's log has of tracebacks. On a GPU the server runs there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import threading
 import time
@@ -28,13 +31,16 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 SECONDS = float(os.environ.get("KIMI_K2_SOAK_SECONDS", "30"))
-WARM_SECONDS = min(SECONDS / 6, 300)
+WARM_SECONDS = float(os.environ.get("KIMI_K2_SOAK_WARM", min(SECONDS / 6, 300)))
+WITHIN = float(os.environ.get("KIMI_K2_SOAK_WITHIN", "inf"))
+ENDING = 25.0  # seconds of WITHIN that the last checks and the server's end may take
 RATE = float(os.environ.get("KIMI_K2_SOAK_RATE", "inf"))
 CLIENTS = 6
 LONGEST = 2048  # --max-model-len of the server
 LEAK = 64 * 2**20  # bytes that a server may have grown by, after warming up
 FILES, THREADS = CLIENTS, 8  # connections that a server may still be closing; threads that pools start late
 REFUSED = (400, 404, 422)
+PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] )?")  # of a line of vLLM's log
 
 
 def post(url: str, body: bytes) -> Any:
@@ -51,22 +57,29 @@ class Held:
     threads: int
     cpu: float  # seconds since they began
     gpu: int | None  # bytes of its memory; None where the driver knows these processes by other numbers
+    torch: dict[str, int]  # bytes of PyTorch's allocator in the worker, see vllm_memory.py
 
     @classmethod
-    def by_children_of(cls, parent: int) -> Held:
+    def by_children_of(cls, parent: int, url: str, release: bool = False) -> Held:
+        """Of the server at `url`; its allocator gives back what it holds unused first, if asked."""
         import psutil
 
         children = psutil.Process(parent).children(recursive=True)
+        asked = {"method": "kimi_k2_memory", "args": ["release"] if release else []}
+        with post(f"{url.removesuffix('/v1')}/collective_rpc", json.dumps(asked).encode()) as answer:
+            allocator = json.load(answer)["results"][0]
         return cls(
             sum(child.memory_info().rss for child in children),
             sum(child.num_fds() for child in children),
             sum(child.num_threads() for child in children),
             sum(sum(child.cpu_times()[:2]) for child in children),
             gpu_memory({child.pid for child in children}) if ON_GPU else None,
+            allocator,
         )
 
     def __str__(self) -> str:
         said = f"{self.resident / 2**20:.1f} MiB, {self.files} files, {self.threads} threads, {self.cpu:.0f} s of CPU"
+        said += "".join(f", {name} {size / 2**20:.1f} MiB" for name, size in self.torch.items())
         return said if self.gpu is None else f"{said}, {self.gpu >> 20} MiB of the GPU"
 
 
@@ -114,9 +127,8 @@ class Soak:
                 thread.join(1)
                 if time.monotonic() > report:
                     report += 60
-                    print(
-                        f"{time.strftime('%H:%M:%S')} {dict(self.met)}; {Held.by_children_of(os.getpid())}", flush=True
-                    )
+                    held = Held.by_children_of(os.getpid(), self.url)
+                    print(f"{time.strftime('%H:%M:%S')} {dict(self.met)}; {held}", flush=True)
 
     def client(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -235,10 +247,27 @@ def together(soak: Soak) -> None:
             thread.join()
 
 
-def test_random_requests(tmp_path: Path) -> None:
+def tracebacks(log: str) -> Counter[str]:
+    """How often each error ends a traceback of a log; numbers in it are left out."""
+    found: Counter[str] = Counter()
+    inside = False
+    for line in log.splitlines():
+        said = PREFIX.sub("", line)
+        if said.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and said and not said.startswith((" ", "+", "|")):
+            found[re.sub(r"\d+", "N", said)[:200]] += 1
+            inside = False
+    return found
+
+
+def test_random_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scripted import write_hf_tokenizer, write_random_checkpoint
     from vllm_server import serving
 
+    began = time.monotonic()
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # opens /collective_rpc
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     directory = tmp_path / "model"
     if ON_GPU:
         write_slice(directory)
@@ -248,7 +277,7 @@ def test_random_requests(tmp_path: Path) -> None:
         write_random_checkpoint(directory)
         known = references(directory)
 
-    with serving(directory, tmp_path / "log") as url:
+    with serving(directory, tmp_path / "log", "--worker-extension-cls", "vllm_memory.Memory") as url:
 
         def new(seconds: float) -> Soak:
             until = time.monotonic() + seconds
@@ -257,9 +286,11 @@ def test_random_requests(tmp_path: Path) -> None:
         new(WARM_SECONDS).run()  # allocators, caches of compiled things
         if ON_GPU:
             together(new(0))
-        before = Held.by_children_of(os.getpid())
-        soak = new(SECONDS)
+        before = Held.by_children_of(os.getpid(), url, release=True)
+        seconds = min(SECONDS, WITHIN - ENDING - (time.monotonic() - began))
+        soak = new(seconds)
         soak.run()
+        busy = Held.by_children_of(os.getpid(), url)
         assert soak.problems == []
         for _ in range(120):
             if metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0:
@@ -267,19 +298,22 @@ def test_random_requests(tmp_path: Path) -> None:
             time.sleep(0.5)
         assert metric(url, "vllm:num_requests_running") == metric(url, "vllm:num_requests_waiting") == 0
         assert metric(url, "vllm:kv_cache_usage_perc") == 0
-        after = Held.by_children_of(os.getpid())
-        print(f"{sum(soak.met.values())} requests in {SECONDS:g} s: {dict(soak.met)}; before: {before}; after: {after}")
+        after = Held.by_children_of(os.getpid(), url, release=True)
+        print(f"{sum(soak.met.values())} requests in {seconds:.0f} s: {dict(soak.met)}")
+        print(f"before: {before}; at the end: {busy}; after: {after}")
+        print(f"tracebacks: {dict(tracebacks((tmp_path / 'log').read_text()))}")
         if isinstance(soak, JudgedSoak):
             print(f"{soak.best} of {soak.judged} tokens are float32's best; largest mean gap {soak.largest:.4f}")
         assert after.resident - before.resident < LEAK
         if before.gpu is not None:
             assert after.gpu is not None
             assert after.gpu - before.gpu < LEAK
+        assert after.torch.get("allocated", 0) - before.torch.get("allocated", 0) < LEAK
         assert after.files - before.files <= FILES
         assert after.threads - before.threads <= THREADS
         last = new(0)
         last.tokens(random.Random(1))
         assert last.problems == []
     assert (
-        set(soak.met) == {"tokens", "stream", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or SECONDS < 20
+        set(soak.met) == {"tokens", "stream", "given_up", "huge", "too_long", "bad_json", "bad_fields"} or seconds < 20
     )
