@@ -21,7 +21,7 @@ from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
 from kimi_k2.plan.host import read_index
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.published import published_memory
-from kimi_k2.plan.scratch import reported_scratch
+from kimi_k2.plan.scratch import live_bytes, reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -102,6 +102,22 @@ def test_prefill_flops_are_those_counted_in_lowered_hlo(preset: str, layers: int
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=layers)
     target = replace(load_target(preset, config), prompt=prompt)
     assert prefill_counts(config, target, make_plan(config, target.layout)).flops == counted
+
+
+@pytest.mark.parametrize(
+    ("preset", "prefill", "counted"),
+    [
+        ("trn2-tp64-ep1", True, 1096331248), ("trn2-tp32-ep2", True, 1327101432),
+        ("trn2-tp64-ep1", False, 36721932), ("trn2-tp32-ep2", False, 58777482), ("trn2-tp64-ep1-b8", False, 88468034),
+        ("trn2-tp64-ep1-128k", False, 36721936), ("trn2-tp64-ep1-32k", False, 38068876),
+    ],
+)  # fmt: skip
+def test_scratch_is_what_lowered_hlo_has_alive_at_once(
+    config: KimiK2Config, preset: str, prefill: bool, counted: int
+) -> None:
+    """Counted by test/nxd/lowering_worker.py, whose test bounds the same where NxD's source is."""
+    planned = live_bytes(config, load_target(preset, config))[0 if prefill else 1]
+    assert counted <= planned <= 1.11 * counted
 
 
 def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) -> None:
@@ -204,9 +220,15 @@ def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path
     assert stated["shards"] == len(shards)
     tensors = CheckpointReader(checkpoints["thinking"]).total_bytes
     assert stated["total_size"] == tensors
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [')
-    with pytest.raises(CorruptHeaderError, match="not valid JSON"):
-        read_index(tmp_path)
+    for text, says in (
+        ('{"weight_map": [', "not valid JSON"),
+        ('{"weight_map": ["a.safetensors"]}', "expected an object 'weight_map'"),
+        ('{"weight_map": {"norm": 3}}', "expected an object 'weight_map'"),
+        ('["weight_map"]', "expected an object 'weight_map'"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CorruptHeaderError, match=says):
+            read_index(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     assert read_index(tmp_path) is None
 
