@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.router.entries import route
-from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, held_rows, rotate_pairs, row_norm, write_slots
 from kimi_k2.ops.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -81,3 +81,14 @@ def test_routing_of_many(tokens: int, experts: int) -> None:
     wanted = noaux_tc_gate(logits, bias.double(), 8, norm_topk_prob=True, routed_scaling_factor=2.827)
     assert torch.equal(indices, wanted[0])
     assert distance(weights, wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_a_rank(dtype: torch.dtype) -> None:
+    """Bits of the held rows, zeros for the others."""
+    weight = torch.randn(300, 7168, device="cuda").bfloat16()
+    ids = torch.randint(-20, 700, (1000,), dtype=dtype, device="cuda")
+    here = (ids >= 200) & (ids < 500)
+    wanted = torch.where(here[:, None], weight[(ids.long() - 200).clamp(0, 299)], torch.zeros_like(weight[:1]))
+    assert torch.equal(held_rows(ids, weight, 200), wanted)
+    assert here.any() and not here.all()

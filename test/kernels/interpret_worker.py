@@ -185,7 +185,11 @@ def rowwise() -> dict[str, float]:
     kept = torch.zeros(2, 7, 72)
     rowwise_triton.store[(6,)](broken, positions, kept, 3, 7, 72, 5.0, WIDTH=128)
     assert kept[0, 6].isnan().all(), "a NaN stays one"
+    ids, rows, held = torch.tensor([3, 9, 4, -1, 8], dtype=torch.int32), torch.randn(5, 300), torch.empty(5, 300)
+    rowwise_triton.embed[(5,)](ids, rows, held, 4, 5, 300, WIDTH=512)
+    wanted = torch.stack([rows[i - 4] if 4 <= i < 9 else torch.zeros(300) for i in ids.tolist()])
     return {
+        "rowwise embed": error(held, wanted.double()),
         "rowwise dequantize": error(values, weight.double() * blocks),
         "rowwise norm": error(quotients, normed(x, norm)),
         "rowwise rotate": error(rotated, rotate(heads, cos[:, :, None], sin[:, :, None])),

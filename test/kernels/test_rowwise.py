@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.rowwise import prefill as rowwise
-from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, rotate_pairs, row_norm, write_slots
+from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, held_rows, rotate_pairs, row_norm, write_slots
 from kimi_k2.ops import registry
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -28,6 +28,7 @@ def test_fakes() -> None:
         assert row_norm(made(4, 7168), made(7168), 1e-6).shape == (4, 7168)
         out = rotate_pairs(made(2, 3, 8, 192).narrow(-1, 128, 64), made(2, 3, 32), made(2, 3, 32))
         assert out.shape == (2, 3, 8, 64) and out.is_contiguous()
+        assert held_rows(made(5, dtype=torch.int32), made(20, 7168), 40).shape == (5, 7168)
         assert write_slots(made(2, 9, 576, dtype=FP8), made(2, 3, 576), made(2, 3, dtype=torch.int64)) is None
 
 
@@ -39,6 +40,8 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("power of two", lambda: rotate_pairs(made(1, 2, 3, 96), made(1, 2, 48), made(1, 2, 48))),
     ("sin is", lambda: rotate_pairs(made(1, 2, 3, 64), made(1, 2, 32), made(1, 3, 32))),
     ("cache is", lambda: write_slots(made(2, 9, 512), made(2, 3, 576), made(2, 3, dtype=torch.int64))),
+    ("integers", lambda: held_rows(made(5), made(20, 64), 0)),
+    ("expected contiguous torch.bfloat16", lambda: held_rows(made(5, dtype=torch.int64), made(20, 9000), 0)),
     ("int64", lambda: write_slots(made(2, 9, 576), made(2, 3, 576), made(2, 3, dtype=torch.int32))),
 ]
 
@@ -55,7 +58,7 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise, "has_triton", lambda: True)
     registry.pin("")
     with FakeTensorMode():
-        both, angles = made(2, 5, 576), made(2, 5, 32)
+        both, angles, ids = made(2, 5, 576), made(2, 5, 32), made(2, 5, dtype=torch.int64)
         cache, positions = made(4, 2, 9, 576), made(2, 5, dtype=torch.int64)
         taken = [
             (
@@ -65,9 +68,12 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
             ("apply_rotary_interleaved", (both.narrow(-1, 512, 64), angles, angles)),
             ("rms_norm", (both.narrow(-1, 0, 512), made(512), 1e-6)),
             ("store_entries", (cache.select(0, 1), both, positions)),
+            ("embedding", (ids, made(20, 7168), 40)),
             ("dequantize_fp8_block", (made(576, 7168, dtype=FP8), made(5, 56, dtype=torch.float32), (128, 128), BF16)),
         ]
         refused = [
+            ("embedding", (ids, made(20, 7168))),
+            ("embedding", (ids, made(20, 7168).float(), 40)),
             ("rms_norm", (both.narrow(-1, 0, 512).float(), made(512), 1e-6)),
             ("rms_norm", (made(512), made(512), 1e-6)),
             ("apply_rotary_interleaved", (made(2, 5, 5, 64), angles.unsqueeze(1), angles.unsqueeze(1))),
@@ -83,3 +89,4 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
             assert registry.choose(operation, *arguments).name == "plain"
         assert rowwise.rms_norm(both.narrow(-1, 0, 512), made(512), 1e-6).shape == (2, 5, 512)
         assert rowwise.apply_rotary_interleaved(both.narrow(-1, 512, 64), angles, angles).shape == (2, 5, 64)
+        assert rowwise.embedding(ids, made(20, 7168), 40).shape == (2, 5, 7168)

@@ -9,6 +9,7 @@ from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
 from kimi_k2.ops.cache import store_entries
+from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 from kimi_k2.ops.weights import dequantize_fp8_block
@@ -21,6 +22,8 @@ store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invari
 dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
     prefill.dequantize_fp8_block
 )
+
+embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
 
 
 @ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)

@@ -1,6 +1,7 @@
 """What lies between the GEMMs at prefill, one launch each, where plain PyTorch takes five to ten.
 
-FP8 blocks to BF16, RMSNorm, RoPE and the cache's new entries: entries of the dispatch table for their plain functions.
+FP8 blocks to BF16, RMSNorm, RoPE, the cache's new entries and a rank's rows of the embedding: entries of the dispatch
+table for their plain functions.
 """
 
 from __future__ import annotations
@@ -264,3 +265,52 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
 
 
 write_slots.fake(_check_slots)
+
+
+def supports_embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> bool:
+    """A rank's BF16 rows on a GPU with Triton; the whole matrix is PyTorch's, one launch too."""
+    fits = weight.is_contiguous() and weight.shape[1] <= MAX_WIDTH
+    return first is not None and _runs(weight) and fits and input_ids.is_contiguous()
+
+
+def embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+    """`held_rows` with the plain function's arguments."""
+    assert first is not None  # `supports_embedding`
+    out: Tensor = held_rows(input_ids.flatten(), weight, first)
+    return out.view(*input_ids.shape, weight.shape[1])
+
+
+def _check_ids(input_ids: Tensor, weight: Tensor) -> None:
+    if input_ids.dim() != 1 or input_ids.dtype not in (torch.int32, torch.int64) or not input_ids.is_contiguous():
+        raise KernelError(f"input_ids is {input_ids.dtype} {list(input_ids.shape)}, expected contiguous integers [T]")
+    if weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.shape[1] > MAX_WIDTH or not weight.is_contiguous():
+        wanted = f"contiguous torch.bfloat16 [V, H], H up to {MAX_WIDTH}"
+        raise KernelError(f"weight is {weight.dtype} {list(weight.shape)}, expected {wanted}")
+
+
+@kernel_operation("held_rows")
+def held_rows(input_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Rows of tokens; zeros for those that are not held. Eight launches in plain PyTorch.
+
+    Args:
+        input_ids: int32 or int64 [T].
+        weight: bfloat16 [V, H], H up to 8192: rows first .. first + V - 1 of the embedding.
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        KernelError: another shape or dtype.
+    """
+    _check_ids(input_ids, weight)
+    (tokens,), (rows, size) = input_ids.shape, weight.shape
+    out = torch.empty(tokens, size, dtype=weight.dtype, device=weight.device)
+    if tokens:
+        width = _power_of_two(size)
+        _kernels().embed[(tokens,)](
+            input_ids, weight, out, first, rows, size, WIDTH=width, num_warps=max(1, min(width // 512, 8))
+        )
+    return out
+
+
+held_rows.fake(_check_ids, lambda input_ids, weight: weight.new_empty(len(input_ids), weight.shape[1]))

@@ -65,3 +65,13 @@ def store(  # type: ignore[no-untyped-def]
     inside = (slot + column >= column) & (column < size)
     target = cache + (row // tokens * capacity + position) * size + column
     tl.store(target, value.to(cache.dtype.element_ty), inside)
+
+
+@triton.jit
+def embed(ids, weight, out, first, rows, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One token's row of those from `first` on; zeros if it is not among the `rows`."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.load(ids + token).to(tl.int64) - first
+    row = tl.where((row >= 0) & (row < rows), row, -1)
+    value = tl.load(weight + row * size + column, (column < size) & (row + column >= column), 0.0)
+    tl.store(out + token * size + column, value, column < size)
