@@ -33,7 +33,7 @@ if importlib.util.find_spec("vllm") is None:
 SECONDS = float(os.environ.get("KIMI_K2_SOAK_SECONDS", "30"))
 WARM_SECONDS = float(os.environ.get("KIMI_K2_SOAK_WARM", min(SECONDS / 6, 300)))
 WITHIN = float(os.environ.get("KIMI_K2_SOAK_WITHIN", "inf"))
-ENDING = 25.0  # seconds of WITHIN that the last checks and the server's end may take
+ENDING = 15.0  # seconds of WITHIN that the last checks and the server's end may take
 RATE = float(os.environ.get("KIMI_K2_SOAK_RATE", "inf"))
 CLIENTS = 6
 LONGEST = 2048  # --max-model-len of the server

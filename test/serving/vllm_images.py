@@ -1,7 +1,8 @@
 """Run in a process of its own: serve prompts with images and video chunks by vLLM's K2.5 class; JSON in, JSON out.
 
 Usage: vllm_images.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `new_tokens` and `requests`, each with a
-`prompt` (token ids, one media token an image or chunk) and `media` (lists of files: an image, or a chunk's frames).
+`prompt` (token ids, one media token an image or chunk) and `media` (lists of files: an image, or a chunk's frames), and
+maybe `options`, which are LLM's. With `logprobs` the result has the chosen tokens' too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
-    limits = {"max_model_len": 512, "max_num_seqs": 5, "limit_mm_per_prompt": {"vision_chunk": 3}}
-    llm = LLM(model=model, dtype=job["dtype"], enforce_eager=True, **limits)
+    limits = {
+        "max_model_len": 512,
+        "max_num_seqs": 5,
+        "limit_mm_per_prompt": {"vision_chunk": 3},
+        "enforce_eager": True,
+    }
+    llm = LLM(model=model, dtype=job["dtype"], **{**limits, **job.get("options", {})})
     prompts = []
     for one in job["requests"]:
         prompt = {"prompt_token_ids": one["prompt"]}
@@ -37,9 +43,17 @@ def main(model: str, job_file: str, result_file: str) -> None:
         if chunks:
             prompt["multi_modal_data"] = {"vision_chunk": chunks}
         prompts.append(prompt)
-    sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
-    outputs = llm.generate(prompts, sampling)
-    found = [{"prompt": list(one.prompt_token_ids or ()), "tokens": list(one.outputs[0].token_ids)} for one in outputs]
+    said = 0 if job.get("logprobs") else None
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False, logprobs=said
+    )
+    found: list[dict[str, object]] = []
+    for one in llm.generate(prompts, sampling):
+        tokens = list(one.outputs[0].token_ids)
+        found.append({"prompt": list(one.prompt_token_ids or ()), "tokens": tokens})
+        if said is not None:
+            steps = zip(one.outputs[0].logprobs or (), tokens, strict=True)
+            found[-1]["logprobs"] = [at[token].logprob for at, token in steps]
     Path(result_file).write_text(json.dumps(found))
 
 
