@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.bench.kernels.moe import random_experts, random_routing
-from kimi_k2.kernels.attention.value_rows import value_rows
+from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.experts.fp8_decode import moe_decode
 from kimi_k2.kernels.linear.fused_linear import fused_add_linear
 
@@ -111,3 +111,4 @@ def test_value_rows(tokens: int, heads: int) -> None:
     w_uv = torch.randn(heads, 128, 512, device="cuda").bfloat16()
     wanted = torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)
     assert distance(value_rows(latent, w_uv), wanted) < 2.5e-3
+    assert distance(batched_value_rows(latent, w_uv), wanted) < 2.5e-3

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import absorb, entry, query
 from kimi_k2.kernels.attention.attend_values import attend_values
-from kimi_k2.kernels.attention.value_rows import value_rows
+from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8, fp8_few
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
@@ -233,3 +233,12 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
     assert cases("linear/linear_decode", "switch (a.columns)") == 2 * list(DECODE_COLUMNS)  # FP8, BF16
     assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
     assert cases("experts/w4a16_decode", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+def test_batched_value_rows(tokens: int) -> None:
+    latent, w_uv = torch.randn(tokens, 8, 512), torch.randn(8, 128, 512)
+    wanted = torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)
+    found = batched_value_rows(latent, w_uv)
+    assert found.shape == (tokens, 1024) and found.is_contiguous()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)

@@ -152,6 +152,7 @@ def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
 
 
 ops_decode.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)(value_rows.value_rows)
+ops_decode.value_rows.entry("batched", takes=value_rows.supports_batched)(value_rows.batched_value_rows)
 
 
 def _supports_attend_values(

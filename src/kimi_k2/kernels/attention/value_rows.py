@@ -1,4 +1,4 @@
-"""W_UV after MLA attention at decode, for a few tokens: `torch.ops.kimi_k2.value_rows`."""
+"""W_UV after MLA attention at decode: `torch.ops.kimi_k2.value_rows` for a few tokens, one batched GEMM for more."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
 
 
 value_rows.fake(_check, lambda latent, w_uv: latent.new_empty(len(latent), w_uv.shape[0] * w_uv.shape[1]))
+
+
+def supports_batched(latent: Tensor, w_uv: Tensor) -> bool:
+    """Any number of tokens in a dtype that cuBLAS multiplies, nothing to differentiate."""
+    differentiated = torch.is_grad_enabled() and (latent.requires_grad or w_uv.requires_grad)
+    return latent.is_cuda and latent.dtype == w_uv.dtype != torch.float32 and not differentiated
+
+
+def batched_value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """`value_rows` by cuBLAS, which writes each head's columns where they belong; plainly, a copy puts them there.
+
+    Args:
+        latent: [B, H, rank].
+        w_uv: [H, V, rank] of the same dtype.
+
+    Returns:
+        [B, H * V].
+    """
+    out = latent.new_empty(len(latent), *w_uv.shape[:2])
+    torch.bmm(latent.transpose(0, 1), w_uv.mT, out=out.transpose(0, 1))
+    return out.flatten(1)

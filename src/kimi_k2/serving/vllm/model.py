@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
@@ -16,6 +15,7 @@ from kimi_k2.engine.layer_step import Place
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
+from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.linear import dense_linear
 from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
@@ -106,7 +106,7 @@ class _Ours:
         delta: Tensor | None = None
         if self._angles is None:  # from here on a step looks angles up, which takes a fifth of the launches
             self._angles = model.rotary.table(self._positions, x.dtype, x.device)
-        cos, sin = (F.embedding(positions, angles) for angles in self._angles)
+        cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
         # Attention over pages takes lengths from the batch; these are for the layers' shape alone.
         place = Place(positions, positions, cos, sin, self._plan())
         for step in self.steps:
