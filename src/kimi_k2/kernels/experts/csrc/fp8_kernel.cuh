@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
       mbar_init(&s.item_full[i], 1);
       mbar_init(&s.item_empty[i], kFillWarps + kMultiplyWarps);
       mbar_init(&s.epi_full[i], kMultiplyThreads);
-      mbar_init(&s.epi_empty[i], 1);
+      mbar_init(&s.epi_empty[i], kSumWarps);
     }
     fence_mbar_init();
   }
@@ -172,13 +172,11 @@ __global__ void __launch_bounds__(main_threads(FUSED, NMAX), 1)
         bulk_wait();
         if (slabwise && events) announce_slabs(a, events);
       }
-    if (FUSED && a.top_k * a.splits2 > 1) {
-      for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
-        const int slot = events % kRing;
-        if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
-        if (tid == 32 * kFirstMultiplyWarp) s.epi_tile[slot] = -1;
-        mbar_arrive(&s.epi_full[slot]);
-      }
+    if (FUSED && a.top_k * a.splits2 > 1) {  // a goodbye to the summing warps
+      const int slot = events % kRing;
+      if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+      if (tid == 32 * kFirstMultiplyWarp) s.epi_tile[slot] = -1;
+      mbar_arrive(&s.epi_full[slot]);
     }
   } else if constexpr (FUSED) {
     for (int t = blockIdx.x; t < a.tokens; t += gridDim.x)

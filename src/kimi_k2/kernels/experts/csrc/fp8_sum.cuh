@@ -4,19 +4,21 @@
 
 namespace moe {
 
-// One warp per slot of the event ring: a token's slab is summed, pairs in order, by whoever completes its last part.
+// A token's slab is summed, pairs in order, by whoever completes its last part. Where tokens share their experts one
+// tile completes many at once: the warps share them out.
 template <class S>
-__device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int slot) {
+__device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int me) {
   const int lane = threadIdx.x & 31, slabs = a.hidden / 256;
-  for (int round = 0;; ++round) {
-    mbar_wait(&s.epi_full[slot], round & 1);
+  for (int event = 0;; ++event) {
+    const int slot = event % kRing;
+    mbar_wait(&s.epi_full[slot], (event / kRing) & 1);
     const int tile_id = s.epi_tile[slot], slab = s.epi_slab[slot];
     __syncwarp();
     if (lane == 0) mbar_arrive(&s.epi_empty[slot]);
     if (tile_id < 0) break;
     bool last = false;
     int token = 0;
-    if (lane < s.route.tile_n[tile_id]) {
+    if (lane < s.route.tile_n[tile_id] && (lane + event) % kSumWarps == me) {
       token = s.route.slot_pair[s.route.tile_start[tile_id] + lane] / a.top_k;
       const unsigned want = s.route.token_pairs[token] * a.splits2 - 1;
       last = inc_acq_rel(a.count2 + token * slabs + slab, want) == want;

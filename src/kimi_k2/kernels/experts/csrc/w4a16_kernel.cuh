@@ -201,14 +201,12 @@ __device__ __forceinline__ void consume(const Args& a, Smem<C>& s, int tiles) {
       else process_slabs<128, C>(a, s, it, tile, seq, events);
     }
   });
-  if constexpr (C::FUSED) {
-    for (int i = 0; i < kRing; ++i, ++events) {  // one goodbye to each summing warp
-      const int slot = events % kRing;
-      if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
-      if (threadIdx.x == 128) s.epi_tile[slot] = -1;
-      __syncwarp();
-      if (lane == 0) mbar_arrive(&s.epi_full[slot]);
-    }
+  if constexpr (C::FUSED) {  // a goodbye to the summing warps
+    const int slot = events % kRing;
+    if (events >= kRing) mbar_wait(&s.epi_empty[slot], ((events / kRing) - 1) & 1);
+    if (threadIdx.x == 128) s.epi_tile[slot] = -1;
+    __syncwarp();
+    if (lane == 0) mbar_arrive(&s.epi_full[slot]);
   }
 }
 
@@ -229,7 +227,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
       mbar_init(&s.item_full[i], 1);
       mbar_init(&s.item_empty[i], (C::ROWS ? 1 : kFillThreads / 32) + C::CONSUMERS / 32);
       mbar_init(&s.epi_full[i], C::CONSUMERS / 32);
-      mbar_init(&s.epi_empty[i], 1);
+      mbar_init(&s.epi_empty[i], moe::kSumWarps);
     }
     fence_mbar_init();
   }
