@@ -22,6 +22,7 @@ from kimi_k2.kernels.experts.w4a16 import (
     expert_mode,
     moe_w4a16,
     supports,
+    takes_decode,
     workspace_sizes,
 )
 from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
@@ -227,6 +228,17 @@ def test_record_is_as_long_as_cuda_has_it() -> None:
     found = re.search(r"kRecord = (\d+);", text)
     assert found is not None
     assert int(found.group(1)) == RECORD
+
+
+def test_pairs_are_taken_one_by_one_while_warps_have_experts() -> None:
+    """Up to six tokens; to two where a rank holds few of a token's experts, or the second stage is in bfloat16."""
+
+    def most(held: float, w2_bf16: bool = False) -> int:
+        return sum(takes_decode(tokens, 8, held, 7168, 512, w2_bf16) for tokens in range(1, 20))
+
+    assert (most(8), most(4), most(2), most(1)) == (6, 6, 2, 2)
+    assert (most(8, True), most(1, True)) == (2, 2)
+    assert not takes_decode(1, 8, 8, 512, 512, False)
 
 
 def test_ctypes_structure_follows_the_cuda_one() -> None:

@@ -39,8 +39,10 @@ MOST_ITEMS = 132
 # Bytes of a token's 128 columns as e4m3 values, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
 # Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
-# 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot).
+# 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot). Of a token with few experts, under expert
+# parallelism, some warps have none: 44 against 38 us at three tokens of EP8, 73 against 63 at four of EP4.
 DECODE_TOKENS = {False: 6, True: 2}
+FEW_EXPERTS, DECODE_TOKENS_OF_FEW = 4, 2
 DECODE_HIDDEN = (1024, 7168)
 DECODE_POINTERS = (
     "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
@@ -152,10 +154,15 @@ class _DecodeArguments(ctypes.Structure):
     _fields_ = fields(DECODE_POINTERS, DECODE_INTEGERS)
 
 
-def takes_decode(tokens: int, top_k: int, hidden: int, inter: int, w2_bf16: bool) -> bool:
-    """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert."""
+def takes_decode(tokens: int, top_k: int, held: float, hidden: int, inter: int, w2_bf16: bool) -> bool:
+    """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert.
+
+    Args:
+        held: of a token's experts, those that this rank holds of an even routing.
+    """
     fits = top_k <= 16 and hidden in DECODE_HIDDEN and top_k * inter * 2 <= moe_decode.SHARED_BYTES
-    return fits and tokens <= DECODE_TOKENS[w2_bf16]
+    most = DECODE_TOKENS[w2_bf16]
+    return fits and tokens <= (most if held >= FEW_EXPERTS else min(most, DECODE_TOKENS_OF_FEW))
 
 
 @kernel_operation("moe_w4a16")
@@ -202,7 +209,8 @@ def moe_w4a16(
     name, sm_count = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
-    if choice is None and takes_decode(tokens, top_k, hidden, inter, w2_bf16):
+    share = 1.0 if expert_map is None else experts / expert_map.shape[0]
+    if choice is None and takes_decode(tokens, top_k, top_k * share, hidden, inter, w2_bf16):
         intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
         given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
         pairs = dict(zip(DECODE_POINTERS, given, strict=True))
