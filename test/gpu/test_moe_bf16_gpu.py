@@ -53,6 +53,18 @@ def test_matches_float64(tokens: int, inter: int) -> None:
     assert torch.equal(out, moe_bf16(x, *held, indices, scores)), "not deterministic"
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(64, 2), (300, 1), (300, 2), (1500, 1), (5000, 1)])
+def test_crowded_experts(tokens: int, top_k: int) -> None:
+    """Those with far more pairs than an even routing gives have tiles of their own."""
+    held, x = weights(256), torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    for crowded in (tokens // 3, tokens):
+        indices, scores = random_routing(tokens, top_k, EXPERTS)
+        indices[:crowded] = indices[0]
+        out = moe_bf16(x, *held, indices, scores)
+        assert distance(out, reference(x, *held, indices, scores)) < 5e-3
+        assert torch.equal(out, moe_bf16(x, *held, indices, scores)), "not deterministic"
+
+
 def test_expert_parallel_ranks_sum_to_the_whole() -> None:
     held, x = weights(256), torch.randn(40, HIDDEN, device="cuda").bfloat16()
     indices, scores = random_routing(40, 8, EXPERTS)

@@ -197,21 +197,35 @@ def rowwise() -> dict[str, float]:
     }
 
 
-def sorted_pairs(pairs: int, rows: int, parallel: bool) -> float:
-    """The order of one launch is that of PyTorch's stable sort; 0.0, or 1.0 if a part differs."""
+def sorted_pairs(pairs: int, launches: list[moe_bf16.Pass], parallel: bool, most_few: int) -> float:
+    """Each expert's pairs are those that PyTorch finds, in its blocks of its pass alone; 0.0, or 1.0 if not."""
     count = 5
     held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
     indices = torch.randint(-1, 8, (pairs, 1))
-    found, wanted = (sort(indices, held, count, rows) for sort in (moe_bf16.sort_few, moe_bf16.sort_pairs))
-    same = [torch.equal(getattr(found, name), getattr(wanted, name)) for name in ("local", "pairs", "starts", "counts")]
-    blocks = -(-wanted.counts // rows)
-    of = [found.block_expert[end - number : end] for end, number in zip(found.block_ends, blocks, strict=True)]
-    same += [bool((part == expert).all()) for expert, part in enumerate(of)]
-    same.append(int((found.block_expert < count).sum()) == int(blocks.sum()))
+    indices[: pairs // 2] = 2
+    known = count if held is None else len(held)
+    local = indices.flatten().where((indices.flatten() >= 0) & (indices.flatten() < known), known)
+    local = torch.cat((torch.arange(count) if held is None else held.long(), torch.tensor([-1])))[local]
+    local = local.where(local >= 0, count)
+    moe_bf16.MAX_FEW = most_few
+    found = moe_bf16.sort_pairs(indices, held, count, launches)
+    same = [torch.equal(found.local.long(), local)]
+    limits = [one.least for one in launches] + [2**31]
+    for (how, least), most, blocks in zip(launches, limits[1:], found.blocks, strict=True):
+        used = 0
+        for expert in range(count):
+            start, number = int(found.starts[expert]), int(found.counts[expert])
+            mine = found.pairs[start : start + number].sort().values
+            same.append(torch.equal(mine, torch.where(local == expert)[0]))
+            first = start // how.rows + min(start // least, expert)
+            wanted = -(-number // how.rows) if least <= number < most else 0
+            same.append(bool((blocks[first : first + wanted] == expert).all()))
+            used += wanted
+        same.append(int((blocks != count).sum()) == used)
     return float(not all(same))
 
 
-def experts(rows: int, parallel: bool, most_sorted: int = 1024) -> float:
+def experts(passes: list[moe_bf16.Pass], parallel: bool, most_few: int = 1024) -> float:
     """More pairs of an expert than a block's, an expert without any, an invalid pair, a token without a held one."""
     tokens, top_k, count, hidden, inter = 21, 2, 5, 256, 128
     x, scores = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
@@ -220,8 +234,8 @@ def experts(rows: int, parallel: bool, most_sorted: int = 1024) -> float:
     indices[3, 0], indices[:, 1] = -1, 2
     held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
     out = torch.full((tokens, hidden), torch.nan)
-    moe_bf16.MAX_FEW, moe_bf16.MAX_FEW_EACH = most_sorted, 100
-    moe_bf16.run(x, indices, scores, out, *weights, held, moe_bf16.Launch(rows, 32, 4, 1))
+    moe_bf16.MAX_FEW = most_few
+    moe_bf16.run(x, indices, scores, out, *weights, held, passes)
     wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):
         for slot in range(top_k):
@@ -251,14 +265,20 @@ def main() -> None:
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     errors |= absorb(1.0) | absorb(2.5) | absorb(1.0, shared=True)
+    one = {rows: [moe_bf16.Pass(moe_bf16.Launch(rows, 32, 4, 1))] for rows in (16, 32)}
+    two = [*one[16], moe_bf16.Pass(moe_bf16.Launch(32, 64, 4, 1), 20)]
     errors |= {
-        f"experts rows={rows} parallel={p}": experts(rows, p) for rows, p in ((16, False), (16, True), (32, True))
+        f"experts rows={rows} parallel={p}": experts(one[rows], p) for rows, p in ((16, False), (16, True), (32, True))
     }
-    errors["experts sorted by PyTorch"] = experts(16, True, most_sorted=0)
+    errors["experts sorted by three launches"] = experts(one[16], True, most_few=0)
+    errors |= {f"experts in two passes, parallel={p}": experts(two, p, most_few=30) for p in (False, True)}
     errors |= {
-        f"order of {n} pairs, rows={rows} parallel={p}": sorted_pairs(n, rows, p)
-        for n, rows, p in ((1, 16, False), (37, 16, True), (100, 32, False))
-    }
+        f"order of {n} pairs, {len(passes)} passes, parallel={p}, few={few}": sorted_pairs(n, passes, p, few)
+        for n, passes, p, few in (
+            (1, one[16], False, 1024), (37, one[16], True, 1024), (100, one[32], False, 1024), (100, two, True, 1024),
+            (37, one[16], True, 0), (1500, two, False, 0),
+        )
+    }  # fmt: skip
     print(json.dumps(errors | add_norm() | rowwise()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,9 @@ from kimi_k2.kernels.common.launch import expect
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.experts.launch import expect_routing, token_ranges
 
-# Up to so many pairs, and so many of an expert, one launch sorts them, each expert's program looking at all. There are
-# then as many numbers of blocks as pairs, and the unused ones cost little only while they are few.
-MAX_FEW, MAX_FEW_EACH = 1024, 2
+# Up to so many pairs one launch sorts them, each expert's program looking at all.
+MAX_FEW = 2048
+CHUNK = 1024  # pairs of a program otherwise
 
 
 class Launch(NamedTuple):
@@ -41,20 +42,64 @@ class Launch(NamedTuple):
     step: int = 64
 
 
-# Pairs of an expert up to which a launch is chosen, measured on an H200, TP8 and EP8 slices, 1 to 4096 tokens.
+# Pairs of an expert up to which a launch is chosen: H200, slices of TP4, TP8, EP4 and EP8, 1 to 16384 tokens.
 LAUNCHES = (
     (0.1, Launch(16, 32, 4, 3, 256)),
-    (1.0, Launch(16, 64, 4, 3, 128)),
-    (2.0, Launch(32, 64, 4, 4, 64)),
+    (2.0, Launch(16, 64, 4, 3, 128)),
     (16.0, Launch(32, 64, 4, 3, 128)),
     (64.0, Launch(64, 64, 4, 3, 64)),
-    (math.inf, Launch(128, 64, 8, 3, 64)),
+    (math.inf, Launch(128, 128, 8, 4, 64)),
 )
+# For experts with more pairs than two blocks of such a launch, by the tokens of the call, which is what they have at
+# most: where all tokens go to the same few experts they are all there is.
+CROWDED_LAUNCHES = (
+    (96, Launch(64, 32, 4, 3, 128)),
+    (256, Launch(64, 64, 4, 4, 64)),
+    (512, Launch(128, 64, 8, 4, 64)),
+    (math.inf, Launch(128, 128, 8, 4, 64)),
+)
+
+
+class Pass(NamedTuple):
+    """The two GEMMs over the experts that have at least `least` pairs, and less than the next pass's least."""
+
+    launch: Launch
+    least: int = 1
+
+    def blocks(self, pairs: int, experts: int) -> int:
+        """Numbers of blocks, used or not: `first_block` of bf16_triton.py at the end of all pairs."""
+        return pairs // self.launch.rows + min(pairs // self.least, experts + 1)
 
 
 def choose_launch(pairs: int, experts: int) -> Launch:
     """By the pairs that an expert gets of an even routing."""
     return next(launch for most, launch in LAUNCHES if pairs / experts <= most)
+
+
+def choose_passes(tokens: int, top_k: int, experts: int) -> list[Pass]:
+    """One for all experts, or one for most of them and one for those with far more pairs than an even routing gives."""
+    launch = choose_launch(tokens * top_k, experts)
+    crowded = next(one for most, one in CROWDED_LAUNCHES if tokens <= most)
+    least = 2 * launch.rows + 1
+    if tokens < least or crowded.rows <= launch.rows:
+        return [Pass(launch)]
+    return [Pass(launch), Pass(crowded, least)]
+
+
+@functools.cache
+def _shared_bytes(index: int) -> int:
+    """Shared memory that a block of GPU `index` may have."""
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def fit(launch: Launch, device: torch.device) -> Launch:
+    """The launch with as many of its stages as a block's shared memory holds."""
+    if device.type != "cuda":
+        return launch
+    stage = (launch.rows + 2 * launch.width) * launch.step * 2
+    return launch._replace(stages=max(1, min(launch.stages, _shared_bytes(device.index) // stage)))
 
 
 def divisor(inputs: int, step: int) -> int:
@@ -69,56 +114,58 @@ def supports(hidden: int, inter: int, device: torch.device) -> bool:
 
 
 class Order(NamedTuple):
-    """Pairs sorted by expert, cut into blocks of one expert each.
+    """Pairs sorted by expert, and which expert's each block of the GEMMs is.
 
     Attributes:
         local: int32 [T * k], the pairs' experts; E where it is not held.
-        pairs: int64 [T * k], those of expert 0 first, those without a held expert last.
-        block_expert: int32 [most blocks], E where there is none.
-        starts, counts, block_ends: int32 [E]: first place and number of an expert's pairs, its last block's number + 1.
+        pairs: int64 [T * k], those of expert 0 first; undefined past the held ones.
+        starts, counts: int32 [E], first place and number of an expert's pairs.
+        blocks: of each `Pass`, int32: expert of each block, E where there is none.
     """
 
     local: Tensor
     pairs: Tensor
-    block_expert: Tensor
     starts: Tensor
     counts: Tensor
-    block_ends: Tensor
+    blocks: list[Tensor]
 
 
-def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
-    """Sort by expert without reading anything back; a chosen index outside the model's experts counts as not held."""
-    chosen, device = topk_indices.flatten().long(), topk_indices.device
-    known = experts if expert_map is None else expert_map.shape[0]
-    valid = (chosen >= 0) & (chosen < known)
-    local = chosen.clamp(0, known - 1)
-    local = local if expert_map is None else expert_map[local].long()
-    local = torch.where(valid & (local >= 0) & (local < experts), local, experts)
-    every = torch.zeros(experts + 1, dtype=torch.int32, device=device)
-    every.scatter_add_(0, local, torch.ones_like(local, dtype=torch.int32))
-    counts = every[:experts]
-    starts = counts.cumsum(0, dtype=torch.int32) - counts
-    block_ends = ((counts + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
-    most = min(len(chosen), len(chosen) // rows + experts)
-    numbers = torch.arange(most, dtype=torch.int32, device=device)
-    block_expert = torch.searchsorted(block_ends, numbers, right=True, out_int32=True)
-    return Order(local.int(), local.argsort(stable=True), block_expert, starts, counts, block_ends)
+def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, passes: Sequence[Pass]) -> Order:
+    """Sort by expert without reading anything back; a chosen index outside the model's experts counts as not held.
+
+    Few pairs by one launch, each expert's program looking at all of them.
+    """
+    chosen, pairs, device = topk_indices.contiguous(), topk_indices.numel(), topk_indices.device
+    known, mapped = experts if expert_map is None else expert_map.shape[0], expert_map is not None
+    local, order = (torch.empty(pairs, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    blocks = [torch.empty(one.blocks(pairs, experts), dtype=torch.int32, device=device) for one in passes]
+    # Without a second pass the first one takes all.
+    many, most = (passes[1].launch.rows, passes[1].least - 1) if len(passes) > 1 else (0, 2**30)
+    sizes = {"ROWS": passes[0].launch.rows, "MANY_ROWS": many}
+    given = chosen if expert_map is None else expert_map
+    starts, cursors = torch.empty(2, experts, dtype=torch.int32, device=device)
+    if pairs <= MAX_FEW:
+        counts = cursors
+        padded = max(16, 1 << (pairs - 1).bit_length())
+        _kernels().sort_few[(experts + 1,)](
+            chosen, given, local, order, starts, counts, blocks[0], blocks[-1], most, pairs, known, experts,
+            MAPPED=mapped, PAIRS=padded, **sizes, num_warps=4 if padded > 256 else 1,
+        )  # fmt: skip
+        return Order(local, order, starts, counts, blocks)
+    counts = torch.zeros(experts, dtype=torch.int32, device=device)
+    grid = (-(-pairs // CHUNK),)
+    _kernels().count_pairs[grid](chosen, given, local, counts, pairs, known, experts, MAPPED=mapped, CHUNK=CHUNK)
+    bins = 1 << experts.bit_length()
+    _kernels().place_experts[(experts + 1,)](
+        counts, starts, cursors, blocks[0], blocks[-1], most, pairs, experts, BINS=bins, **sizes
+    )
+    _kernels().scatter_pairs[grid](local, cursors, order, pairs, experts, CHUNK=CHUNK)
+    return Order(local, order, starts, counts, blocks)
 
 
-def sort_few(topk_indices: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
-    """`sort_pairs` by one launch, for at most MAX_FEW pairs; blocks are numbered with gaps."""
-    pairs, device = topk_indices.numel(), topk_indices.device
-    known = experts if expert_map is None else expert_map.shape[0]
-    local, block_expert = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
-    order = torch.empty(pairs, dtype=torch.int64, device=device)
-    starts, counts, block_ends = torch.empty(3, experts, dtype=torch.int32, device=device)
-    padded = max(16, 1 << (pairs - 1).bit_length())
-    _kernels().sort_few[(experts + 1,)](
-        topk_indices.contiguous(), topk_indices if expert_map is None else expert_map, local, order, block_expert,
-        starts, counts, block_ends, pairs, known, experts, MAPPED=expert_map is not None, PAIRS=padded, ROWS=rows,
-        num_warps=4 if padded > 256 else 1,
-    )  # fmt: skip
-    return Order(local, order, block_expert, starts, counts, block_ends)
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index, priority=-1)
 
 
 @functools.cache
@@ -178,13 +225,8 @@ def moe_bf16(
     top_k, out = topk_indices.shape[1], torch.empty_like(x)
     for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
         part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
-        run(
-            *part,
-            gate_up_proj,
-            down_proj,
-            expert_map,
-            Launch(*how) if how else choose_launch((end - begin) * top_k, experts),
-        )
+        passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, top_k, experts)
+        run(*part, gate_up_proj, down_proj, expert_map, passes)
     return out
 
 
@@ -199,25 +241,38 @@ def run(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_map: Tensor | None,
-    how: Launch,
+    passes: Sequence[Pass],
 ) -> None:
-    """`moe_bf16` into `out` with the launch pinned, arguments unchecked."""
+    """`moe_bf16` into `out` with one or two passes pinned, arguments unchecked."""
     (tokens, top_k), (experts, hidden, inter) = topk_indices.shape, down_proj.shape
     if not tokens:
         return
-    few = tokens * top_k <= min(MAX_FEW, MAX_FEW_EACH * experts)
-    sort = sort_few if few else sort_pairs
-    order, kernels = sort(topk_indices, expert_map, experts, how.rows), _kernels()
-    sorted_by = order.pairs, order.block_expert, order.starts, order.counts, order.block_ends
+    order, kernels = sort_pairs(topk_indices, expert_map, experts, passes), _kernels()
     middle, parts = (x.new_empty(tokens * top_k, size) for size in (inter, hidden))
-    sizes = {"HIDDEN": hidden, "INTER": inter, "ROWS": how.rows, "WIDTH": how.width}
-    options = {"num_warps": how.warps, "num_stages": how.stages}
-    blocks = len(order.block_expert)
-    kernels.gate_up[(inter // how.width, blocks)](
-        x, gate_up_proj, *sorted_by, middle, top_k, experts, **sizes, STEP=divisor(hidden, how.step), **options
-    )
-    sizes["WIDTH"] = divisor(hidden, 2 * how.width)  # one sum instead of two
-    kernels.down[(hidden // sizes["WIDTH"], blocks)](
-        middle, down_proj, *sorted_by, topk_weights, parts, experts, **sizes, STEP=divisor(inter, how.step), **options
-    )
+
+    def multiply(one: Pass, blocks: Tensor) -> None:
+        how = fit(one.launch, x.device)
+        given = order.pairs, order.starts, order.counts, blocks, one.least
+        sizes = {"HIDDEN": hidden, "INTER": inter, "ROWS": how.rows}
+        options = {"num_warps": how.warps, "num_stages": how.stages}
+        width, step = divisor(inter, how.width), divisor(hidden, how.step)
+        kernels.gate_up[(inter // width, len(blocks))](
+            x, gate_up_proj, *given, middle, top_k, experts, **sizes, WIDTH=width, STEP=step, **options
+        )
+        width, step = divisor(hidden, 2 * how.width), divisor(inter, how.step)  # one sum instead of two
+        kernels.down[(hidden // width, len(blocks))](
+            middle, down_proj, *given, topk_weights, parts, experts, **sizes, WIDTH=width, STEP=step, **options
+        )
+
+    if len(passes) > 1 and x.is_cuda:
+        # Beside each other: the crowded experts' few blocks first, the others' where they leave room.
+        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device.index)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            multiply(passes[1], order.blocks[1])
+        multiply(passes[0], order.blocks[0])
+        main.wait_stream(side)
+    else:
+        for one, blocks in zip(passes, order.blocks, strict=True):
+            multiply(one, blocks)
     kernels.combine[(tokens, -(-hidden // 1024))](parts, order.local, out, top_k, experts, HIDDEN=hidden, WIDTH=1024)
