@@ -77,3 +77,7 @@ def test_flash_attention_takes_whole_chunks(queries: int, slots: int, heads: int
         assert float((found[:, -200:, one].double() - wanted).norm() / wanted.norm()) < 6e-3
     assert float((found.double() - ours.double()).norm() / ours.double().norm()) < 6e-3
     assert torch.equal(found, mla_naive_attention(*given, whole=True))
+    # Queries rotated in place, a cache longer than what is attended over.
+    q[..., 128:] = rope
+    longer = torch.cat((cache, random(1, 100, 576)), dim=1)[:, :slots]
+    assert torch.equal(found, mla_naive_attention(nope, q[..., 128:], longer, *given[3:], whole=True))

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from kimi_k2.kernels.router.entries import route
-from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, held_rows, rotate_pairs, row_norm, write_slots
+from kimi_k2.kernels.rowwise.prefill import (
+    fp8_block_to_bf16,
+    held_rows,
+    rotate_in_place,
+    rotate_pairs,
+    row_norm,
+    write_slots,
+)
 from kimi_k2.ops.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -51,7 +58,9 @@ def test_rotation(heads: int) -> None:
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     wanted = torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, :, None]).flatten(-2)
-    assert distance(rotate_pairs(x, cos, sin), wanted) < 1.8e-3  # one rounding to BF16
+    rotated = rotate_pairs(x, cos, sin)
+    assert distance(rotated, wanted) < 1.8e-3  # one rounding to BF16
+    assert rotate_in_place(x, cos[:, :, None], sin[:, :, None]) is x and torch.equal(x, rotated)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

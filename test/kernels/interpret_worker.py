@@ -86,13 +86,23 @@ def prefill(queries: int, slots: int) -> float:
     return worst
 
 
-def joined(heads_of_right: bool) -> float:
+def joined() -> float:
     """Strided parts, more tokens than a block has; 0 or 1."""
     left, right = torch.randn(2, 3, 70, 256)[..., :128].transpose(1, 2), torch.randn(2, 70, 3, 64)
-    if not heads_of_right:
-        right = torch.randn(2, 70, 576)[..., 512:]
-    wide = right if heads_of_right else right.unsqueeze(2).expand(-1, -1, 3, -1)
-    return float(not torch.equal(flash_prefill.join(left, right), torch.cat((left, wide), dim=-1)))
+    whole = torch.randn(2, 70, 3, 192)
+    together = flash_prefill.join(*whole.split([128, 64], dim=-1))
+    assert torch.equal(together, whole) and together.data_ptr() == whole.data_ptr(), "nothing is copied"
+    return float(not torch.equal(flash_prefill.join(left, right), torch.cat((left, right), dim=-1)))
+
+
+def keys_and_values() -> float:
+    """More slots than a block has, two sequences of a longer cache."""
+    cache, kv_b = torch.randn(2, 80, 576)[:, :70], torch.randn(3, 256, 512)
+    keys, values = flash_prefill.keys_and_values(cache, kv_b)
+    expanded = torch.einsum("btr,hvr->bthv", cache[..., :512].double(), kv_b.double())
+    rotated = cache[:, :, None, 512:].expand(-1, -1, 3, -1)
+    wanted = torch.cat((expanded[..., :128], rotated.double()), dim=-1)
+    return max(error(keys, wanted), error(values, expanded[..., 128:]))
 
 
 def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
@@ -174,7 +184,11 @@ def rowwise() -> dict[str, float]:
     rowwise_triton.norm[(3,)](x, norm, quotients, 500, 300, 1e-6, WIDTH=512)
     heads = torch.randn(2, 5, 3, 96)[..., 32:]
     cos, sin, rotated = torch.randn(2, 5, 32), torch.randn(2, 5, 32), torch.empty(2, 5, 3, 64)
-    rowwise_triton.rotate[(10,)](heads, cos, sin, rotated, 5, 3, *heads.stride()[:3], PAIRS=32, HEADS=4)
+    strides = heads.stride()[:3]
+    rowwise_triton.rotate[(10,)](heads, cos, sin, rotated, 5, 3, *strides, *rotated.stride()[:3], PAIRS=32, HEADS=4)
+    given = heads.clone()
+    rowwise_triton.rotate[(10,)](heads, cos, sin, heads, 5, 3, *strides, *strides, PAIRS=32, HEADS=4)
+    assert torch.equal(heads, rotated), "in place"
     entries, positions = torch.randn(2, 3, 72) * 4, torch.tensor([[6, 0, -1], [-1, 7, 3]])
     cache = torch.randn(2, 7, 72)
     before = cache.double()
@@ -192,7 +206,7 @@ def rowwise() -> dict[str, float]:
         "rowwise embed": error(held, wanted.double()),
         "rowwise dequantize": error(values, weight.double() * blocks),
         "rowwise norm": error(quotients, normed(x, norm)),
-        "rowwise rotate": error(rotated, rotate(heads, cos[:, :, None], sin[:, :, None])),
+        "rowwise rotate": error(rotated, rotate(given, cos[:, :, None], sin[:, :, None])),
         "rowwise store": error(cache, before),
     }
 
@@ -261,7 +275,7 @@ def main() -> None:
         name = f"mla e4m3 paged={paged} narrow={narrow} splits={splits}"
         errors[name] = mla(codes, 8, paged, torch.float8_e4m3fn)
     errors |= {f"prefill S={s} T={t}": prefill(s, t) for s, t in ((40, 40), (37, 90))}
-    errors |= {f"joined {name}": joined(name == "queries") for name in ("queries", "keys")}
+    errors |= {"joined queries": joined(), "keys and values": keys_and_values()}
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
     errors |= absorb(1.0) | absorb(2.5) | absorb(1.0, shared=True)

@@ -138,7 +138,7 @@ class LayerStep:
         q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         q = project(q_a, self.q_b, q_norm.weight, q_norm.eps)
         q, latent, k_rope = (part.unflatten(0, prompt.positions.shape) for part in (q, latent, k_rope))
-        values = attention.attend(q, latent, k_rope, *prompt)
+        values = attention.attend(q, latent, k_rope, *prompt, own_queries=True)
         return project(values.flatten(0, 1), self.o), x
 
     def feed_forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:

@@ -103,6 +103,8 @@ class MultiHeadLatentAttention(nn.Module):
         cache: LatentCache | None,
         length: int,
         whole: bool = False,
+        *,
+        own_queries: bool = False,
     ) -> Tensor:
         """What lies between the projections.
 
@@ -112,6 +114,7 @@ class MultiHeadLatentAttention(nn.Module):
             k_rope: [B, S, qk_rope_head_dim], not rotated.
             positions .. length: as `forward` takes them.
             whole: as `mla_naive_attention` takes it.
+            own_queries: nobody else reads q, whose memory may be used.
 
         Returns:
             [B, S, heads * v_head_dim].
@@ -119,7 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
         config = self.config
         batch, new, _ = q.shape
         heads = q.view(batch, new, -1, config.qk_head_dim)
-        q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation)
+        q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation, in_place=own_queries)
         entries = cache_entries(self.kv_a_layernorm(latent), k_rope, *rotation)
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kimi_k2.ops.registry import operation
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.rotary import apply_rotary_interleaved, rotate_in_place
 from kimi_k2.ops.rows import attend_blocks, in_blocks, linear_heads, linear_rows
 
 
-def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """The part of the queries without position, and the rotated rest.
 
     Args:
-        q: [B, S, H, nope + rope], not rotated.
+        q: [B, S, H, nope + rope], not rotated; with `in_place` nobody reads it afterwards.
         nope: qk_nope_head_dim.
         cos: cosines of the positions' angles, [B, S, rope / 2].
         sin: their sines, of the same shape.
@@ -28,7 +28,8 @@ def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> tuple[Ten
         [B, S, H, nope] and [B, S, H, rope].
     """
     q_nope, q_rope = q.split([nope, q.shape[-1] - nope], dim=-1)
-    return q_nope, apply_rotary_interleaved(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))
+    rotate = rotate_in_place if in_place else apply_rotary_interleaved
+    return q_nope, rotate(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))
 
 
 def cache_entries(latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention import flash_prefill
-from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, ROPE, VALUE, run
+from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, RANK, ROPE, VALUE, run
 
 SHAPES = (
     *((8, 1024, 1024), (8, 2048, 2048), (8, 4096, 4096), (8, 8192, 8192), (8, 32768, 32768), (64, 4096, 4096)),
@@ -22,17 +23,39 @@ SOFTMAX_SCALE = 192**-0.5
 LAUNCHES = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 32, 8, 4))
 
 
-def random_inputs(heads: int, queries: int, slots: int) -> tuple[Tensor, ...]:
+class Inputs(NamedTuple):
+    """One sequence whose last tokens are new: queries as the model leaves them, keys and values in both layouts."""
+
+    nope: Tensor
+    rope: Tensor
+    cache: Tensor
+    kv_b: Tensor
+    positions: Tensor
+    expanded: Tensor
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        """Arguments of the operation."""
+        return self.nope, self.rope, self.cache, self.kv_b, self.positions, SOFTMAX_SCALE
+
+
+def expand(cache: Tensor, kv_b: Tensor) -> Tensor:
+    """Keys without position and values of all heads by one GEMM, [B, H, T, 256]."""
+    return torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
+
+
+def random_inputs(heads: int, queries: int, slots: int) -> Inputs:
     """One sequence whose last `queries` tokens are new."""
-    shapes = (1, queries, heads, NOPE), (1, queries, heads, ROPE), (1, heads, slots, NOPE + VALUE), (1, slots, 576)
-    tensors = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    return (*tensors, torch.arange(slots - queries, slots, device="cuda")[None])
+    shapes = (1, queries, heads, NOPE + ROPE), (1, slots, RANK + ROPE), (heads, NOPE + VALUE, RANK)
+    q, cache, kv_b = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    kv_b *= RANK**-0.5
+    positions = torch.arange(slots - queries, slots, device="cuda")[None]
+    nope, rope = q.split([NOPE, ROPE], dim=-1)
+    return Inputs(nope, rope, cache, kv_b, positions, expand(cache, kv_b))
 
 
-def call(one: tuple[Tensor, ...], launch: tuple[int, int, int, int]) -> Tensor:
+def call(one: Inputs, launch: tuple[int, int, int, int]) -> Tensor:
     """`mla_prefill` with a launch of its own."""
-    nope, rope, expanded, cache, positions = one
-    return run(nope, rope, expanded, cache, positions, SOFTMAX_SCALE, launch)
+    return run(one.nope, one.rope, one.expanded, one.cache, one.positions, SOFTMAX_SCALE, launch)
 
 
 def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tensor:
@@ -46,12 +69,18 @@ def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tenso
     )
 
 
-def flash(one: tuple[Tensor, ...]) -> Tensor:
-    """FlashAttention 3 with what it needs joined before, as the table's entry."""
-    nope, rope, expanded, cache, _ = one
-    keys, values = expanded.transpose(1, 2).split([NOPE, VALUE], dim=-1)
-    joined = flash_prefill.join(nope, rope), flash_prefill.join(keys, cache[..., -ROPE:])
-    return flash_prefill.attend(*joined, values, SOFTMAX_SCALE)
+def ways(inputs: list[Inputs]) -> dict[str, list[Callable[[], object]]]:
+    """FlashAttention 3 alone, with keys and values made before it, and one GEMM that makes these."""
+    if flash_prefill.flash_attention() is None:
+        return {}
+    ready = [
+        (flash_prefill.join(one.nope, one.rope), *flash_prefill.keys_and_values(one.cache, one.kv_b)) for one in inputs
+    ]
+    return {
+        "FlashAttention 3 alone": [partial(flash_prefill.attend, *one, SOFTMAX_SCALE) for one in ready],
+        "with keys and values": [partial(flash_prefill.mla_naive_attention, *one.whole()) for one in inputs],
+        "one GEMM alone": [partial(expand, one.cache, one.kv_b) for one in inputs],
+    }
 
 
 def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
@@ -66,9 +95,8 @@ def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
         for name, launch in launches.items():
             calls = [partial(call, one, launch) for one in inputs]
             yield Row("mla_prefill", case, name, graph_median(calls), moved, flops)
-        if flash_prefill.flash_attention() is not None:
-            calls = [partial(flash, one) for one in inputs]
-            yield Row("mla_prefill", case, "FlashAttention 3", graph_median(calls), moved, flops)
+        for name, way in ways(inputs).items():
+            yield Row("mla_prefill", case, name, graph_median(way), moved, flops)
         if with_peers and queries == slots and queries <= 8192:
-            calls = [partial(padded, *one[:4]) for one in inputs]
+            calls = [partial(padded, one.nope, one.rope, one.expanded, one.cache) for one in inputs]
             yield Row("mla_prefill", case, "PyTorch SDPA", graph_median(calls), moved, flops)

@@ -1,7 +1,8 @@
 """Prefill attention by FlashAttention 3, which vLLM brings: stands for `ops.mla.mla_naive_attention`.
 
-Keys of 192 and values of 128 a head are what it has a kernel for. Queries and keys are joined from their parts by one
-launch each. Its causal mask ends at the last slot, so only whole chunks are taken; the others go to `mla_prefill`.
+Keys of 192 and values of 128 a head are what it has a kernel for. The GEMMs write both where it reads them, and the
+rotated part of the keys follows; queries that were rotated in place are joined already. Its causal mask ends at the
+last slot, so only whole chunks are taken; the others go to `mla_prefill`.
 """
 
 from __future__ import annotations
@@ -65,15 +66,40 @@ def _kernels() -> Any:
 
 
 def join(left: Tensor, right: Tensor) -> Tensor:
-    """[B, T, H, 128] and [B, T, H, 64], or [B, T, 64] of all heads, to [B, T, H, 192]; values in a row side by side."""
+    """[B, T, H, 128] and [B, T, H, 64] to [B, T, H, 192]; a view where they lie side by side already."""
+    if left.stride() == right.stride() and left.data_ptr() + NOPE * left.element_size() == right.data_ptr():
+        return left.as_strided((*left.shape[:3], NOPE + ROPE), left.stride())
     batch, tokens, heads, _ = left.shape
     out = left.new_empty(batch, tokens, heads, NOPE + ROPE)
-    head_stride = right.stride(2) if right.dim() == 4 else 0
     _kernels().join[(-(-tokens // BLOCK), heads, batch)](
-        left, right, out, tokens, heads, *left.stride()[:3], *right.stride()[:2], head_stride, BLOCK=BLOCK,
-        num_warps=WARPS,
-    )  # fmt: skip
+        left, right, out, tokens, heads, *left.stride()[:3], *right.stride()[:3], BLOCK=BLOCK, num_warps=WARPS
+    )
     return out
+
+
+def keys_and_values(cache: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every cached slot and head, each written once where attention reads it.
+
+    Args:
+        cache: bfloat16 [B, T, 576], the last 64 rotated keys.
+        kv_b: bfloat16 [H, 256, 512], W_UK above W_UV.
+
+    Returns:
+        bfloat16 [B, T, H, 192] and [B, T, H, 128].
+    """
+    (batch, slots, _), heads = cache.shape, kv_b.shape[0]
+    keys = cache.new_empty(batch, slots, heads, NOPE + ROPE)
+    values = cache.new_empty(batch, slots, heads, VALUE)
+    w_uk, w_uv = kv_b.mT.split([NOPE, VALUE], dim=2)
+    for sequence in range(batch):
+        latent = cache[sequence, :, :RANK].expand(heads, slots, RANK)
+        torch.bmm(latent, w_uk, out=keys[sequence, :, :, :NOPE].transpose(0, 1))
+        torch.bmm(latent, w_uv, out=values[sequence].transpose(0, 1))
+    rotated = cache[..., RANK:]
+    _kernels().spread[(-(-slots // BLOCK), heads, batch)](
+        rotated, keys, slots, heads, *rotated.stride()[:2], BLOCK=BLOCK, num_warps=WARPS
+    )
+    return keys, values
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Tensor:
@@ -123,6 +149,4 @@ def mla_naive_attention(
     whole: bool = False,
 ) -> Tensor:
     """The plain function's work, of a whole chunk."""
-    expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT).transpose(1, 2)
-    keys, values = expanded.split([NOPE, VALUE], dim=-1)
-    return attend(join(q_nope, q_rope), join(keys, cache[..., RANK:]), values, softmax_scale)
+    return attend(join(q_nope, q_rope), *keys_and_values(cache, kv_b), softmax_scale)

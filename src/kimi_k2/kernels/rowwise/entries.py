@@ -11,13 +11,19 @@ from kimi_k2.ops import norm as ops_norm
 from kimi_k2.ops.cache import store_entries
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.rotary import apply_rotary_interleaved, rotate_in_place
 from kimi_k2.ops.weights import dequantize_fp8_block
 
 ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invariant=BY_ROW)(prefill.rms_norm)
 apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved, batch_invariant=ELEMENTWISE)(
     prefill.apply_rotary_interleaved
 )
+rotate_in_place.entry(
+    "triton",
+    takes=prefill.supports_rotate_in_place,
+    joins={"apply_rotary_interleaved": "triton"},
+    batch_invariant=ELEMENTWISE,
+)(prefill.rotate_in_place)
 store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(prefill.store_entries)
 dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
     prefill.dequantize_fp8_block

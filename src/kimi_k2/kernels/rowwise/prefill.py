@@ -204,16 +204,43 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         KernelError: another shape or dtype.
     """
     _check_pairs(x, cos, sin)
-    batch, tokens, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        _kernels().rotate[(batch * tokens,)](
-            x, cos, sin, out, tokens, heads, *x.stride()[:3], PAIRS=size // 2, HEADS=_power_of_two(heads)
-        )
+    _rotate(x, cos, sin, out)
     return out
 
 
 rotate_pairs.fake(_check_pairs, lambda x: x.new_empty(x.shape))
+
+
+@kernel_operation("rotate_pairs_", mutates_args=("x",))
+def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`rotate_pairs` into x itself."""
+    _check_pairs(x, cos, sin)
+    _rotate(x, cos, sin, x)
+
+
+rotate_pairs_.fake(_check_pairs)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    batch, tokens, heads, size = x.shape
+    if x.numel():
+        strides = *x.stride()[:3], *out.stride()[:3]
+        _kernels().rotate[(batch * tokens,)](
+            x, cos, sin, out, tokens, heads, *strides, PAIRS=size // 2, HEADS=_power_of_two(heads)
+        )
+
+
+def supports_rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """What `rotate_pairs_` takes, with heads."""
+    return x.dim() == 4 and supports_apply_rotary_interleaved(x, cos, sin)
+
+
+def rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_pairs_` with the plain function's arguments."""
+    angles = (*x.shape[:2], x.shape[-1] // 2)
+    rotate_pairs_(x, cos.view(angles), sin.view(angles))
+    return x
 
 
 def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> bool:

@@ -34,9 +34,10 @@ def norm(x, weight, out, stride, size, eps, WIDTH: tl.constexpr):  # type: ignor
 
 @triton.jit
 def rotate(  # type: ignore[no-untyped-def]
-    x, cos, sin, out, tokens, heads, batch_stride, token_stride, head_stride, PAIRS: tl.constexpr, HEADS: tl.constexpr
-):
-    """All heads of one token."""
+    x, cos, sin, out, tokens, heads, batch_stride, token_stride, head_stride, out_batch, out_token, out_head,
+    PAIRS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token; `out` may be x."""
     row = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, HEADS), tl.arange(0, PAIRS)
     inside = (head < heads)[:, None] & (pair < PAIRS)[None, :]
@@ -44,7 +45,7 @@ def rotate(  # type: ignore[no-untyped-def]
     source = x + row // tokens * batch_stride + row % tokens * token_stride
     source += head[:, None] * head_stride + 2 * pair[None, :]
     even, odd = tl.load(source, inside, 0.0).to(tl.float32), tl.load(source + 1, inside, 0.0).to(tl.float32)
-    target = out + (row * heads + head[:, None]) * (2 * PAIRS) + 2 * pair[None, :]
+    target = out + row // tokens * out_batch + row % tokens * out_token + head[:, None] * out_head + 2 * pair[None, :]
     tl.store(target, (even * c - odd * s).to(out.dtype.element_ty), inside)
     tl.store(target + 1, (odd * c + even * s).to(out.dtype.element_ty), inside)
 
