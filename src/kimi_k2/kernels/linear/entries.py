@@ -17,7 +17,7 @@ from kimi_k2.ops.weights import Weight
 BLOCK = (128, 128)
 # Up to here the tokens need no launch before the GEMM's; up to so many with a weight of BIG values, which is multiplied
 # as long as it is read.
-FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 4, 2**24
+FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, few_gemm.BIG
 # Up to here two terms beat dequantizing the weight for cuBLAS.
 MANY = 256
 ONE_ORDER = "one order of the columns: parts by the weight's shape"
