@@ -7,14 +7,13 @@ in an environment of its own where need be: torch 2.9.1, torchvision 0.24.1, tra
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pictures import drawn, in_mode, write_video
+from pictures import VIDEOS, drawn, image_of, sizes, write_video
 
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
@@ -25,7 +24,6 @@ from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 from kimi_k2.vision_config import VisionConfig
 
-MODES = ["RGB", "RGBA", "L", "LA", "P", "P+t", "PA", "1", "CMYK", "YCbCr"]
 # One step of a byte, normalised.
 STEP = 1 / 127.5
 
@@ -38,13 +36,6 @@ def hugging_face() -> Any:
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"transformers' processor needs torchvision and transformers 5.23: {error}")
     return kimi_k25
-
-
-def sizes() -> list[tuple[int, int]]:
-    """50 heights and widths, most of them drawn, from one pixel to beyond every limit."""
-    draw = random.Random(17)
-    fixed = [(1, 1), (28, 28), (27, 29), (448, 448), (1, 9000), (9000, 3), (2000, 2300), (1792, 1792), (14, 14)]
-    return fixed + [(int(2 ** draw.uniform(2, 10.5)), int(2 ** draw.uniform(2, 10.5))) for _ in range(41)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +56,7 @@ def test_fifty_images(processor: MediaProcessor) -> None:
     shell.image_processor, shell.image_token = theirs, "<|media_pad|>"
     worst, changed, values = 0.0, 0, 0
     for number, (height, width) in enumerate(sizes()):
-        image = in_mode(drawn(height, width, number), MODES[number % len(MODES)], number)
+        image = image_of(number)
         expected = theirs(image, return_tensors="pt")
         ours = process_image(image, processor.config)
         assert [list(ours.grid)] == expected["image_grid_thw"].tolist(), (height, width, image.mode)
@@ -81,10 +72,10 @@ def test_fifty_images(processor: MediaProcessor) -> None:
 @pytest.mark.parametrize(
     ("frames", "height", "width", "fps", "codec", "suffix"),
     [
-        (1, 64, 96, 25, "mpeg4", ".mp4"), (50, 120, 88, 25, "mpeg4", ".avi"), (31, 32, 256, 10, "libvpx-vp9", ".webm"),
-        (24, 1000, 1400, 8, "mpeg4", ".mov"), (120, 30, 28, 30, "mpeg4", ".mkv"),
+        (*video, "libvpx-vp9" if suffix == ".webm" else "mpeg4", suffix)
+        for video, suffix in zip(VIDEOS, (".mp4", ".avi", ".webm", ".mov", ".mkv"), strict=True)
     ],
-)  # fmt: skip
+)
 def test_five_videos(
     processor: MediaProcessor, tmp_path: Path,
     frames: int, height: int, width: int, fps: int, codec: str, suffix: str,
