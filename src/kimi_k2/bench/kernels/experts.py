@@ -22,7 +22,7 @@ from kimi_k2.bench.kernels.tune import Case, cases
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 
-LAYOUTS = ("TP8", "EP8", "TP4", "EP4")
+LAYOUTS = ("TP8", "EP8", "TP4", "EP4", "TP2", "TP1")
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same")
 TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
 CHECKED_TOKENS = 4
