@@ -71,13 +71,17 @@ class Pass(NamedTuple):
         return pairs // self.launch.rows + min(pairs // self.least, experts + 1)
 
 
-def choose_launch(pairs: int, experts: int) -> Launch:
+def choose_launch(pairs: float, experts: int) -> Launch:
     """By the pairs that an expert gets of an even routing."""
     return next(launch for most, launch in LAUNCHES if pairs / experts <= most)
 
 
-def choose_passes(tokens: int, top_k: int, experts: int) -> list[Pass]:
-    """One for all experts, or one for most of them and one for those with far more pairs than an even routing gives."""
+def choose_passes(tokens: int, top_k: float, experts: int) -> list[Pass]:
+    """One for all experts, or one for most of them and one for those with far more pairs than an even routing gives.
+
+    Args:
+        top_k: of a token's experts, those that are held of an even routing.
+    """
     launch = choose_launch(tokens * top_k, experts)
     crowded = next(one for most, one in CROWDED_LAUNCHES if tokens <= most)
     least = 2 * launch.rows + 1
@@ -223,9 +227,10 @@ def moe_bf16(
     """
     experts, hidden, inter = _check(x, gate_up_proj, down_proj, topk_indices, topk_weights, expert_map)
     top_k, out = topk_indices.shape[1], torch.empty_like(x)
+    held = top_k if expert_map is None else top_k * experts / expert_map.shape[0]
     for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
         part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
-        passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, top_k, experts)
+        passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, held, experts)
         run(*part, gate_up_proj, down_proj, expert_map, passes)
     return out
 
