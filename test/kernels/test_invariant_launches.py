@@ -24,6 +24,18 @@ def test_linears_have_one_number_of_parts(rows: int, columns: int, terms: int) -
     assert 1 <= dense_gemm.decode_cluster(rows, columns) <= max(1, columns // dense_gemm.COLUMNS)
 
 
+def test_measured_launches_are_launches() -> None:
+    for (terms, rows, columns), known in block_gemm.MEASURED.items():
+        for tokens, choice in known.items():
+            assert (choice.groups, choice.tile) in block_gemm.TILES[terms] and choice.cluster <= columns // 128
+            assert block_gemm.modelled_time(terms, tokens, rows, columns, choice, 132) < float("inf"), "all run at once"
+            for count in (tokens // 2 + 1, tokens):
+                assert block_gemm.choose_launch(terms, count, rows, columns, 132) == choice
+            size = terms, tokens, rows, columns
+            modelled = block_gemm.choose_launch(*size, 114)
+            assert block_gemm.modelled_time(*size, modelled, 114) <= block_gemm.modelled_time(*size, choice, 114)
+
+
 def test_the_best_launches_differ() -> None:
     """Else the test above would say nothing of `fixed_launch`."""
     assert len({block_gemm.choose_launch(2, tokens, 2112, 7168, 132).cluster for tokens in TOKENS}) > 1
