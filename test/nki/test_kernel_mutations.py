@@ -18,6 +18,7 @@ from kimi_k2.nki.errors import NkiError
 
 from . import test_attention_kernels as attention
 from . import test_experts_kernel as experts
+from . import test_layers_kernel as layers
 from . import test_mla_kernel as mla
 from . import test_moe_kernel as moe
 from . import test_router_kernel as router
@@ -55,7 +56,7 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> It
     finder = _Finder(file, old, new)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
-        for tested in (attention, experts, mla, moe, router):
+        for tested in (attention, experts, layers, mla, moe, router):
             for name, value in vars(tested).copy().items():
                 source = getattr(getattr(value, "function", value), "__module__", None) or ""
                 if source.startswith(PACKAGE):
@@ -119,6 +120,14 @@ def share() -> None:
     experts.test_the_shared_expert_rides_along(32, 3, 2, "float32")
 
 
+def whole() -> None:
+    layers.test_layers_in_float32(1, 2, 1)
+
+
+def grouped() -> None:
+    layers.test_layers_in_float32(1, 2, 4)
+
+
 def layer() -> None:
     moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=False)
 
@@ -151,7 +160,7 @@ CHECKS = (
 
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
-    ("columns", "1.0 / (chunks * BLOCK)", "1.0 / BLOCK", project),
+    ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", project),
     ("columns", "out[:, first + begin : first + begin + size, :]", "out[:, begin : begin + size, :]", route),
     ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", attend),
     ("exchange", "data1=first, data2=second", "data1=first, data2=first", route),
@@ -172,7 +181,12 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("flash_decoding", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", merge),
     ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", route),
     ("experts", "[-1, self.stack], [0, self.width]]", "[0, self.stack], [0, self.width]]", route),
-    ("experts", "accumulate=group > 0", "accumulate=False", route_wide),
+    (
+        "experts",
+        "block : block + 1],\n                        accumulate=group > 0",
+        "0:1], accumulate=False",
+        route_wide,
+    ),
     ("experts", "op=nl.silu, data=by_group[source :", "op=nl.copy, data=by_group[source :", route),
     ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", route),
     ("experts", "op0=nl.greater_equal, operand0=0.0", "op0=nl.greater, operand0=0.0", other_ranks),
@@ -195,8 +209,27 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
         early,
     ),
     ("early_router", "load_weight(residual_weight[:, self.mine])", "load_weight(residual_weight[:, 0:count])", early),
-    ("early_router", "op0=nl.multiply, operand0=1.0 / size", "op0=nl.multiply, operand0=1.0 / BLOCK", early_layer),
+    ("early_router", "inverse_root(factor, total, size, eps)", "inverse_root(factor, total, BLOCK, eps)", early_layer),
     ("early_router", "op0=nl.multiply, operand0=factor", "op0=nl.multiply, operand0=1.0", early_layer),
+)
+
+
+# In the whole-layer kernel, which four ranks run: about 3 s each.
+LAYER_FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
+    ("residual", "add_over_cores(self.columns)", "pass", whole),
+    ("residual", "(self.first + block) * BLOCK", "block * BLOCK", whole),
+    ("residual", "select(1, ncc.rank_id())", "select(1, 0)", whole),
+    ("column_router", "data1=scores, data2=self.bias", "data1=scores, data2=scores[:, :, 0:1]", whole),
+    ("column_router", "accumulate=begun or head > 0", "accumulate=head > 0", whole),
+    (
+        "layer_attention",
+        "self.behind.values(rounded.reshape((BLOCK, blocks, batch * heads)), shares)",
+        "self.behind.values(rounded.reshape((BLOCK, blocks, batch * heads)))",
+        whole,
+    ),
+    ("layers", "index[:, mine]", "index[:, 0 : self.routed.slots]", whole),
+    ("layer_attention", "if nl.program_id() == 0 else (theirs, mine)", "if True else (theirs, mine)", grouped),
+    ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", grouped),
 )
 
 
@@ -211,7 +244,9 @@ def test_sound_kernels_pass_at_small_sizes(check: Callable[[], None], monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "check"), FAULTS if ALL else FAULTS[::3], ids=lambda part: getattr(part, "__name__", part)
+    ("file", "old", "new", "check"),
+    [*FAULTS, *LAYER_FAULTS] if ALL else [*FAULTS[::3], *LAYER_FAULTS[:1]],
+    ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_fault_is_seen(
     file: str, old: str, new: str, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch

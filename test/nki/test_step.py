@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import nki
+import nki.collectives as ncc
 import nki.isa as nisa
 import nki.language as nl
 import numpy as np
@@ -14,60 +15,119 @@ from kimi_k2.nki import step_counts
 from kimi_k2.nki.launch import Kernel
 from kimi_k2.nki.limits import SBUF_PARTITION_BYTES
 from kimi_k2.nki.rates import TRAINIUM2
-from kimi_k2.nki.step import Stage, described, one_after_the_other, one_kernel, sbuf_bytes
+from kimi_k2.nki.schedule import critical_path, ends_of
+from kimi_k2.nki.step import Layers, Stage, at, described, one_after_the_other
 from kimi_k2.nki.tensor import NkiTensor
 
 
-@pytest.mark.parametrize(
-    ("preset", "name"), [("trn2-tp64-ep1", "early"), ("trn2-tp32-ep2", "plain"), ("trn2-tp32-ep2", "early_fp8")]
-)
+@pytest.mark.parametrize(("preset", "name"), [("trn2-tp64-ep1", "early"), ("trn2-tp32-ep2", "plain")])
 def test_stored_counts_are_those_of_the_kernels(preset: str, name: str) -> None:
     """At 4,096 slots; `python -m kimi_k2.nki.step_counts` after a change of a kernel or a rate."""
     form, shape = step_counts.FORMS[name], step_counts.EXPERT_SHAPES[preset]
-    stages = [*step_counts.attention_stages(4096, 1, form), step_counts.moe_stage(*shape, form)]
-    layer = step_counts.stored()["presets"][preset][name]["4096"]
-    assert described(stages, TRAINIUM2) == layer["kernels"]
-    assert sbuf_bytes(stages) == layer["sbuf_bytes"]
-    rates = replace(TRAINIUM2, dma_bytes_a_second=TRAINIUM2.dma_bytes_a_second * 0.8)
-    assert one_kernel(stages, rates, 15e-6) * 1e6 == pytest.approx(
-        layer["layer_us"]["one_kernel"]["80"]["15"], abs=0.01
-    )
+    stages = [*step_counts.attention_stages(4096, 1, form), step_counts.moe_stage(shape, form)]
+    assert step_counts.kernel_counts(stages) == step_counts.stored()["presets"][preset][name]["4096"]
 
 
-def test_every_layer_fits_sbuf_and_gains_by_running_ahead() -> None:
+def test_stored_counts_are_those_of_the_whole_layer_kernel() -> None:
+    stored = step_counts.stored()["presets"]["trn2-tp64-ep1"]["folded"]["4096"]
+    layers = step_counts.whole_layers(4096, 1, step_counts.EXPERT_SHAPES["trn2-tp64-ep1"], step_counts.FORMS["folded"])
+    found = described(layers.counts(TRAINIUM2))
+    assert {name: stored[name] for name in found} == found
+    assert layers.sbuf_bytes() == stored["sbuf_bytes"]
+    rates = at(TRAINIUM2, 80, 15)
+    assert layers.seconds(rates) * 1e6 == pytest.approx(stored["layer_us"]["80"]["15"], abs=0.01)
+    assert sum(layers.path(rates).values()) == pytest.approx(layers.seconds(rates))
+
+
+def test_one_kernel_a_layer_fits_sbuf_and_hides_what_it_can() -> None:
     for forms in step_counts.stored()["presets"].values():
-        for layer in (layer for contexts in forms.values() for layer in contexts.values()):
-            assert layer["sbuf_bytes"] < SBUF_PARTITION_BYTES
-            for efficiency, row in layer["layer_us"]["one_kernel"].items():
-                in_turn = layer["layer_us"]["kernels_in_turn"][efficiency]
-                assert all(in_turn[latency] > time > float(latency) * 3 for latency, time in row.items())
+        for name in ("folded", "folded_fp8"):
+            for slots, layer in forms[name].items():
+                assert layer["sbuf_bytes"] < SBUF_PARTITION_BYTES
+                for efficiency, row in layer["layer_us"].items():
+                    in_turn = forms["early"][slots]["layer_us"][efficiency]
+                    assert all(
+                        in_turn[latency] > time > float(latency) * layer["collectives"] for latency, time in row.items()
+                    )
 
 
-def _stage(loads: int) -> Stage:
-    """A kernel that loads weights, multiplies its input with each, and stores one of the results."""
+@nki.jit
+def kernel(data: NkiTensor, weights: NkiTensor, waits: bool) -> NkiTensor:
+    """Sums over ranks, three times, with a layer's weights in between; loaded before the sum, or behind its result."""
+    out = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    tile = nl.load(data)
+    for layer in range(3):
+        total = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
+        ncc.all_reduce(srcs=[tile], dsts=[total], replica_group=ncc.ReplicaGroup([[0]]), op=nl.add)
+        tiles = []
+        for number in range(weights.shape[1]):
+            weight = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
+            if waits:
+                nisa.tensor_copy(weight, total)  # the load overwrites it, and so comes behind the sum
+            nisa.dma_copy(weight, weights[layer, number])
+            tiles.append(weight)
+        for weight in tiles:
+            nisa.tensor_tensor(total, total, weight, nl.multiply)
+        tile = total
+    nisa.dma_copy(out, tile)
+    return out
+
+
+LOADS = 200
+SECONDS_OF_LOADS = LOADS * 128 * (256 + 512) / 368e9
+
+
+def _layers(waits: bool) -> Layers:
+    assert isinstance(kernel, Kernel)
+    one = kernel[1]
+    one(np.zeros((128, 64), np.float32), np.zeros((3, LOADS, 128, 64), np.float32), waits)
+    return Layers(one, ("all-reduce",))
+
+
+def test_loads_hide_behind_a_collective_unless_they_wait_for_it() -> None:
+    rates, loads = at(TRAINIUM2, 100, 200), SECONDS_OF_LOADS
+    assert loads < 200e-6
+    hidden, exposed = _layers(False).seconds(rates), _layers(True).seconds(rates)
+    assert hidden == pytest.approx(200e-6 + LOADS * 128 / 0.96e9, rel=0.02)  # the collective, and the products
+    assert exposed > 200e-6 + loads
+    # With a collective that is too short the DMA engines set the pace.
+    assert _layers(False).seconds(at(TRAINIUM2, 100, 1)) == pytest.approx(loads, rel=0.1)
+
+
+def test_the_critical_path_names_what_a_layer_waits_for() -> None:
+    path = _layers(False).path(at(TRAINIUM2, 100, 200))
+    assert path["collective"] == pytest.approx(200e-6)
+    assert path["vector"] == pytest.approx(LOADS * 128 / 0.96e9, rel=0.05)
+    assert path.get("dma", 0.0) == 0
+    path = _layers(False).path(at(TRAINIUM2, 100, 1))
+    assert path["dma"] > 0.8 * SECONDS_OF_LOADS
+
+
+def test_rings_share_the_dma_engines() -> None:
+    """A small store passes a long row of loads at half the rate, and does not wait for them all."""
 
     @nki.jit
-    def kernel(data: NkiTensor, weights: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-        tiles = [nl.load(weights[number]) for number in range(loads)]
-        tile = nl.load(data)
-        for weight in tiles:
-            nisa.tensor_tensor(tile, tile, weight, nl.multiply)
-        nisa.dma_copy(out, tile)
+    def both(data: NkiTensor) -> Any:
+        out = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.shared_hbm)
+        made = nl.zeros((128, 512), dtype=nl.float32)
+        for number in range(20):
+            nisa.dma_copy(nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf), data[number])
+        nisa.dma_copy(out, made)
         return out
 
-    assert isinstance(kernel, Kernel)
-    two = kernel[2]
-    two(np.zeros((128, 64), np.float32), np.zeros((loads, 128, 64), np.float32))
-    return Stage("kernel", two, (0,), "all-reduce")
+    assert isinstance(both, Kernel)
+    both(np.zeros((20, 128, 512), np.float32))
+    assert both.last is not None
+    trace = both.last.traces[0]
+    ends = ends_of(trace, TRAINIUM2)
+    one = 128 * (2048 + 512) / 368e9
+    assert ends[-1] == pytest.approx(512 / 0.96e9 + 2 * one + 1.3e-6, rel=0.05)
+    assert max(ends) == pytest.approx(21 * one + 1.3e-6, rel=0.01)  # the engines are never idle
+    assert set(critical_path(trace, TRAINIUM2, len(trace) - 1, 0)) <= {"dma", "dma latency", "vector", "gpsimd"}
 
 
-def test_a_prologue_hides_behind_the_collective_and_the_rest_does_not() -> None:
-    stage = _stage(200)
-    alone, latency = stage.cost(TRAINIUM2).span, 200e-6
-    assert one_after_the_other([stage], TRAINIUM2, latency) == pytest.approx(alone + latency)
-    loads = 200 * 128 * (256 + 512) / 368e9
-    hidden = one_after_the_other([stage], TRAINIUM2, latency) - one_kernel([stage], TRAINIUM2, latency)
-    assert hidden == pytest.approx(loads, rel=0.05)  # all of the weights, and nothing else
-    # With a collective that is too short the DMA engines set the pace.
-    assert one_kernel([stage], TRAINIUM2, 1e-6) > loads
+def test_kernels_in_turn_wait_for_every_collective() -> None:
+    one = _layers(False).kernel
+    stage = Stage("kernel", one, "all-reduce")
+    rates = at(TRAINIUM2, 100, 50)
+    assert one_after_the_other([stage], rates) == pytest.approx(stage.cost(rates).span + 50e-6)

@@ -39,14 +39,12 @@ def install(*, force: bool = False) -> bool:
             return False
     elif not force and _real_nki():
         return False
-    from kimi_k2.nki import isa, language
+    from kimi_k2.nki import collectives, isa, language
     from kimi_k2.nki.dtypes import NUMPY, PACKED
     from kimi_k2.nki.isa import constants
 
     root = ModuleType("nki", "NKI on the emulator of kimi_k2.nki.")
     root.__path__ = []
-    collectives = ModuleType("nki.collectives", "Names alone: collectives are not emulated.")
-    collectives.ReplicaGroup = type("ReplicaGroup", (language.NKIObject,), {})  # type: ignore[attr-defined]
     typing = ModuleType("nki.typing")
     typing.tensor = language.NkiTensor  # type: ignore[attr-defined]
     dtype = ModuleType("nki.dtype")

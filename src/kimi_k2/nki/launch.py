@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from kimi_k2.nki.core import Core, Instruction, current, enter, inside_kernel
 from kimi_k2.nki.dtypes import NUMPY, Array, name_of
 from kimi_k2.nki.errors import CapacityError, DeadlockError, NkiError, UnwrittenError
+from kimi_k2.nki.ranks import Ranks
 from kimi_k2.nki.settings import settings
 from kimi_k2.nki.storage import ALONE, CAPACITY, Region, Storage
 from kimi_k2.nki.tensor import NkiTensor, row_major
@@ -21,9 +22,12 @@ class _Aborted(BaseException):
 
 
 class Launch:
-    """One run of a kernel on `cores` cores.
+    """One run of a kernel on `cores` cores of one rank.
 
-    Cores take turns: one runs until it has to wait for the other, so that a run is the same every time.
+    Args:
+        cores: 1 or 2.
+        ranks: all that run it together; by default this one alone.
+        rank: which of them this is.
 
     Attributes:
         traces: instructions of each core, when it has ended.
@@ -32,79 +36,77 @@ class Launch:
         arguments: storage of each positional argument, None for one that is no tensor.
         results: storages of the results.
         spilled: bytes a partition beyond the capacity, at the worst moment, where settings allow them.
+        most: bytes a partition of tiles alive at once, at most, of SBUF and of PSUM.
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, ranks: Ranks | None = None, rank: int = 0) -> None:
         if cores not in (1, 2):
             raise NkiError("nki.jit", "grid", "1 or 2 cores (LNC)", cores)
-        self.cores = cores
+        self.cores, self.rank = cores, rank
+        self.ranks = ranks or Ranks(1, cores)
         self.races = self.spilled = self.unwritten = 0
         self.traces: list[list[Instruction]] = []
         self.shared: list[NkiTensor] = []
         self.arguments: list[int | None] = []
         self.results: list[int] = []
-        self._turns = [threading.Semaphore(0) for _ in range(cores)]
+        self.most = dict.fromkeys(CAPACITY, 0)
+        self.threads: list[threading.Thread] = []
+        self._returned: list[Any] = [None] * cores
         self._posted: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
-        self._ended = [False] * cores
-        self._failure: BaseException | None = None
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The kernel's results, of core 0."""
-        results: list[Any] = [None] * self.cores
+    def begin(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Start the cores; they run when it is their turn."""
         cores = [Core(number, self) for number in range(self.cores)]
+        self.traces = [core.instructions for core in cores]
+        turns = self.ranks.turns
 
         def work(number: int) -> None:
-            self._turns[number].acquire()
+            place = self.rank * self.cores + number
+            turns.enter(place)
             enter(cores[number])
             try:
-                if self._failure is None:
-                    results[number] = function(*args, **kwargs)
+                if turns.failure is None:
+                    self._returned[number] = function(*args, **kwargs)
                     check_capacity(cores[number])
             except _Aborted:
                 pass
             except BaseException as error:
-                self._failure = self._failure or error
+                turns.failure = turns.failure or error
             finally:
                 enter(None)
-                self._ended[number] = True
-                if self.cores == 2:
-                    self._turns[1 - number].release()
+                turns.end(place)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(self.cores)]
-        for thread in threads:
+        self.threads = [threading.Thread(target=work, args=(number,)) for number in range(self.cores)]
+        for thread in self.threads:
             thread.start()
-        self._turns[0].release()
-        for thread in threads:
-            thread.join()
-        self.traces = [core.instructions for core in cores]
-        if self._failure is not None:
-            raise self._failure
-        return results[0]
+
+    def end(self) -> Any:
+        """The kernel's results, of core 0, when the cores have ended."""
+        if self.ranks.turns.failure is not None:
+            raise self.ranks.turns.failure
+        return self._returned[0]
 
     def meet(self, key: tuple[Any, ...], payload: Any = None) -> tuple[Any, bool]:
         """Wait for the other core at the same meeting; returns (what it brought, whether this one came last)."""
-        me = current().number
+        me, turns = current().number, self.ranks.turns
         turn = self._counts.setdefault((me, *key), 0)
         self._counts[(me, *key)] = turn + 1
         slot = self._posted.setdefault((*key, turn), {})
         slot[me] = payload
         last = 1 - me in slot
-        while 1 - me not in slot:
-            if self._ended[1 - me]:
-                raise DeadlockError(
-                    f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", "it has ended"
-                )
-            self._turns[1 - me].release()
-            self._turns[me].acquire()
-            if self._failure is not None:
-                raise _Aborted
-            if 1 - me not in slot and not self._ended[1 - me]:
-                # The other gave the turn back to wait for something else.
-                raise DeadlockError(
-                    f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key}", "it waits for another"
-                )
+        if not turns.wait(self.rank * self.cores + me, lambda: 1 - me in slot):
+            abort_if(turns.failure)
+            ended = turns.has_ended(self.rank * self.cores + 1 - me)
+            found = "it has ended" if ended else "it waits for another"
+            raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", found)
         return slot[1 - me], last
+
+
+def abort_if(failure: BaseException | None) -> None:
+    """End a core where another has failed."""
+    if failure is not None:
+        raise _Aborted
 
 
 def check_capacity(core: Core) -> None:
@@ -122,6 +124,7 @@ def check_capacity(core: Core) -> None:
         alive = 0
         for at in sorted(events):
             alive += events[at]
+            core.launch.most[region] = max(core.launch.most[region], alive)
             if alive > capacity and settings.spills_allowed:
                 core.launch.spilled = max(core.launch.spilled, alive - capacity)
             elif alive > capacity:
@@ -208,17 +211,36 @@ class Kernel:
         """Run the kernel; arrays and torch tensors become tensors in HBM, results NumPy arrays."""
         if inside_kernel():
             return self.function(*args, **kwargs)
+        launch, tensors = self.begin(Ranks(1, self.cores), 0, args, kwargs)
+        self.last = launch
+        launch.ranks.turns.begin()
+        for thread in launch.threads:
+            thread.join()
+        return self.end(launch, tensors)
+
+    def begin(
+        self, ranks: Ranks, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Launch, tuple[Any, ...]]:
+        """A launch on one of several ranks, and its positional arguments as tensors."""
         region = Region.shared_hbm if self.cores > 1 else Region.private_hbm
         seen: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                parts = [once(part) for part in value]
+                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
             if id(value) not in seen:
                 seen[id(value)] = argument(value, region)
             return seen[id(value)]
 
-        launch = self.last = Launch(self.cores)
+        launch = Launch(self.cores, ranks, rank)
         tensors = tuple(map(once, args))
-        out = launch.run(self.function, tensors, {name: once(v) for name, v in kwargs.items()})
+        launch.begin(self.function, tensors, {name: once(value) for name, value in kwargs.items()})
+        return launch, tensors
+
+    def end(self, launch: Launch, tensors: tuple[Any, ...]) -> Any:
+        """The results of a launch that has ended."""
+        out = launch.end()
         launch.arguments = [part.storage.number if isinstance(part, NkiTensor) else None for part in tensors]
         parts = out if isinstance(out, list | tuple) else [out]
         launch.results = [part.storage.number for part in parts if isinstance(part, NkiTensor)]

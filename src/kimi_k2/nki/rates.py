@@ -27,6 +27,7 @@ class Rates:
         dma_latency: seconds from the trigger to the first byte.
         descriptor_bytes: what a descriptor costs beyond its own bytes. Assumed: with 512 a run of 256 bytes reaches
             33 % of the peak, 2 KiB 80 % and 4 KiB 89 %; the guide names these knees without figures.
+        collective_seconds: of a collective, whatever its size. Assumed: docs/nki.md quotes what is published.
     """
 
     hertz: tuple[tuple[str, float], ...] = (
@@ -40,6 +41,7 @@ class Rates:
     dma_bytes_a_second: float = 368e9
     dma_latency: float = 1.3e-6
     descriptor_bytes: int = 512
+    collective_seconds: float = 15e-6
 
 
 TRAINIUM2 = Rates()
@@ -76,6 +78,8 @@ def seconds(instruction: Instruction, rates: Rates = TRAINIUM2) -> float:
     if instruction.engine == "dma":
         moved = moved_bytes(instruction) + descriptors(instruction) * rates.descriptor_bytes
         return moved / rates.dma_bytes_a_second
+    if instruction.engine == "collective":
+        return rates.collective_seconds
     return cycles(instruction, rates) / dict(rates.hertz)[instruction.engine]
 
 

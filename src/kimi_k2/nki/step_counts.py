@@ -7,59 +7,40 @@ measured.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kimi_k2.nki import step_sizes as sizes
 from kimi_k2.nki.install import install
 from kimi_k2.nki.rates import TRAINIUM2
-from kimi_k2.nki.step import Stage, described, one_after_the_other, one_kernel, sbuf_bytes
+from kimi_k2.nki.step import Layers, Stage, at, described
+from kimi_k2.nki.step_sizes import BLOCKS, DOWNS, EXPERTS, HIDDEN, RANK, RANKS, ROPE, ExpertShape, Form
 
 FILE = Path(__file__).with_name("step_counts.json")
-SCHEMA = "kimi-k2/nki-step/2"
-HIDDEN, EXPERTS, TOP_K, BLOCKS = 7168, 384, 8, 56
-Q_RANK, RANK, ROPE, NOPE, VALUE = 1536, 512, 64, 128, 128
-# Preset: width of an expert on a rank, experts of a token that the rank holds (on average), whether others hold some.
-EXPERT_SHAPES = {"trn2-tp64-ep1": (32, 8, False), "trn2-tp32-ep2": (64, 4, True)}
-CONTEXTS = {4096: 1, 131072: 8}  # cache slots, and the ranks that share them
+SCHEMA = "kimi-k2/nki-step/3"
+# TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest core of all adds up about 3 of its 4 slots.
+EXPERT_SHAPES = {
+    "trn2-tp64-ep1": ExpertShape(32, tuple(range(8)), False),
+    "trn2-tp32-ep2": ExpertShape(64, (0, 1, 2, 4, 5, 6), True),
+}
+# Cache slots, and the ranks that share them: of the class's kernels, and of the whole-layer kernel.
+CONTEXTS = {4096: (1, 1), 131072: (8, 16)}
 EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
-
-normal = partial(torch.zeros, dtype=torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the kernels of a step take.
-
-    Attributes:
-        early: the router's logits ride in the all-reduce of the attention's output, and the shared expert is in FP8
-            with the checkpoint's scales; else a router and a shared expert in BF16.
-        fp8: attention in FP8 too.
-    """
-
-    early: bool = False
-    fp8: bool = False
-
-    def weight(self, *shape: int) -> Any:
-        """Zeros of attention's type."""
-        return _fp8(*shape) if self.fp8 else normal(*shape)
-
-    def scales(self, *shape: int) -> Any:
-        """Scales, where attention's weights have any."""
-        return np.ones(shape, np.float32) if self.fp8 else None
-
-
-def _fp8(*shape: int) -> Any:
-    import ml_dtypes
-
-    return np.zeros(shape, ml_dtypes.float8_e4m3)
-
-
-FORMS = {"plain": Form(), "early": Form(early=True), "early_fp8": Form(early=True, fp8=True)}
+# Of the 8 slots, those that the kernels by themselves count at TP32/EP2.
+_AVERAGE = (4, 5, 6, 7)
+FORMS = {
+    "plain": Form(),
+    "early": Form(early_router=True),
+    "folded": Form(early_router=True, early_qkv_a=True),
+    "folded_fp8": Form(early_router=True, early_qkv_a=True, attention="fp8"),
+}
+IN_TURN = ("plain", "early")
+LAYERS = 4  # that the whole-layer kernel is run with
+SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
 
 
 def attention_stages(slots: int, ranks: int, form: Form) -> list[Stage]:
@@ -68,70 +49,93 @@ def attention_stages(slots: int, ranks: int, form: Form) -> list[Stage]:
     from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
     from kimi_k2.nki.kernels.mla_decode import mla_decode
 
-    columns = (Q_RANK + RANK + ROPE) // 64
-    hidden, projected = normal(1, HIDDEN), normal(1, Q_RANK + RANK + ROPE)
+    columns = DOWNS // RANKS
+    hidden, projected = sizes.bfloat16((1, HIDDEN)), sizes.bfloat16((1, DOWNS))
     first = attention_input[2]
-    first(hidden, normal(HIDDEN), form.weight(1, 128, BLOCKS, columns), form.scales(1, columns, 1, BLOCKS), 1e-6)
-    stages = [Stage("attention_input", first, (0,), "all-reduce of the layer before")]
+    first(hidden, sizes.bfloat16(HIDDEN), form.weight(1, 128, BLOCKS, columns), form.scales(1, columns, 1, BLOCKS), EPS)
+    stages = [Stage("attention_input", first, "all-reduce of the layer before")]
     gathered = "all-gather of the down projections"
-    norms = normal(Q_RANK), normal(RANK)
-    queries: tuple[Any, ...] = (
-        form.weight(128, Q_RANK // 128, NOPE + ROPE), form.scales(128, 2, Q_RANK // 128),
-        form.weight(1, NOPE, 1, RANK), form.scales(1, 128, RANK // 128, 1),
-    )  # fmt: skip
-    values: tuple[Any, ...] = (
-        form.weight(1, 128, RANK // 128, VALUE), form.scales(1, 128, 1, RANK // 128),
-        form.weight(VALUE, 1, HIDDEN), form.scales(128, BLOCKS, 1),
-    )  # fmt: skip
-    rotation, new = torch.zeros(2, ROPE, 1), (normal(1, RANK), normal(1, ROPE))
-    own = HIDDEN // 64
-    early: dict[str, Any] = {}
-    if form.early:
-        weights = {"early_residual": torch.zeros(own, EXPERTS), "early_heads": torch.zeros(VALUE, EXPERTS)}
-        early = {"residual": normal(1, own), **weights}
+    norms, queries, values = sizes.norms(), sizes.queries(form), sizes.values(form)
+    rotation, new = torch.zeros(2, ROPE, 1), (sizes.bfloat16((1, RANK)), sizes.bfloat16((1, ROPE)))
+    early: tuple[Any, ...] = ()
+    if form.early_router:
+        early = (sizes.bfloat16((1, sizes.OWN)), *sizes.early_router())
     mine = slots // ranks
-    cache = normal(1, mine, RANK), normal(1, mine, ROPE), torch.full((1, 1), mine, dtype=torch.int32)
+    cache = (*sizes.cache(mine), sizes.lengths(mine))
     if ranks == 1:
         kernel = attention_decode[2]
-        kernel(projected, *norms, *queries, *values, rotation, *cache, 0.1447, 1e-6, None, *early.values())
-        return [*stages, Stage("attention_decode", kernel, (0,), gathered)]
+        kernel(projected, *norms, *queries, *values, rotation, *cache, SCALE, EPS, None, *early)
+        return [*stages, Stage("attention_decode", kernel, gathered)]
     before, middle, behind = attention_queries[2], mla_decode[2], attention_output[2]
-    before(projected, *norms, *queries, rotation, 1e-6)
+    before(projected, *norms, *queries, rotation, EPS)
     count = torch.ones(1, 1, dtype=torch.int32)
-    middle(normal(1, ranks, RANK + ROPE), *cache[:2], *new, cache[2], 0.1447, count, True)
-    behind(torch.zeros(ranks, 1, RANK), torch.zeros(1, ranks), *values, "bfloat16", *early.values())
+    middle(sizes.bfloat16((1, ranks, RANK + ROPE)), *cache[:2], *new, cache[2], SCALE, count, True)
+    behind(torch.zeros(ranks, 1, RANK), torch.zeros(1, ranks), *values, "bfloat16", *early)
     return [
         *stages,
-        Stage("attention_queries", before, (0,), gathered),
-        Stage("mla_decode", middle, (0, 3, 4), "all-gather of the group's queries"),
-        Stage("attention_output", behind, (0, 1), "all-to-all of the group's sums"),
+        Stage("attention_queries", before, gathered),
+        Stage("mla_decode", middle, "all-gather of the group's queries"),
+        Stage("attention_output", behind, "all-to-all of the group's sums"),
     ]
 
 
-def moe_stage(width: int, held: int, skips: bool, form: Form) -> Stage:
-    """The MoE layer of one token, of whose 8 experts the rank holds `held`."""
+def moe_stage(shape: ExpertShape, form: Form) -> Stage:
+    """The MoE layer of one token."""
     from kimi_k2.nki.kernels.moe import moe_decode
 
     kernel = moe_decode[2]
-    local = TOP_K
-    gate_up, down = _fp8(local, 128, BLOCKS, 2 * width), _fp8(local, width, HIDDEN)
-    scales = np.ones((local, 2, BLOCKS), np.float32), np.ones((local, BLOCKS), np.float32)
-    shared: tuple[Any, ...]
-    if form.early:
-        shared = _fp8(128, BLOCKS, 64), np.ones((2, BLOCKS), np.float32), _fp8(32, HIDDEN), np.ones(BLOCKS, np.float32)
-    else:
-        shared = normal(128, BLOCKS, 64), None, normal(32, HIDDEN), None
-    bias = torch.zeros(1, EXPERTS)
-    bias[0, :TOP_K] = 1.0  # the choice: the first eight
-    gate = None if form.early else normal(128, BLOCKS, EXPERTS)
-    sums = torch.zeros(1, EXPERTS) if form.early else None
-    first = TOP_K - held
+    if shape.others:
+        shape = ExpertShape(shape.width, _AVERAGE, True)
+    gate = None if form.early_router else sizes.bfloat16((128, BLOCKS, EXPERTS))
+    sums = torch.zeros(1, EXPERTS) if form.early_router else None
     kernel(
-        normal(1, HIDDEN), normal(HIDDEN), gate, bias, gate_up, scales[0], down, scales[1], *shared, first,
-        EXPERTS if skips else local, 2.827, 1e-6, sums,
+        sizes.bfloat16((1, HIDDEN)), sizes.bfloat16(HIDDEN), gate, shape.bias(), *sizes.routed(shape),
+        *sizes.shared(form), 0, EXPERTS if shape.others else shape.count, SCALING, EPS, sums,
     )  # fmt: skip
-    with_logits = " and the router's logits" if form.early else ""
-    return Stage("moe_decode", kernel, (0, 16), f"all-reduce of the attention's output{with_logits}")
+    with_logits = " and the router's logits" if form.early_router else ""
+    return Stage("moe_decode", kernel, f"all-reduce of the attention's output{with_logits}")
+
+
+def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:
+    """The whole-layer kernel of one token, on rank 0 of 64: what others bring is left out of its sums."""
+    from kimi_k2.nki.kernels.layers import decode_layers
+
+    kernel = decode_layers[2]
+    mine = slots // ranks
+    layers = [_layer(mine, ranks, shape, form, last=number == LAYERS - 1) for number in range(LAYERS)]
+    group = () if ranks == 1 else ([[0]], torch.ones(1, 1, dtype=torch.int32))
+    kernel(
+        sizes.float32((1, HIDDEN)), sizes.float32((1, DOWNS)), layers, torch.zeros(2, ROPE, 1), sizes.lengths(mine),
+        RANKS, [[0]], 0, EXPERTS if shape.others else shape.count, SCALE, SCALING, EPS, *group,
+    )  # fmt: skip
+    exchange = () if ranks == 1 else ("all-to-all of the group's sums",)
+    attended = "all-reduce of the attention's output and the router's logits"
+    moved = "all-reduce of the experts' output and the next down projections"
+    return Layers(kernel, (*exchange, attended, moved))
+
+
+def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form, last: bool) -> Any:
+    from kimi_k2.nki.kernels.layer_attention import Layer
+
+    q_b, q_b_scales, w_uk, w_uk_scales = sizes.queries(form)
+    if ranks > 1:  # of the whole group's heads, one half on each core
+        each = ranks // 2
+        q_b, w_uk = (np.stack([part] * 2) for part in (np.tile(q_b, (1, 1, each)), np.tile(w_uk, (each, 1, 1, 1))))
+        if q_b_scales is not None:
+            rows = -(-each * ROPE // 128) + each
+            q_b_scales = sizes.ones((2, 128, rows, q_b_scales.shape[2]))
+            w_uk_scales = np.stack([np.tile(w_uk_scales, (each, 1, 1, 1))] * 2)
+    following: tuple[Any, ...] = (None, None, None)
+    if not last:
+        following = (
+            sizes.bfloat16((sizes.OWN, DOWNS)), sizes.bfloat16((shape.count, shape.width, DOWNS)),
+            sizes.bfloat16((sizes.SHARED, DOWNS)),
+        )  # fmt: skip
+    parts = [
+        *sizes.norms(), q_b, q_b_scales, w_uk, w_uk_scales, *sizes.values(form), *sizes.early_router(),
+        *sizes.cache(slots), sizes.bfloat16(HIDDEN), shape.bias(), *sizes.routed(shape), *sizes.shared(form),
+    ]  # fmt: skip
+    return Layer._make([*parts, *following])
 
 
 def counts() -> dict[str, Any]:
@@ -139,25 +143,61 @@ def counts() -> dict[str, Any]:
     install()
     presets: dict[str, Any] = {preset: {} for preset in EXPERT_SHAPES}
     for name, form in FORMS.items():
-        attention = {slots: attention_stages(slots, ranks, form) for slots, ranks in CONTEXTS.items()}
-        for preset, shape in EXPERT_SHAPES.items():
-            moe = moe_stage(*shape, form)
-            presets[preset][name] = {str(slots): layer_counts([*stages, moe]) for slots, stages in attention.items()}
+        for slots, (ranks, group) in CONTEXTS.items():
+            attention = attention_stages(slots, ranks, form) if name in IN_TURN else []
+            for preset, shape in EXPERT_SHAPES.items():
+                if name in IN_TURN:
+                    found = kernel_counts([*attention, moe_stage(shape, form)])
+                else:
+                    found = layer_counts(whole_layers(slots, group, shape, form))
+                presets[preset].setdefault(name, {})[str(slots)] = found
     return {"schema": SCHEMA, "modelled": True, "presets": presets}
 
 
-def layer_counts(stages: list[Stage]) -> dict[str, Any]:
-    """Of one layer: its kernels, and its time in both forms by DMA efficiency (percent) and latency (microseconds)."""
-    times: dict[str, Any] = {"kernels_in_turn": {}, "one_kernel": {}}
-    for efficiency in EFFICIENCIES:
-        rates = replace(TRAINIUM2, dma_bytes_a_second=TRAINIUM2.dma_bytes_a_second * efficiency / 100)
-        spans = one_after_the_other(stages, rates, 0.0)
-        for latency in LATENCIES:
-            in_turn = times["kernels_in_turn"].setdefault(str(efficiency), {})
-            in_turn[str(latency)] = round(spans * 1e6 + latency * len(stages), 2)
-            together = times["one_kernel"].setdefault(str(efficiency), {})
-            together[str(latency)] = round(one_kernel(stages, rates, latency * 1e-6) * 1e6, 2)
-    return {"kernels": described(stages, TRAINIUM2), "sbuf_bytes": sbuf_bytes(stages), "layer_us": times}
+def _times(seconds: Callable[[Any], float]) -> dict[str, dict[str, float]]:
+    """Microseconds by DMA efficiency (percent) and latency of a collective (microseconds)."""
+    return {
+        str(efficiency): {
+            str(latency): round(seconds(at(TRAINIUM2, efficiency, latency)) * 1e6, 2) for latency in LATENCIES
+        }
+        for efficiency in EFFICIENCIES
+    }
+
+
+def kernel_counts(stages: list[Stage]) -> dict[str, Any]:
+    """Of one layer: its kernels, and its time where each is launched by itself."""
+    kernels = [
+        {
+            "kernel": stage.name,
+            "collective_before": stage.collective,
+            **described(stage.cost(TRAINIUM2)),
+            "span_us": round(stage.cost(TRAINIUM2).span * 1e6, 3),
+        }
+        for stage in stages
+    ]
+    spans = {
+        efficiency: sum(stage.cost(at(TRAINIUM2, efficiency, 0)).span for stage in stages)
+        for efficiency in EFFICIENCIES
+    }
+    times = {
+        str(efficiency): {str(latency): round(span * 1e6 + latency * len(stages), 2) for latency in LATENCIES}
+        for efficiency, span in spans.items()
+    }
+    return {"collectives": len(stages), "kernels": kernels, "layer_us": times}
+
+
+def layer_counts(layers: Layers) -> dict[str, Any]:
+    """Of one layer in the whole-layer kernel: counts, SBUF, what its time goes to, and its time."""
+    here = at(TRAINIUM2, 80, 15)
+    return {
+        "collectives": len(layers.collectives),
+        "collectives_in_order": list(layers.collectives),
+        **described(layers.counts(TRAINIUM2)),
+        "sbuf_bytes": layers.sbuf_bytes(),
+        "stages_us": [round(time * 1e6, 2) for time in layers.stages(here)],
+        "path_us": {name: round(time * 1e6, 2) for name, time in sorted(layers.path(here).items())},
+        "layer_us": _times(layers.seconds),
+    }
 
 
 def stored() -> dict[str, Any]:

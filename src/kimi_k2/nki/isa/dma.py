@@ -45,6 +45,8 @@ def dma_copy(
     if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
         raise call.fail("dge_mode", "swdge for a gather or scatter", dge_mode, NkiError)
     call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=any(t.is_indirect() for t in (src, dst)))
+    if engine is not engines.unknown:
+        call.instruction.details["ring"] = engines(engine).name  # the engine that triggers it has a ring of its own
     if oob_modes(oob_mode) is oob_modes.skip:
         for operand, tensor in (("src", src), ("dst", dst)):
             if _scalar_out_of_bounds(call, operand, tensor):

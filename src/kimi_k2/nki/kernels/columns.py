@@ -16,6 +16,8 @@ _FEW_ROWS = 8
 def load_columns(rows: Any, identity: Any) -> Any:
     """Rows in HBM [T, n * 128] as columns in SBUF: [128, n, T] (a view; dense as [128, T, n] for few rows).
 
+    What the engines work on at once has a DMA ring of its own, and does not queue behind weights.
+
     Args:
         rows: in HBM, T at most 128.
         identity: [128, 128] of the same dtype.
@@ -31,7 +33,7 @@ def load_columns(rows: Any, identity: Any) -> Any:
     for begin in range(0, count * chunks, BLOCK):
         size = min(BLOCK, count * chunks - begin)
         loaded = nl.ndarray((size, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=loaded, src=pieces[begin : begin + size])
+        nisa.dma_copy(dst=loaded, src=pieces[begin : begin + size], engine=nisa.engine.sync)
         turned = nl.ndarray((BLOCK, size), dtype=rows.dtype, buffer=nl.psum)
         nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:size, 0:size], is_transpose=True)
         nisa.tensor_copy(dst=columns[:, begin : begin + size], src=turned)
@@ -97,8 +99,13 @@ def sum_of_squares(columns: Any) -> Any:
     """Of columns [128, n, T], over the n values of each row on a partition: float32 [128, T]."""
     _, chunks, count = columns.shape
     squares = nl.ndarray((BLOCK, count, chunks), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=squares, op=nl.square, data=columns.permute((0, 2, 1)))
     by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
+    if count == 1:  # the Scalar Engine adds up what it makes
+        nisa.activation_reduce(
+            dst=squares[:, 0, :], op=nl.square, data=columns[:, :, 0], reduce_op=nl.add, reduce_res=by_partition
+        )
+        return by_partition
+    nisa.activation(dst=squares, op=nl.square, data=columns.permute((0, 2, 1)))
     nisa.tensor_reduce(dst=by_partition, op=nl.add, data=squares, axis=2)
     return by_partition
 
@@ -116,15 +123,19 @@ def rms_norm(columns: Any, weight: Any, eps: float, ones: Any, squares: Any = No
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=ones, moving=by_partition, accumulate=False)
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=factor, data=total, op0=nl.multiply, operand0=1.0 / (chunks * BLOCK), op1=nl.add, operand1=eps
-    )
-    nisa.activation(dst=factor, op=nl.rsqrt, data=factor)
+    inverse_root(factor, total, chunks * BLOCK, eps)
     weighted = nl.ndarray((BLOCK, chunks, count), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=weighted, data1=columns, data2=weight.broadcast(2, count), op=nl.multiply)
     normed = nl.ndarray((BLOCK, chunks, count), dtype=columns.dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=normed, data1=weighted, data2=factor.expand_dim(1).broadcast(1, chunks), op=nl.multiply)
     return normed
+
+
+def inverse_root(out: Any, total: Any, size: int, eps: float) -> None:
+    """out = rsqrt(total / size + eps), float32 in SBUF."""
+    guard = nl.ndarray((out.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=guard, value=eps, engine=nisa.engine.gpsimd)
+    nisa.activation(dst=out, op=nl.rsqrt, data=total, scale=1.0 / size, bias=guard)
 
 
 def all_ones(dtype: Any = nl.float32) -> Any:

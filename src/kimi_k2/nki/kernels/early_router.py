@@ -10,7 +10,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK
+from kimi_k2.nki.kernels.columns import BLOCK, inverse_root
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import load_weight
 
@@ -79,7 +79,6 @@ def scaled_logits(sums: Any, squares: Any, size: int, eps: float, ones: Any) -> 
     total = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=squares, moving=ones[:, 0:1], accumulate=False)
     factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=factor, data=total, op0=nl.multiply, operand0=1.0 / size, op1=nl.add, operand1=eps)
-    nisa.activation(dst=factor, op=nl.rsqrt, data=factor)
+    inverse_root(factor, total, size, eps)
     nisa.tensor_scalar(dst=logits, data=logits, op0=nl.multiply, operand0=factor)
     return logits

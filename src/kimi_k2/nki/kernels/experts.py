@@ -20,6 +20,8 @@ from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
+# Partitions that a transfer writes, where the kernel has others that wait for it.
+_ROWS_A_DMA = 32
 
 
 @nki.jit
@@ -102,12 +104,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     Args:
         first, count: blocks of H of this core.
         early: what is summed beside the experts' output, or None.
+        slots: of a token's experts that this core adds up.
+        apart: the other core adds up other experts, and this one all blocks: the cores' sums are to be added.
+        beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
     """
 
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
-        num_experts: int, slots: int = 8, early: Any = None,
+        num_experts: int, slots: int = 8, early: Any = None, apart: bool = False, beside: Any = None,
     ) -> None:  # fmt: skip
+        self.apart, self.beside = apart, beside
         self.local, _, blocks, double = gate_up.shape
         self.width, self.count, self.slots = double // 2, count, slots
         self.skips, self.early = self.local < num_experts, early
@@ -150,7 +156,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     def _load(self, tile: Any, table: Any, place: Any) -> None:
         """Row `place` of a table in HBM; nothing where another rank holds it."""
         mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
-        nisa.dma_copy(dst=tile, src=table.select(0, place), oob_mode=mode)
+        source = table.select(0, place)
+        # Smaller transfers, of as many descriptors, let others pass between them.
+        each = _ROWS_A_DMA if self.apart else tile.shape[0]
+        for begin in range(0, tile.shape[0], each):
+            rows = slice(begin, min(begin + each, tile.shape[0]))
+            nisa.dma_copy(dst=tile[rows], src=source[rows], oob_mode=mode)
 
     def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
         """[128, count, T] float32: over each token's experts, with `shared` [128, count, T] where there is one.
@@ -158,7 +169,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
             places, kept: of `places`.
-            shared: float32 in SBUF, or None.
+            shared: float32 in SBUF, or None; [128, count + ceil(N / 128), T] with N columns `beside`.
             exact: identity, float32 [128, 128].
         """
         tokens = columns.shape[2]
@@ -166,7 +177,11 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=by_slot, src=turned)
-        result = nl.ndarray((BLOCK, self.count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        width = 0 if self.beside is None else self.beside.shape[2]
+        whole = self.count + width // BLOCK
+        result = nl.ndarray((BLOCK, self.count - (-width // BLOCK), tokens), dtype=nl.float32, buffer=nl.sbuf)
+        if width % BLOCK:
+            nisa.memset(dst=result[:, whole, :], value=0.0)
         for token in range(tokens):
             one = slice(token, token + 1)
             place = [places[one, slot : slot + 1] for slot in range(self.slots)]
@@ -174,10 +189,15 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             total = self._down(inner, place, by_slot[:, one], columns.dtype)
             if self.early is not None:
                 self._store_early(token, inner, place, by_slot[:, one])
-            if shared is None:
-                nisa.tensor_copy(dst=result[:, :, token], src=total)
-            else:
-                nisa.tensor_tensor(dst=result[:, :, token], data1=total, data2=shared[:, :, token], op=nl.add)
+            for rows, blocks in ((BLOCK, slice(0, whole)), (width % BLOCK, slice(whole, whole + 1))):
+                if rows == 0:
+                    continue
+                target = result[0:rows, blocks, token]
+                if shared is None:
+                    nisa.tensor_copy(dst=target, src=total[0:rows, blocks])
+                else:
+                    added = shared[0:rows, blocks, token]
+                    nisa.tensor_tensor(dst=target, data1=total[0:rows, blocks], data2=added, op=nl.add)
         return result
 
     def places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
@@ -188,14 +208,18 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             weights: float32 [T, slots] in SBUF.
             first_expert: global number of the first local expert.
         """
+        places, held = self.numbers(index, first_expert)
+        return places, self.kept(weights, held)
+
+    def numbers(self, index: Any, first_expert: int) -> tuple[Any, Any]:
+        """The first of `places`; and float32, 1 where this rank holds the expert, None where it holds all."""
         shape = index.shape
         places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
         if not self.skips:
             nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=float(first_expert))
-            return places, weights
+            return places, None
         number = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        kept = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=float(first_expert))
         nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=float(self.local))
         nisa.scalar_tensor_tensor(
@@ -206,8 +230,15 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             dst=number, data=number, op0=nl.subtract, operand0=float(self.local), op1=nl.multiply, operand1=held
         )
         nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=float(self.local))
+        return places, held
+
+    def kept(self, weights: Any, held: Any) -> Any:
+        """The second of `places`."""
+        if held is None:
+            return weights
+        kept = nl.ndarray(weights.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=kept, data1=weights, data2=held, op=nl.multiply)
-        return places, kept
+        return kept
 
     def _inner(self, column: Any, place: list[Any]) -> Any:
         """silu(gate) * up float32 [128, groups]: expert g * stack + k on partitions k * I and on."""
@@ -232,7 +263,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
         both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=both, op=nl.add, data=scaled, axis=2)
-        add_over_cores(both)
+        if not self.apart:
+            add_over_cores(both)
         # Expert pair * per + s = g * stack + k: to the partitions that down's rows lie on.
         gate = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
         up = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
@@ -247,32 +279,41 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         return inner
 
     def _down(self, inner: Any, place: list[Any], weights: Any, dtype: Any) -> Any:
-        """The sum over slots of weight * scale * (down . inner): [128, count] in PSUM.
+        """The sum over slots of weight * scale * (down . inner): [128, count] in PSUM, then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
         """
-        groups, count, width = inner.shape[1], self.count, self.width
+        groups, count = inner.shape[1], self.count
         for slot in range(self.slots):
             self._load(self._out_scales[slot : slot + 1], self.down_scales, place[slot])
-        weighted = nl.ndarray((self.slots, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=weighted, data=self._out_scales, op0=nl.multiply, operand0=weights)
+        # Columns beside down's have no scale.
+        weighted = nl.ndarray((self.slots, count + 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=weighted[:, 0:count], data=self._out_scales, op0=nl.multiply, operand0=weights)
+        nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
         factors = _spread(weighted, self._spread_out)
-        moving = nl.ndarray((BLOCK, groups, count), dtype=dtype, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=moving, data1=factors, data2=inner.expand_dim(2).broadcast(2, count), op=nl.multiply)
-        tiles = []
-        total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
+        moving = nl.ndarray((BLOCK, groups, count + 1), dtype=dtype, buffer=nl.sbuf)
+        inners = inner.expand_dim(2).broadcast(2, count + 1)
+        nisa.tensor_tensor(dst=moving, data1=factors, data2=inners, op=nl.multiply)
+        beside = 0 if self.beside is None else -(-self.beside.shape[2] // BLOCK)
+        total = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.psum)
         for group in range(groups):
+            if self.beside is not None:
+                self._add_beside(group, place, moving[:, group, count : count + 1], total[:, count:])
             tile = self._down_tiles[group % len(self._down_tiles)]
-            for row in range(self.stack):
-                self._load(tile[row * width : (row + 1) * width], self.down, place[group * self.stack + row])
-            tiles.append(tile)
-            for block in range(count):
-                nisa.nc_matmul(
-                    dst=total[:, block : block + 1],
-                    stationary=tile[:, block, :],
-                    moving=moving[:, group, block : block + 1],
-                    accumulate=group > 0,
-                )
+            # In two pieces the first one's matmuls do not wait for the second.
+            each = -(-count // 2) if self.apart else count
+            for begin in range(0, count, each):
+                blocks = slice(begin, min(begin + each, count))
+                for row in range(self.stack):
+                    rows = tile[row * self.width : (row + 1) * self.width, blocks, :]
+                    self._load(rows, self.down[:, :, blocks, :], place[group * self.stack + row])
+                for block in range(blocks.start, blocks.stop):
+                    nisa.nc_matmul(
+                        dst=total[:, block : block + 1],
+                        stationary=tile[:, block, :],
+                        moving=moving[:, group, block : block + 1],
+                        accumulate=group > 0,
+                    )
         return total
 
     def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
@@ -288,6 +329,24 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=weighted, data1=factors, data2=inner, op=nl.multiply)
         self.early.store(token, tiles, weighted)
+
+    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any) -> None:
+        """The columns beside down's, of one group of experts."""
+        columns = self.beside.shape[2]
+        tile = nl.ndarray((BLOCK, columns), dtype=self.beside.dtype, buffer=nl.sbuf)
+        if self.skips:
+            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
+        for row in range(self.stack):
+            rows = tile[row * self.width : (row + 1) * self.width]
+            self._load(rows, self.beside, place[group * self.stack + row])
+        for block in range(total.shape[1]):
+            size = min(BLOCK, columns - block * BLOCK)
+            nisa.nc_matmul(
+                dst=total[0:size, block : block + 1],
+                stationary=tile[:, block * BLOCK : block * BLOCK + size],
+                moving=moving,
+                accumulate=group > 0,
+            )
 
 
 def _selector(rows: int, pattern: list[list[int]], groups: int) -> Any:

@@ -85,11 +85,29 @@ def attention_output(
     if residual is not None:
         identity = nl.shared_identity_matrix(BLOCK, dtype=residual.dtype)
         early = EarlyRouter(early_residual, early_heads, residual, identity)
-    # A rank a partition: the Tensor Engine weighs and sums them, and leaves columns.
     parts = nl.ndarray((ranks, count, rank), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=parts, src=sums)
     logs = nl.ndarray((count, ranks), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=logs, src=logsumexp)
+    rounded = merged_parts(parts, logs, exact, dtype)
+    values = behind.values(rounded)
+    if early is None:
+        return behind.store(values)
+    logits = early.store(values)
+    return behind.store(values), logits
+
+
+def merged_parts(parts: Any, logs: Any, exact: Any, dtype: Any) -> Any:
+    """Parts of a softmax over slots that lie apart, as columns [128, rank / 128, n] of `dtype`.
+
+    Args:
+        parts: float32 [ranks, n, rank] in SBUF, each one's softmax times latents.
+        logs: float32 [n, ranks] in SBUF, logs of the sums of exponentials; changed.
+        exact: identity, float32 [128, 128].
+        dtype: of the result.
+    """
+    ranks, count, rank = parts.shape
+    # A rank a partition: the Tensor Engine weighs and sums them, and leaves columns.
     top = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=top, op=nl.maximum, data=logs, axis=1)
     nisa.tensor_scalar(dst=logs, data=logs, op0=nl.subtract, operand0=top)
@@ -113,8 +131,4 @@ def attention_output(
             )
     rounded = nl.ndarray((BLOCK, chunks, count), dtype=dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=rounded, src=columns)
-    values = behind.values(rounded)
-    if early is None:
-        return behind.store(values)
-    logits = early.store(values)
-    return behind.store(values), logits
+    return rounded

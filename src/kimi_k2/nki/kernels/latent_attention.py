@@ -6,6 +6,7 @@ while the queries are still on their way. Sums of latents come out as columns, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import nki.isa as nisa
@@ -20,6 +21,8 @@ MASKED = -30000.0
 _TILES_A_DMA = 8
 # Bytes a partition for caches and their transposes.
 _CACHE_BYTES = 160 * 1024
+# Tiles from which on an exponential a head costs less than a subtraction for all.
+_MANY_TILES = 32
 
 
 class Queries(nl.NKIObject):  # type: ignore[misc]
@@ -36,6 +39,9 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
     def __init__(self, latent: Any, rope: Any, new_latent: Any, new_row: Any, new_key: Any, heads: int) -> None:
         self.latent, self.rope, self.heads = latent, rope, heads
         self.new_latent, self.new_row, self.new_key = new_latent, new_row, new_key
+
+    def complete(self) -> None:
+        """Make the new entries, where scores of cached slots come first."""
 
 
 def copies_of_keys(rope: int) -> int:
@@ -111,11 +117,12 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         first, count: tiles of 128 slots of this core.
         identity: [128, 128] in the cache's dtype.
         exact, ones: identity and ones, float32 [128, 128].
+        turns_later: leave the first cache's transposes to `turn`.
     """
 
     def __init__(
         self, latents: Any, keys: Any, lengths: Any, own: Any, first: int, count: int, identity: Any, exact: Any,
-        ones: Any,
+        ones: Any, turns_later: bool = False,
     ) -> None:  # fmt: skip
         self.latents, self.keys, self.lengths, self.own = latents, keys, lengths, own
         self.first, self.count = first, count
@@ -126,41 +133,80 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         self.turns_first = count * (entry + turned) <= _CACHE_BYTES
         self.ahead = 2 * count * (entry + turned) <= _CACHE_BYTES
         self._caches: dict[int, Any] = {}
+        self._penalties = [self._penalty(sequence) for sequence in range(batch)]
+        self._absent = [self._absence(sequence) for sequence in range(batch)] if own is not None else []
         if batch:
-            self._load(0)
+            self._load(0, turns_later)
 
-    def _load(self, sequence: int) -> None:
+    def turn(self) -> None:
+        """Transpose the first cache."""
+        if self.turns_first:
+            for tile in range(self.count):
+                self._caches[0].turn(tile)
+
+    def _load(self, sequence: int, turns_later: bool = False) -> None:
         if sequence >= self.latents.shape[0] or sequence in self._caches:
             return
         cache = _Cache(self.latents[sequence], self.keys[sequence], self.first, self.count, self.identity)
-        if self.turns_first:
+        if self.turns_first and not turns_later:
             for tile in range(self.count):
                 cache.turn(tile)
         self._caches[sequence] = cache
 
     def attend(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
         """Sums of latents float32 [128, B, rank / 128, heads]; their weights and maxima [128, B, heads] everywhere."""
-        batch, _, rank = self.latents.shape
-        chunks, heads = rank // BLOCK, queries.heads
-        parts = nl.ndarray((BLOCK, batch, chunks + 2, heads), dtype=nl.float32, buffer=nl.sbuf)
-        for sequence in range(batch):
-            self._load(sequence)
-            if self.ahead:
-                self._load(sequence + 1)
-            cache = self._caches.pop(sequence)
-            scores = self._scores(cache, queries, sequence, softmax_scale)
-            self._sum(cache, scores, queries, sequence, parts[:, sequence])
+        chunks = self.latents.shape[2] // BLOCK
+        parts, _ = self._parts(queries, softmax_scale)
         if nl.num_programs() > 1:
             _join(parts, from_other_core(parts))
         return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
 
+    def attend_apart(
+        self, queries: Queries, softmax_scale: float, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Any, Any]:
+        """Sums over this core's slots alone, float32 [128, B, rank / 128, heads], and float32 [128, B, heads].
+
+        Times the second, the sums of both cores add up to softmax times latents. The cores exchange maxima and weights
+        while the Tensor Engine still sums; `meanwhile` is called before it does.
+        """
+        chunks = self.latents.shape[2] // BLOCK
+        parts, shares = self._parts(queries, softmax_scale, True, meanwhile)
+        return parts[:, :, 0:chunks, :], shares
+
+    def attend_alone(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
+        """`attend` over this core's slots alone."""
+        chunks = self.latents.shape[2] // BLOCK
+        parts, _ = self._parts(queries, softmax_scale)
+        return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
+
+    def _parts(
+        self, queries: Queries, softmax_scale: float, apart: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Any, Any]:
+        """[128, B, rank / 128 + 2, heads] float32: sums of latents, their weight, the maximum; shares if `apart`."""
+        batch, _, rank = self.latents.shape
+        chunks, heads = rank // BLOCK, queries.heads
+        parts = nl.ndarray((BLOCK, batch, chunks + 2, heads), dtype=nl.float32, buffer=nl.sbuf)
+        shares = None
+        for sequence in range(batch):
+            self._load(sequence)
+            if self.ahead:
+                self._load(sequence + 1)
+            cache, part = self._caches.pop(sequence), parts[:, sequence]
+            weights = self._weights(self._scores(cache, queries, sequence, softmax_scale), queries.latent.dtype, part)
+            if apart and sequence == batch - 1:
+                exchanged = _exchanged(parts[:, :, chunks:, :])
+                if meanwhile is not None:
+                    meanwhile()
+                shares = _shares(parts[:, :, chunks:, :], exchanged)
+            self._sum(cache, weights, queries, sequence, part)
+        return parts, shares
+
     def _scores(self, cache: Any, queries: Queries, sequence: int, softmax_scale: float) -> Any:
         """Scaled and masked [128, count + 1, heads] float32; the last column has the new entry on partition 0."""
         heads, count = queries.heads, self.count
-        penalty = self._penalty(sequence)
+        penalty = self._penalties[sequence]
         columns = slice(sequence * heads, (sequence + 1) * heads)
         scores = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-        self._score_new(queries, columns, sequence, scores[:, count, :], softmax_scale)
         a_bank = nl.tile_size.psum_bank_fmax // heads
         for begin in range(0, count, a_bank):
             many = min(a_bank, count - begin)
@@ -175,6 +221,8 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 op1=nl.add,
                 operand1=penalty[:, begin : begin + many].expand_dim(2).broadcast(2, heads),
             )
+        queries.complete()
+        self._score_new(queries, columns, sequence, scores[:, count, :], softmax_scale)
         return scores
 
     def _penalty(self, sequence: int) -> Any:
@@ -182,7 +230,8 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         slots = nl.ndarray((BLOCK, self.count), dtype=nl.float32, buffer=nl.sbuf)
         nisa.iota(dst=slots, pattern=[[1, self.count]], offset=self.first * BLOCK, channel_multiplier=self.count)
         limit = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=limit, src=self.lengths[sequence].ap(pattern=[[0, BLOCK], [1, 1]]))
+        everywhere = self.lengths[sequence].ap(pattern=[[0, BLOCK], [1, 1]])
+        nisa.dma_copy(dst=limit, src=everywhere, engine=nisa.engine.sync)
         penalty = nl.ndarray((BLOCK, self.count), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=penalty, data=slots, op0=nl.greater_equal, operand0=limit, op1=nl.multiply, operand1=MASKED
@@ -209,23 +258,47 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         if self.own is None:
             nisa.tensor_scalar(dst=out[0:1], data=score, op0=nl.multiply, operand0=softmax_scale)
             return
-        absent = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=absent, src=self.own[one])
-        nisa.tensor_scalar(dst=absent, data=absent, op0=nl.multiply, operand0=-MASKED, op1=nl.add, operand1=MASKED)
+        absent = self._absent[sequence]
         nisa.tensor_scalar(
             dst=out[0:1], data=score, op0=nl.multiply, operand0=softmax_scale, op1=nl.add, operand1=absent
         )
 
-    def _sum(self, cache: Any, scores: Any, queries: Queries, sequence: int, part: Any) -> None:
-        """Into part [128, rank / 128 + 2, heads]: sums of latents, their weight and the maximum, over this core."""
-        heads, chunks, count = queries.heads, part.shape[1] - 2, self.count
-        top = self._maximum(scores)
-        shifted = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=shifted, data1=scores, data2=top.expand_dim(1).broadcast(1, count + 1), op=nl.subtract)
-        nisa.tensor_copy(dst=part[:, chunks + 1, :], src=top)
-        weights = nl.ndarray((BLOCK, count + 1, heads), dtype=queries.new_row.dtype, buffer=nl.sbuf)
-        nisa.activation(dst=weights, op=nl.exp, data=shifted)
+    def _absence(self, sequence: int) -> Any:
+        """[1, 1]: 0 where the new entry takes part, MASKED where it does not."""
+        absent = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=absent, src=self.own[sequence : sequence + 1], engine=nisa.engine.sync)
+        nisa.tensor_scalar(dst=absent, data=absent, op0=nl.multiply, operand0=-MASKED, op1=nl.add, operand1=MASKED)
+        return absent
 
+    def _weights(self, scores: Any, dtype: Any, part: Any) -> Any:
+        """Exponentials [128, count + 1, heads] of `dtype`; their sum and the maximum into part's last two."""
+        heads, last, count = scores.shape[2], part.shape[1] - 1, self.count
+        top = self._maximum(scores)
+        weights = nl.ndarray((BLOCK, count + 1, heads), dtype=dtype, buffer=nl.sbuf)
+        if heads == 1 or count >= _MANY_TILES:
+            # The Scalar Engine subtracts a head's maximum itself.
+            negative = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_scalar(dst=negative, data=top, op0=nl.multiply, operand0=-1.0)
+            for head in range(heads):
+                bias = negative[:, head : head + 1]
+                nisa.activation(dst=weights[:, :, head], op=nl.exp, data=scores[:, :, head], bias=bias)
+        else:
+            shifted = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
+            tops = top.expand_dim(1).broadcast(1, count + 1)
+            nisa.tensor_tensor(dst=shifted, data1=scores, data2=tops, op=nl.subtract)
+            nisa.activation(dst=weights, op=nl.exp, data=shifted)
+        # The weight of what is summed: of the rounded exponentials.
+        by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=by_partition, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
+        total = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=total, stationary=self.ones, moving=by_partition, accumulate=False)
+        nisa.tensor_copy(dst=part[:, last - 1, :], src=total)
+        nisa.tensor_copy(dst=part[:, last, :], src=top)
+        return weights
+
+    def _sum(self, cache: Any, weights: Any, queries: Queries, sequence: int, part: Any) -> None:
+        """Sums of latents over this core into part [128, rank / 128 + 2, heads]."""
+        heads, chunks, count = queries.heads, part.shape[1] - 2, self.count
         sums = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.psum)
         for tile in range(count):
             for chunk in range(chunks):
@@ -243,12 +316,6 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                     moving=weights[0:1, count, :],
                     accumulate=True,
                 )
-        # The weight of what was summed: of the rounded exponentials.
-        by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=by_partition, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
-        total = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=total, stationary=self.ones, moving=by_partition, accumulate=False)
-        nisa.tensor_copy(dst=part[:, chunks, :], src=total)
         nisa.tensor_copy(dst=part[:, 0:chunks, :], src=sums)
 
     def _maximum(self, scores: Any) -> Any:
@@ -266,6 +333,33 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         spread = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=spread, stationary=self.ones[0:heads, :], moving=diagonal, accumulate=False)
         return spread
+
+
+def _exchanged(mine: Any) -> Any:
+    """The other core's [128, B, weight | maximum, heads]; None at LNC=1."""
+    return from_other_core(mine) if nl.num_programs() > 1 else None
+
+
+def _shares(mine: Any, theirs: Any) -> Any:
+    """exp(this core's maximum - that of both) / the weight of both, from [128, B, weight | maximum, heads]."""
+    rows, batch, _, heads = mine.shape
+    shares = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
+    if theirs is None:
+        nisa.reciprocal(dst=shares, data=mine[:, :, 0, :])
+        return shares
+    top = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=top, data1=mine[:, :, 1, :], data2=theirs[:, :, 1, :], op=nl.maximum)
+    weight = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
+    other = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
+    for part, factor in ((mine, shares), (theirs, other)):
+        nisa.tensor_tensor(dst=factor, data1=part[:, :, 1, :], data2=top, op=nl.subtract)
+        nisa.activation(dst=factor, op=nl.exp, data=factor)
+    nisa.tensor_tensor(dst=weight, data1=mine[:, :, 0, :], data2=shares, op=nl.multiply)
+    nisa.tensor_tensor(dst=other, data1=theirs[:, :, 0, :], data2=other, op=nl.multiply)
+    nisa.tensor_tensor(dst=weight, data1=weight, data2=other, op=nl.add)
+    nisa.reciprocal(dst=weight, data=weight)
+    nisa.tensor_tensor(dst=shares, data1=shares, data2=weight, op=nl.multiply)
+    return shares
 
 
 def _join(mine: Any, theirs: Any) -> None:

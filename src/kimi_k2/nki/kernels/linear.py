@@ -10,14 +10,15 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK
 
 
-def load_weight(tiles: Any) -> Any:
-    """A weight in HBM [P, K, N] in SBUF, a run a partition."""
-    tile = nl.ndarray(tiles.shape, dtype=tiles.dtype, buffer=nl.sbuf)
+def load_weight(tiles: Any, tile: Any = None) -> Any:
+    """A weight in HBM [P, K, N] in SBUF, a run a partition; in `tile` where one is given."""
+    if tile is None:
+        tile = nl.ndarray(tiles.shape, dtype=tiles.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=tiles)
     return tile
 
 
-def project(columns: Any, weight: Any, scales: Any, dtype: Any) -> Any:
+def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = None, out: Any = None) -> Any:
     """weight^T . columns: [min(N, 128), ceil(N / 128), T] of `dtype`, summed in float32.
 
     Args:
@@ -25,18 +26,31 @@ def project(columns: Any, weight: Any, scales: Any, dtype: Any) -> Any:
         weight: [P, K, N] in SBUF, wide as the columns are or narrower.
         scales: None, or float32 [min(N, 128), ceil(N / 128), K] in SBUF: of each output row and each chunk of inputs.
         dtype: of the result.
+        factor: float32 [128, T] in SBUF, by which each token's sums are multiplied.
+        out: where the result goes, of `dtype`, in SBUF; None: a new tile.
     """
     count, width = columns.shape[2], weight.shape[2]
     rows, pieces = min(width, BLOCK), -(-width // BLOCK)
     if width > BLOCK and width % BLOCK:
         raise ValueError(f"expected a weight of at most {BLOCK} or of a multiple of {BLOCK} columns, got {width}")
-    result = nl.ndarray((rows, pieces, count), dtype=dtype, buffer=nl.sbuf)
-    form = _summed if scales is None else _scaled
-    form(columns, weight, scales, result)
+    result = nl.ndarray((rows, pieces, count), dtype=dtype, buffer=nl.sbuf) if out is None else out
+    if scales is None:
+        _summed(columns, weight, factor, result)
+        return result
+    _scaled(columns, weight, scales, result)
+    if factor is not None:
+        _multiply(result, result, factor)
     return result
 
 
-def _summed(columns: Any, weight: Any, _: Any, result: Any) -> None:
+def _multiply(out: Any, sums: Any, factor: Any) -> None:
+    """Sums [n, pieces, T], each token times its factor."""
+    rows, pieces, _ = sums.shape
+    factors = factor[0:rows].expand_dim(1).broadcast(1, pieces)
+    nisa.tensor_tensor(dst=out, data1=sums, data2=factors, op=nl.multiply)
+
+
+def _summed(columns: Any, weight: Any, factor: Any, result: Any) -> None:
     rows, pieces, count = result.shape
     chunks = weight.shape[1]
     many = nl.tile_size.psum_bank_fmax // count
@@ -52,7 +66,10 @@ def _summed(columns: Any, weight: Any, _: Any, result: Any) -> None:
                     moving=columns[:, chunk, :],
                     accumulate=chunk > 0,
                 )
-        nisa.tensor_copy(dst=result[:, begin : begin + size, :], src=sums)
+        if factor is None:
+            nisa.tensor_copy(dst=result[:, begin : begin + size, :], src=sums)
+        else:
+            _multiply(result[:, begin : begin + size, :], sums, factor)
 
 
 def _scaled(columns: Any, weight: Any, scales: Any, result: Any) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, load_columns, rms_norm, store_columns, turn_columns, turn_rows
+from kimi_k2.nki.kernels.columns import (
+    BLOCK,
+    inverse_root,
+    load_columns,
+    rms_norm,
+    store_columns,
+    sum_of_squares,
+    turn_columns,
+    turn_rows,
+)
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import Queries, copies_of_keys
 from kimi_k2.nki.kernels.linear import load_weight, project
@@ -19,25 +28,28 @@ from kimi_k2.nki.kernels.linear import load_weight, project
 class QueryProjection(nl.NKIObject):  # type: ignore[misc]
     """Norms, q_b, absorption and RoPE; arguments in HBM as those of `attention_decode`.
 
+    `q_b_tile`, in SBUF, takes q_b where one is given.
+
     Attributes:
         heads: of this rank.
     """
 
     def __init__(
         self, q_norm_weight: Any, kv_norm_weight: Any, q_b_tiles: Any, q_b_scales: Any, w_uk_tiles: Any,
-        w_uk_scales: Any, rotation: Any, identity: Any, ones: Any, eps: float,
+        w_uk_scales: Any, rotation: Any, identity: Any, ones: Any, eps: float, q_b_tile: Any = None,
     ) -> None:  # fmt: skip
         self.identity, self.ones, self.eps = identity, ones, eps
         self.heads, self.rank, self.rope = w_uk_tiles.shape[0], w_uk_tiles.shape[3], rotation.shape[1]
         self.q_size = q_b_tiles.shape[1] * BLOCK
-        self.q_b, self.q_b_rows = load_weight(q_b_tiles), load_scales(q_b_scales)
-        self.w_uk = [load_weight(w_uk_tiles[head]) for head in range(self.heads)]
-        self.uk_rows = [None if w_uk_scales is None else load_weight(w_uk_scales[head]) for head in range(self.heads)]
+        # What the engines turn comes first, so that it does not wait behind the weights.
         self.rotation = nl.ndarray((self.rope, 2, rotation.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=self.rotation, src=rotation.permute((1, 0, 2)))
+        nisa.dma_copy(dst=self.rotation, src=rotation.permute((1, 0, 2)), engine=nisa.engine.sync)
         self.swap = _pair_swap(identity, self.rope)
         self.q_gain = load_columns(q_norm_weight.reshape((1, self.q_size)), identity)
         self.kv_gain = load_columns(kv_norm_weight.reshape((1, self.rank)), identity)
+        self.q_b, self.q_b_rows = load_weight(q_b_tiles, q_b_tile), load_scales(q_b_scales)
+        self.w_uk = [load_weight(w_uk_tiles[head]) for head in range(self.heads)]
+        self.uk_rows = [None if w_uk_scales is None else load_weight(w_uk_scales[head]) for head in range(self.heads)]
 
     def queries(self, projected: Any) -> Queries:
         """From [B, q_rank + rank + rope] in HBM."""
@@ -56,26 +68,91 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         new_row = _on_one_partition(turn_columns(latent, self.identity))
         return Queries(absorbed, rotated, latent, new_row, new_key, self.heads)
 
-    def _heads(self, query: Any) -> tuple[Any, Any]:
-        """Absorbed queries [128, rank / 128, B * heads], and rotated ones [copies * rope, B * heads]."""
+    def queries_of_sums(self, sums: Any, scale: Any, dtype: Any) -> Queries:
+        """From down projections that lack their norm's scalar.
+
+        Args:
+            sums: float32 [128, (q_rank + rank) / 128 + 1, B] in SBUF: q_a, kv_a's latents and rotary key as columns.
+            scale: float32 [128, B], the norm's scalar on every partition.
+            dtype: of the result.
+        """
+        chunks, batch = self.q_size // BLOCK, sums.shape[2]
+        # q_b is linear, so it does not wait for the scalars of the two norms.
+        query = nl.ndarray((BLOCK, chunks, batch), dtype=dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=query, data1=sums[:, 0:chunks, :], data2=self.q_gain.broadcast(2, batch), op=nl.multiply)
+        absorbed, rotated = self._heads(query, self._factor(sums[:, 0:chunks, :], scale))
+        return _LateQueries(self, absorbed, rotated, sums[:, chunks:, :], scale)
+
+    def entries(self, sums: Any, scale: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        """New latents as columns [128, rank / 128, B] and on one partition [1, B, rank], and rotated keys [rope, B].
+
+        Args:
+            sums: float32 [128, rank / 128 + 1, B], kv_a without its norm's scalar.
+            scale: float32 [128, B], that scalar.
+            dtype: of the result.
+        """
+        chunks, batch = self.rank // BLOCK, sums.shape[2]
+        unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
+        key = sums[0 : self.rope, chunks, :]
+        nisa.tensor_tensor(dst=unrotated, data1=key, data2=scale[0 : self.rope], op=nl.multiply)
+        factor = self._factor(sums[:, 0:chunks, :], scale)
+        weighted = nl.ndarray((BLOCK, chunks, batch), dtype=nl.float32, buffer=nl.sbuf)
+        gain = self.kv_gain.broadcast(2, batch)
+        nisa.tensor_tensor(dst=weighted, data1=sums[:, 0:chunks, :], data2=gain, op=nl.multiply)
+        latent = nl.ndarray(weighted.shape, dtype=dtype, buffer=nl.sbuf)
+        factors = factor.expand_dim(1).broadcast(1, chunks)
+        nisa.tensor_tensor(dst=latent, data1=weighted, data2=factors, op=nl.multiply)
+        new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
+        self._rotate(unrotated, new_key)
+        return latent, _on_one_partition(turn_columns(latent, self.identity)), new_key
+
+    def _factor(self, columns: Any, scale: Any) -> Any:
+        """scale * rsqrt(mean((scale * x)^2) + eps) of columns x [128, n, B]: float32 [128, B]."""
+        _, chunks, batch = columns.shape
+        total = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=total, stationary=self.ones, moving=sum_of_squares(columns), accumulate=False)
+        factor = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=factor, data1=total, data2=scale, op=nl.multiply)
+        nisa.tensor_tensor(dst=factor, data1=factor, data2=scale, op=nl.multiply)
+        inverse_root(factor, factor, chunks * BLOCK, self.eps)
+        nisa.tensor_tensor(dst=factor, data1=factor, data2=scale, op=nl.multiply)
+        return factor
+
+    def _heads(self, query: Any, factor: Any = None) -> tuple[Any, Any]:
+        """Absorbed queries [128, rank / 128, B * heads], and rotated ones [copies * rope, B * heads].
+
+        Args:
+            query: columns [128, q_rank / 128, B].
+            factor: float32 [128, B], what the columns still have to be multiplied by; None: nothing.
+        """
         batch, dtype, heads, rope = query.shape[2], query.dtype, self.heads, self.rope
         absorbed = nl.ndarray((BLOCK, self.rank // BLOCK, batch, heads), dtype=dtype, buffer=nl.sbuf)
         plain = heads * BLOCK
         rows = self.q_b_rows
-        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype)
+        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype, factor)
         for head in range(heads):
-            latent = project(nope[:, head : head + 1, :], self.w_uk[head], self.uk_rows[head], dtype)
-            nisa.tensor_copy(dst=absorbed[:, :, :, head], src=latent)
+            target = absorbed[:, :, :, head]
+            project(nope[:, head : head + 1, :], self.w_uk[head], self.uk_rows[head], dtype, out=target)
         unrotated = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
-        for head in range(heads):
-            piece = self.q_b[:, :, plain + head * rope : plain + (head + 1) * rope]
-            nisa.tensor_copy(dst=unrotated[:, head, :], src=project(query, piece, self._rotary_scales(head), dtype))
+        # Two heads' rotary rows fill the Tensor Engine's columns.
+        each = 2 if rows is None and heads % 2 == 0 and 2 * rope == BLOCK else 1
+        for head in range(0, heads, each):
+            piece = self.q_b[:, :, plain + head * rope : plain + (head + each) * rope]
+            if each == 1:
+                project(query, piece, self._rotary_scales(head), dtype, factor, unrotated[:, head : head + 1, :])
+                continue
+            both = project(query, piece, None, dtype, factor)
+            for number in range(each):
+                mine = both[number * rope : (number + 1) * rope, 0, :]
+                nisa.tensor_copy(dst=unrotated[:, head + number, :], src=mine)
         turned = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
         self._rotate(unrotated.reshape((rope, heads * batch)), turned.reshape((rope, heads * batch)))
         copies, count = copies_of_keys(rope), batch * heads
         rotated = nl.ndarray((copies * rope, batch, heads), dtype=dtype, buffer=nl.sbuf)
         for copy in range(copies):
-            nisa.tensor_copy(dst=rotated[copy * rope : (copy + 1) * rope], src=turned.permute((0, 2, 1)))
+            engine = nisa.engine.scalar if copy % 2 else nisa.engine.vector
+            target = rotated[copy * rope : (copy + 1) * rope]
+            nisa.tensor_copy(dst=target, src=turned.permute((0, 2, 1)), engine=engine)
         return absorbed.reshape((BLOCK, self.rank // BLOCK, count)), rotated.reshape((copies * rope, count))
 
     def _rotary_scales(self, head: int) -> Any:
@@ -103,34 +180,59 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=out, data1=parts[0], data2=parts[1], op=nl.add)
 
 
-class OutputProjection(nl.NKIObject):  # type: ignore[misc]
-    """W_UV and this core's rows of o_proj; arguments in HBM as those of `attention_decode`."""
+class _LateQueries(Queries):
+    """Queries whose new entries are made when they are asked for."""
 
-    def __init__(self, w_uv_tiles: Any, w_uv_scales: Any, o_tiles: Any, o_scales: Any, exact: Any) -> None:
+    def __init__(self, before: QueryProjection, latent: Any, rope: Any, sums: Any, scale: Any) -> None:
+        super().__init__(latent, rope, None, None, None, before.heads)
+        self._before, self._sums, self._scale = before, sums, scale
+
+    def complete(self) -> None:
+        """Make the new entries."""
+        if self.new_key is None:
+            made = self._before.entries(self._sums, self._scale, self.latent.dtype)
+            self.new_latent, self.new_row, self.new_key = made
+
+
+class OutputProjection(nl.NKIObject):  # type: ignore[misc]
+    """W_UV and this core's rows of o_proj, or all rows; arguments in HBM as those of `attention_decode`."""
+
+    def __init__(
+        self, w_uv_tiles: Any, w_uv_scales: Any, o_tiles: Any, o_scales: Any, exact: Any, whole: bool = False
+    ) -> None:
         self.exact, self.heads = exact, o_tiles.shape[1]
         self.w_uv = [load_weight(w_uv_tiles[head]) for head in range(self.heads)]
         self.uv_rows = [None if w_uv_scales is None else load_weight(w_uv_scales[head]) for head in range(self.heads)]
         self.blocks = o_tiles.shape[2] // BLOCK
-        self.first, count = share_of(self.blocks)
+        self.first, count = (0, self.blocks) if whole else share_of(self.blocks)
         self.o_proj = load_weight(o_tiles[:, :, self.first * BLOCK : (self.first + count) * BLOCK])
         self.o_rows = None if o_scales is None else load_weight(o_scales[:, self.first : self.first + count])
 
-    def values(self, summed: Any) -> Any:
-        """o_proj's input from columns [128, rank / 128, B * heads]: [128, heads, B] of their dtype."""
+    def values(self, summed: Any, shares: Any = None) -> Any:
+        """o_proj's input from columns [128, rank / 128, B * heads]: [128, heads, B] of their dtype.
+
+        Args:
+            summed: the columns.
+            shares: float32 [128, B, heads], by which they are still to be multiplied; None: nothing.
+        """
         rows, chunks, count = summed.shape
         batch = count // self.heads
         by_head = summed.reshape((rows, chunks, batch, self.heads))
         values = nl.ndarray((BLOCK, self.heads, batch), dtype=summed.dtype, buffer=nl.sbuf)
         for head in range(self.heads):
-            value = project(by_head[:, :, :, head], self.w_uv[head], self.uv_rows[head], summed.dtype)
-            nisa.tensor_copy(dst=values[:, head, :], src=value)
+            share, target = None if shares is None else shares[:, :, head], values[:, head : head + 1, :]
+            project(by_head[:, :, :, head], self.w_uv[head], self.uv_rows[head], summed.dtype, share, target)
         return values
 
     def store(self, values: Any) -> Any:
         """What `values` gave through o_proj, in a new tensor in HBM, [B, H / 128, 128] float32."""
         out = nl.ndarray((values.shape[2], self.blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-        store_columns(out, project(values, self.o_proj, self.o_rows, nl.float32), self.first, self.exact)
+        store_columns(out, self.columns(values), self.first, self.exact)
         return out
+
+    def columns(self, values: Any, out: Any = None) -> Any:
+        """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given."""
+        return project(values, self.o_proj, self.o_rows, nl.float32, out=out)
 
 
 def load_scales(scales: Any) -> Any:
@@ -151,12 +253,19 @@ def store_entries(queries: Queries, identity: Any, rank: int, batch: int) -> tup
     rope, dtype = queries.new_key.shape[0], queries.new_row.dtype
     new_latents = nl.ndarray((batch, rank), dtype=dtype, buffer=nl.shared_hbm)
     new_keys = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        key_rows = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.sbuf)
-        turn_short_rows(queries.new_key, identity, key_rows)
-        nisa.dma_copy(dst=new_latents.reshape((1, batch, rank)), src=queries.new_row)
-        nisa.dma_copy(dst=new_keys, src=key_rows)
+    write_entries(queries, identity, new_latents, new_keys)
     return new_latents, new_keys
+
+
+def write_entries(queries: Queries, identity: Any, new_latents: Any, new_keys: Any) -> None:
+    """The new entries into HBM, [B, rank] and [B, rope]; core 0 writes them."""
+    if nl.program_id() > 0:
+        return
+    (batch, rank), rope = new_latents.shape, new_keys.shape[1]
+    key_rows = nl.ndarray((batch, rope), dtype=new_keys.dtype, buffer=nl.sbuf)
+    turn_short_rows(queries.new_key, identity, key_rows)
+    nisa.dma_copy(dst=new_latents.reshape((1, batch, rank)), src=queries.new_row)
+    nisa.dma_copy(dst=new_keys, src=key_rows)
 
 
 def _pair_swap(identity: Any, size: int) -> Any:

@@ -17,7 +17,7 @@ from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 _CHOSEN = -3.0e38
 _NORM_GUARD = 1e-20
 # Values that the Vector Engine finds at once.
-_FOUND = 8
+FOUND = 8
 _NO_SCORE = 3.0e38
 # Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
 _TILES_A_DMA = 7
@@ -124,13 +124,30 @@ def choose(
     nisa.dma_copy(dst=choice, src=bias.ap(pattern=[[0, tokens], [1, experts]]))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
 
-    best = nl.ndarray((tokens, _FOUND), dtype=nl.float32, buffer=nl.sbuf)
-    index = nl.ndarray((tokens, _FOUND), dtype=nl.uint32, buffer=nl.sbuf)
+    best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray((tokens, FOUND), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.max8(dst=best, src=choice)
     nisa.nc_find_index8(dst=index, data=choice, vals=best)
 
-    weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.nc_n_gather(dst=weights, data=scores, indices=index[:, 0:top_k])
+    weights, factor = normalized_weights(scores, index[:, 0:top_k], routed_scaling_factor, norm_topk_prob)
+    if not affinities:
+        return index[:, 0:top_k], weights, None
+    # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
+    if top_k < FOUND:
+        nisa.memset(dst=best[:, top_k:FOUND], value=_NO_SCORE)
+    nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
+    nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
+    nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
+    return index[:, 0:top_k], weights, scores
+
+
+def normalized_weights(
+    scores: Any, index: Any, routed_scaling_factor: float, norm_topk_prob: bool = True
+) -> tuple[Any, Any]:
+    """Weights float32 [T, n] of the experts uint32 [T, n], and what their scores [T, E] were multiplied by, [T, 1]."""
+    tokens = index.shape[0]
+    weights = nl.ndarray(index.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.nc_n_gather(dst=weights, data=scores, indices=index)
     factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
     if norm_topk_prob:
         nisa.tensor_reduce(dst=factor, op=nl.add, data=weights, axis=1)
@@ -140,16 +157,7 @@ def choose(
     else:
         nisa.memset(dst=factor, value=routed_scaling_factor)
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=factor)
-
-    if not affinities:
-        return index[:, 0:top_k], weights, None
-    # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
-    if top_k < _FOUND:
-        nisa.memset(dst=best[:, top_k:_FOUND], value=_NO_SCORE)
-    nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
-    nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
-    nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
-    return index[:, 0:top_k], weights, scores
+    return weights, factor
 
 
 def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int) -> Any:

@@ -43,7 +43,18 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
 
     def apply(self, columns: Any) -> Any:
         """down . (silu(gate . x) * (up . x)) of this core's blocks [128, count, T]: the same shape, float32."""
-        _, count, tokens = columns.shape
+        activated = self.activated(columns)
+        self.inner = activated.reshape((self.width, columns.shape[2]))
+        return self.outer(activated)
+
+    def outer(self, activated: Any) -> Any:
+        """Down of what `activated` gave, for this core's blocks: float32 [128, count, T]."""
+        rows = self.down.reshape((self.width, 1, self.down.shape[1] * BLOCK))
+        return project(activated, rows, self.out_scales, nl.float32)
+
+    def activated(self, columns: Any) -> Any:
+        """silu(gate . x) * (up . x), [I, 1, T] of the columns' dtype."""
+        tokens = columns.shape[2]
         width = self.width
         both = project(columns, self.gate_up, self.row_scales, nl.float32).reshape((2 * width, tokens))
         add_over_cores(both, pipe_id=1)
@@ -53,8 +64,7 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_copy(dst=up, src=both[width : 2 * width])
         inner = nl.ndarray((width, 1, tokens), dtype=columns.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
-        self.inner = inner.reshape((width, tokens))
-        return project(inner, self.down.reshape((width, 1, count * BLOCK)), self.out_scales, nl.float32)
+        return inner
 
 
 def _repeated(row: Any, times: int) -> Any:

@@ -1,0 +1,118 @@
+"""The noaux_tc router on logits that lie as columns, as an all-reduce between SBUFs leaves them.
+
+128 partitions share the sigmoid and the bias; one partition a token then finds the largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.columns import BLOCK, load_columns
+from kimi_k2.nki.kernels.exchange import share_of
+from kimi_k2.nki.kernels.linear import load_weight
+from kimi_k2.nki.kernels.router import FOUND, normalized_weights
+
+
+class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
+    """Choice of T tokens.
+
+    Args:
+        bias: e_score_correction_bias, float32 [1, E] in HBM, E a multiple of 128, at most 512.
+        routed_scaling_factor: of the configuration.
+        exact: identity, float32 [128, 128].
+    """
+
+    def __init__(self, bias: Any, routed_scaling_factor: float, exact: Any) -> None:
+        self.bias = load_columns(bias, exact)
+        self.factor, self.exact = routed_scaling_factor, exact
+
+    def choose(self, sums: Any, scale: Any) -> tuple[Any, Any]:
+        """Numbers uint32 [T, 8] by falling biased score, and scores as columns float32 [128, E/128, T].
+
+        Args:
+            sums: float32 [128, E/128, T], logits before the norm's scalar.
+            scale: float32 [128, T], that scalar on every partition.
+        """
+        tokens = sums.shape[2]
+        scores = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
+        for token in range(tokens):
+            one = slice(token, token + 1)
+            nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=scale[:, one])
+        biased = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=biased, data1=scores, data2=self.bias.broadcast(2, tokens), op=nl.add)
+        rows = self._rows(biased)
+        best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
+        index = nl.ndarray((tokens, FOUND), dtype=nl.uint32, buffer=nl.sbuf)
+        nisa.max8(dst=best, src=rows)
+        nisa.nc_find_index8(dst=index, data=rows, vals=best)
+        return index, scores
+
+    def weights(self, scores: Any, index: Any) -> Any:
+        """Weights float32 [T, 8] of what `choose` gave."""
+        rows = self._rows(scores)
+        in_sbuf = nl.ndarray(rows.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=in_sbuf, src=rows, engine=nisa.engine.scalar)
+        return normalized_weights(in_sbuf, index, self.factor)[0]
+
+    def _rows(self, columns: Any) -> Any:
+        """Columns as rows in PSUM, float32 [T, E]."""
+        _, chunks, tokens = columns.shape
+        rows = nl.ndarray((tokens, chunks * BLOCK), dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(chunks):
+            place = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
+            nisa.nc_matmul(dst=rows[:, place], stationary=columns[:, chunk, :], moving=self.exact, is_transpose=True)
+        return rows
+
+
+class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
+    """Weights of the early router in SBUF, for all experts on both cores; arguments as those of `EarlyRouter`."""
+
+    def __init__(self, residual_weight: Any, heads_weight: Any) -> None:
+        values, self.experts = heads_weight.shape
+        self.heads = values // BLOCK
+        # The residual counts once: each core takes some chunks of experts.
+        self.first, self.count = share_of(self.experts // BLOCK)
+        mine = slice(self.first * BLOCK, (self.first + self.count) * BLOCK)
+        self.residual_weight: Any = load_weight(residual_weight[:, mine]) if self.count > 0 else None
+        self.total: Any = None
+        by_head = heads_weight.reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))
+        self.heads_weight = load_weight(by_head)
+
+    def begin(self, own: Any) -> None:
+        """Begin this core's summand with the residual.
+
+        Args:
+            own: float32 [n, T] in SBUF, this rank's columns of the residual.
+        """
+        self.total = nl.ndarray((BLOCK, self.experts // BLOCK, own.shape[1]), dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(self.count):
+            mine = self.residual_weight[:, chunk * BLOCK : (chunk + 1) * BLOCK]
+            target = self.total[:, self.first + chunk, :]
+            nisa.nc_matmul(dst=target, stationary=mine, moving=own, accumulate=False)
+
+    def end(self, values: Any, out: Any, apart: bool = True) -> None:
+        """Add the heads, and leave the summand in out, float32 [128, E/128, T].
+
+        Args:
+            values: [128, heads, T] in SBUF, o_proj's input.
+            apart: they are this core's part; otherwise both cores have all of them, and each takes its chunks.
+        """
+        wide = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=wide, src=values)
+        for chunk in range(out.shape[1]):
+            begun = self.first <= chunk < self.first + self.count
+            if not (begun or apart):
+                continue
+            for head in range(self.heads):
+                nisa.nc_matmul(
+                    dst=self.total[:, chunk, :],
+                    stationary=self.heads_weight[:, head, chunk * BLOCK : (chunk + 1) * BLOCK],
+                    moving=wide[:, head, :],
+                    accumulate=begun or head > 0,
+                )
+        made = slice(0, out.shape[1]) if apart else slice(self.first, self.first + self.count)
+        if made.stop > made.start:
+            nisa.tensor_copy(dst=out[:, made, :], src=self.total[:, made, :])

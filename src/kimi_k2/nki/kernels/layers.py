@@ -1,0 +1,187 @@
+"""A decode step's MoE layers in one NKI kernel, with the two all-reduces of each inside.
+
+Behind attention one all-reduce carries its output and the router's logits (`sharding.early_router`), behind the experts
+one carries theirs and the next layer's down projections (`sharding.early_qkv_a`). They go from SBUF to SBUF, each core
+of LNC=2 with its own summand: half of the cache's slots, half of a token's experts. While a collective runs, the kernel
+loads what does not depend on it and transposes the next cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.column_router import ColumnRouter
+from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns, turn_rows
+from kimi_k2.nki.kernels.exchange import share_of
+from kimi_k2.nki.kernels.experts import RoutedExperts
+from kimi_k2.nki.kernels.layer_attention import Attention, Layer, SharedAttention, Step
+from kimi_k2.nki.kernels.projections import turn_short_rows, write_entries
+from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum, norm_scalar
+from kimi_k2.nki.kernels.shared_expert import SharedExpert
+
+
+class Experts(nl.NKIObject):  # type: ignore[misc]
+    """Router, routed and shared experts of one layer; what every token needs is loaded when it is made."""
+
+    def __init__(self, layer: Layer, step: Step) -> None:
+        self.step, blocks = step, layer.gate_up.shape[2]
+        self.first, self.count = share_of(blocks)
+        self.router = ColumnRouter(layer.bias, step.routed_scaling_factor, step.exact)
+        self.gain = load_columns(layer.norm.reshape((1, blocks * BLOCK)), step.identity)
+        self.shared = SharedExpert(
+            layer.shared_gate_up, layer.shared_gate_up_scales, layer.shared_down, layer.shared_down_scales, self.first,
+            self.count,
+        )  # fmt: skip
+        self.next: Any = (
+            None if layer.next_residual is None else NextProjections(layer.next_residual, layer.next_shared)
+        )
+        # Each core adds up its half of a token's experts.
+        self.slot, slots = share_of(8)
+        self.routed = RoutedExperts(
+            layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, 0, blocks, step.num_experts, slots,
+            apart=True, beside=layer.next_experts,
+        )  # fmt: skip
+
+    def apply(self, hidden: Any, logits: Any) -> Any:
+        """This core's summand of the output and the next down projections, float32 [128, H/128 + ceil(N/128), T].
+
+        Args:
+            hidden: float32 [128, H/128, T], the residual.
+            logits: float32 [128, E/128, T], without the norm's scalar.
+        """
+        step, (_, chunks, tokens) = self.step, hidden.shape
+        scale = norm_scalar(hidden, step.ones, step.eps)
+        index, scores = self.router.choose(logits, scale)
+        mine = slice(self.slot, self.slot + self.routed.slots)
+        places, held = self.routed.numbers(index[:, mine], step.first_expert)
+        own = None if self.next is None else OwnColumns(hidden, step.exact, step.ranks)
+        columns = self._normed(hidden, scale)
+        kept = self.routed.kept(self.router.weights(scores, index)[:, mine], held)
+
+        # While the chosen experts are on their way.
+        inner = self.shared.activated(columns[:, self.first : self.first + self.count, :])
+        extra = 0 if self.next is None else self.next.blocks
+        base = nl.ndarray((BLOCK, chunks + extra, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=base, value=0.0, engine=nisa.engine.gpsimd)
+        nisa.tensor_copy(dst=base[:, self.first : self.first + self.count, :], src=self.shared.outer(inner))
+        if own is not None:
+            self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
+        return self.routed.sum(columns, places, kept, base, step.exact)
+
+    def _normed(self, hidden: Any, scale: Any) -> Any:
+        """The norm's output, of the kernel's dtype."""
+        _, chunks, tokens = hidden.shape
+        weighted = nl.ndarray(hidden.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=weighted, data1=hidden, data2=self.gain.broadcast(2, tokens), op=nl.multiply)
+        normed = nl.ndarray(hidden.shape, dtype=self.step.dtype, buffer=nl.sbuf)
+        factors = scale.expand_dim(1).broadcast(1, chunks)
+        nisa.tensor_tensor(dst=normed, data1=weighted, data2=factors, op=nl.multiply)
+        return normed
+
+
+@nki.jit
+def decode_layers(
+    hidden: Any,
+    projected: Any,
+    layers: list[Layer],
+    rotation: Any,
+    lengths: Any,
+    ranks: int,
+    groups: list[list[int]],
+    first_expert: int,
+    num_experts: int,
+    softmax_scale: float,
+    routed_scaling_factor: float,
+    eps: float,
+    cache_groups: list[list[int]] | None = None,
+    own: Any = None,
+) -> tuple[Any, Any, Any]:
+    """MoE layers of one token for each of B sequences, on one of `ranks` ranks.
+
+    Args:
+        hidden: float32 [B, H], the residual before the first layer's attention; on all ranks.
+        projected: float32 [B, N], the first layer's q_a and kv_a of it without the norm's scalar; on all ranks.
+        layers: weights and caches.
+        rotation: as that of `attention_decode`.
+        lengths: int32 [B, 1], slots in use, without the new entry.
+        ranks: among which the residual's columns are divided.
+        groups: of the all-reduces, all ranks.
+        first_expert, num_experts: as those of `selective_experts`.
+        softmax_scale, routed_scaling_factor, eps: of the configuration.
+        cache_groups: ranks that share a cache, each with a part of its slots and one head (flash decoding); q_b and
+            w_uk are then those of all heads of the group, one half of them on each core: [cores, 128, q_rank/128,
+            heads/cores * (128 + rope)] and [cores, heads/cores, 128, 1, rank].
+        own: with `cache_groups`, int32 [B, 1], 1 where this rank counts the new entry.
+
+    Returns:
+        (hidden float32 [B, H/128, 128] behind the last layer, on all ranks; new latents [layers, B, rank] and rotated
+        keys [layers, B, rope], which the caller writes to the caches).
+    """
+    step = Step(layers[0].latents.dtype, ranks, groups, rotation, lengths, first_expert, num_experts)
+    step.share_cache(cache_groups, own)
+    attention_of = Attention if cache_groups is None else SharedAttention
+    step.softmax_scale, step.routed_scaling_factor, step.eps = softmax_scale, routed_scaling_factor, eps
+    attention: Any = attention_of(layers[0], step)
+    attention.load_weights()
+    attention.load_cache()
+    stream = _copied(load_columns(hidden, step.exact))
+    downs = _load_downs(projected, step.exact)
+    chunks = stream.shape[1]
+    rank, rope = layers[0].latents.shape[2], layers[0].keys.shape[2]
+    entries = [
+        nl.ndarray((len(layers), hidden.shape[0], size), dtype=step.dtype, buffer=nl.shared_hbm)
+        for size in (rank, rope)
+    ]
+    moved: Any = None
+    for number, layer in enumerate(layers):
+        # Behind the collective before, and ahead of its result: loads of the next two stages, transposes of this one.
+        experts = Experts(layer, step)
+        following = attention_of(layers[number + 1], step) if number + 1 < len(layers) else None
+        if following is not None and cache_groups is None:
+            following.load_weights()
+        attention.core.turn()
+        if moved is not None:
+            total = moved.result()
+            stream, downs = _added(stream, total[:, 0:chunks, :]), total[:, chunks:, :]
+        summand, queries = attention.apply(stream, downs, following)
+        attended = Sum(summand, step.group)
+        write_entries(queries, step.identity, entries[0][number], entries[1][number])
+        if following is not None and following.core is None:
+            following.load_cache()
+        total = attended.result()
+        stream = _added(stream, total[:, 0:chunks, :])
+        moved, attention = Sum(experts.apply(stream, total[:, chunks:, :]), step.group), following
+    stream = _added(stream, moved.result()[:, 0:chunks, :])
+    out = nl.ndarray((hidden.shape[0], chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
+    first, count = share_of(chunks)
+    store_columns(out, stream[:, first : first + count, :], first, step.exact)
+    return out, entries[0], entries[1]
+
+
+def _copied(columns: Any) -> Any:
+    out = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=out, src=columns)
+    return out
+
+
+def _added(one: Any, other: Any) -> Any:
+    out = nl.ndarray(one.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=out, data1=one, data2=other, op=nl.add)
+    return out
+
+
+def _load_downs(rows: Any, exact: Any) -> Any:
+    """Rows float32 [B, N] in HBM as columns [128, ceil(N/128), B]."""
+    batch, width = rows.shape
+    loaded = nl.ndarray((batch, width), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=loaded, src=rows)
+    whole = width // BLOCK
+    columns = nl.ndarray((BLOCK, -(-width // BLOCK), batch), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=columns[:, 0:whole, :], src=turn_rows(loaded[:, 0 : whole * BLOCK], exact))
+    if width % BLOCK:
+        turn_short_rows(loaded[:, whole * BLOCK :], exact, columns[0 : width % BLOCK, whole, :])
+    return columns
