@@ -9,6 +9,7 @@ goes through all of them. Here each of a slice's linears has a process of its ow
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -58,6 +59,7 @@ def deep_gemm_parent() -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     root = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache/vllm"))
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(root / "deep_gemm"))
     jobs = [(linear, TOKENS[half::2]) for half in range(2) for linear in LINEARS]
