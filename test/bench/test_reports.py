@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from kimi_k2.bench.compare import compare, differing, overall
+from kimi_k2.bench.compare import Ratio, compare, differing, overall
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.published import PUBLISHED
 from kimi_k2.bench.render import HEADER, markdown, write_reports
@@ -117,7 +117,19 @@ def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> 
     little = compare(scaled(results, steady), scaled(results, [0.98 * factor for factor in steady]))
     assert all(one.high < 1 and one.inside_noise for one in little)  # as much as two sweeps of the same code differ
     assert not any(one.inside_noise for one in compare(scaled(results, steady), scaled(results, [0.98] * 4), drift=0))
+    # The drift is of the logarithm: 2.9 % more is still as much, 3.1 % more is not.
+    for factor, same in ((1.029, True), (1.031, False), (1 / 1.029, True), (1 / 1.031, False)):
+        ratios = compare(scaled(results, [1.0] * 4), scaled(results, [factor] * 4))
+        tight = [one for one in ratios if not one.low <= 1 <= one.high]
+        assert all(one.inside_noise is same for one in tight)
+        assert same or tight
     assert overall(compare(base, base)) == pytest.approx({"ttft": 1, "tpot": 1, "e2e": 1})
+
+
+def test_ratios_are_averaged_geometrically() -> None:
+    """A cell twice as fast and one twice as slow are even."""
+    ratios = [Ratio(8, 1, 8, "tpot", ratio, ratio, ratio) for ratio in (0.5, 2.0)]
+    assert overall([*ratios, Ratio(8, 1, 8, "ttft", 0.25, 0.25, 0.25)]) == pytest.approx({"tpot": 1, "ttft": 0.25})
 
 
 def test_comparison_names_what_differs_and_needs_common_cells(results: dict[str, Any], tmp_path: Path) -> None:

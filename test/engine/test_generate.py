@@ -46,6 +46,14 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
     assert (counts - logits[0].softmax(-1)).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
 
+def test_each_sequence_of_a_batch_draws_by_its_own_seed(model: KimiK2ForCausalLM) -> None:
+    """The same prompt twice gives two replies; the second is the first's with the next seed."""
+    first, next_seed = (SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed) for seed in (7, 8))
+    batch = generate(model, [[1, 2, 3], [1, 2, 3]], first).token_ids
+    assert batch[0] != batch[1]
+    assert batch[1] == generate(model, [[1, 2, 3]], next_seed).token_ids[0]
+
+
 def test_a_sequence_samples_alike_alone_and_in_a_batch(model: KimiK2ForCausalLM) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.95, seed=7)
     alone = generate(model, [[1, 2, 3]], params).token_ids[0]

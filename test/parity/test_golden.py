@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,44 @@ def test_a_nan_inside_is_a_divergence(golden: Path, checkpoints: dict[str, Path]
     first = compare(broken, expected, config).first
     assert first is not None
     assert (first.layer, first.module, first.row) == (1, "mlp.experts", 3)
+
+
+def changed(golden: Path, point: str, change: Callable[[torch.Tensor], object]) -> tuple[Trace, Trace]:
+    """A run that differs from the golden one in one point, and the golden one."""
+    expected = load_golden(golden).trace
+    other = Trace(expected.inputs, {key: value.clone() for key, value in expected.values.items()})
+    change(other.values[point])
+    return other, expected
+
+
+def test_a_row_of_zeros_is_measured_by_the_others(golden: Path, checkpoints: dict[str, Path]) -> None:
+    """Such a row has no norm of its own; one of the usual size in its place is a divergence, however small all are."""
+    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.experts"
+    other, expected = changed(golden, point, lambda values: values.mul_(1e-6))
+    expected.values[point].mul_(1e-6)[2] = 0
+    first = compare(other, expected, config).first
+    assert first is not None
+    assert (first.layer, first.module, first.row) == (1, "mlp.experts", 2)
+    other.values[point][2] = 0
+    assert compare(other, expected, config).first is None
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.09, True), (0.11, False)])
+def test_near_ties_may_change_a_tenth_of_the_choices_in_bfloat16(
+    golden: Path, checkpoints: dict[str, Path], share: float, passes: bool
+) -> None:
+    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.gate.selection"
+
+    def change(choices: torch.Tensor) -> None:
+        places = choices.flatten()[: round(share * choices.numel())]
+        places += 1000  # no expert that anybody chose
+        choices.view(-1)[: len(places)] = places
+
+    other, expected = changed(golden, point, change)
+    assert compare(other, expected, config, "bfloat16").points
+    first = compare(other, expected, config, "bfloat16").first
+    assert (first is None) is passes
+    assert compare(other, expected, config, "float32").first is not None
 
 
 def test_logits_rule_is_nxdis() -> None:

@@ -120,6 +120,15 @@ def test_int4_quantization_packs_as_compressed_tensors() -> None:
     assert torch.equal(packed, PackedQuantizationCompressor.compress(stored, scheme)["weight_packed"])
 
 
+def test_int4_group_of_zeros_stays_zero() -> None:
+    weight = torch.randn(2, 64)
+    weight[0, :32] = 0
+    packed, scale, shape = quantize_int4_group(weight)
+    assert torch.isfinite(scale).all() and (scale > 0).all()
+    values = dequantize_int4_group(packed, scale, shape)
+    assert (values[0, :32] == 0).all() and (values[0, 32:] != 0).any()
+
+
 def test_int4_wrong_shapes() -> None:
     packed, scale, _ = quantize_int4_group(torch.randn(4, 64))
     for arguments, says in (
