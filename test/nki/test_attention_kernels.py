@@ -198,6 +198,18 @@ def test_attention_is_no_farther_than_pytorch(batch: int, slots: int, heads: int
         assert relative(got, exact) < 1e-2
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_part_of_the_cache_is_read(cores: int) -> None:
+    """Of 768 slots 256; what lies behind them is not a number."""
+    rank = Rank(2, 768, 1, torch.float32, torch.float32)
+    rank.lengths = torch.tensor([[256], [100]], dtype=torch.int32)
+    wanted = rank.reference(torch.float64)
+    rank.latents[:, 256:] = rank.keys[:, 256:] = float("nan")
+    out, *entries = attention_decode[cores](*rank.arguments(), attended=256)
+    for got, exact in zip((out.reshape(-1, HIDDEN), *entries), wanted, strict=True):
+        assert relative(torch.from_numpy(np.asarray(got)).double(), exact) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "rows", "cores", "stored"),
     [

@@ -210,3 +210,20 @@ def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
     one = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
     wanted = routed.reference(x, index, weights, torch.float64) + shared.reference(x, *one, torch.float64)
     assert ((found.double() - wanted).norm() / wanted.norm()).item() < (1e-5 if form == "float32" else 6e-3)
+
+
+def test_what_needs_no_choice_is_fetched_first() -> None:
+    """The shared expert and its early weights: before hidden states, numbers and weights of the step are touched."""
+    routed, shared = WithEarly(32, 9, 0, "float8_e4m3"), WithEarly(32, 1, 0, "float8_e4m3")
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+    index, weights = torch.arange(8).reshape(1, 8).int(), torch.ones(1, TOP_K)
+    beside = [part[0] for part in shared.tiles()]
+    kernel = selective_experts[2]
+    kernel(x, *routed.tiles(), index, weights, 0, 9, *beside, routed.early, shared.early[0])
+    assert kernel.last is not None
+    brought = {kernel.last.arguments[place] for place in (0, 5, 6)}
+    for trace in kernel.last.traces:
+        touching = (any(box.storage in brought for box in one.accesses) for one in trace)
+        first = next(number for number, touches in enumerate(touching) if touches)
+        ahead = [box for one in trace[:first] if one.engine == "dma" for box in one.accesses if not box.region.on_chip]
+        assert sum(box.nbytes for box in ahead) >= (3 * HIDDEN * 32 + 32 * COLUMNS * 2) / 2

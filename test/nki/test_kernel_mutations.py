@@ -132,6 +132,14 @@ def layer() -> None:
     moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=False)
 
 
+def columns() -> None:
+    experts.test_early_down_projections(32, 2, 3, "float32", 12, True)
+
+
+def part() -> None:
+    attention.test_a_part_of_the_cache_is_read(2)
+
+
 def early() -> None:
     attention.test_early_router(4, 2, 64, 2, torch.float32)
 
@@ -156,6 +164,8 @@ CHECKS = (
     layer,
     early,
     early_layer,
+    columns,
+    part,
 )
 
 # (file, text, what stands there instead, the check that sees it)
@@ -211,6 +221,19 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("early_router", "load_weight(residual_weight[:, self.mine])", "load_weight(residual_weight[:, 0:count])", early),
     ("early_router", "inverse_root(factor, total, size, eps)", "inverse_root(factor, total, BLOCK, eps)", early_layer),
     ("early_router", "op0=nl.multiply, operand0=factor", "op0=nl.multiply, operand0=1.0", early_layer),
+    ("early_qkv_a", "self.routed = routed[:, :, self.mine]", "self.routed = routed[:, :, 0 : self.count]", columns),
+    ("early_qkv_a", "accumulate=number > 0", "accumulate=number > 1", columns),
+    ("early_qkv_a", "self.shared_inner[:, token : token + 1]", "self.shared_inner[:, 0:1]", columns),
+    ("early_qkv_a", "moving=weight[:, begin:end]", "moving=weight[:, 0 : end - begin]", columns),
+    ("early_qkv_a", "shared[:, self.mine]", "shared[:, 0 : self.count]", columns),
+    (
+        "experts",
+        "factors = _spread(weights, self._spread_out).reshape",
+        "factors = _spread(self._out_scales[:, 0:1], self._spread_out).reshape",
+        columns,
+    ),
+    ("experts", "tile = self._early_tiles[group]", "tile = self._early_tiles[0]", columns),
+    ("attention", "latents.shape[1] if attended is None else attended", "latents.shape[1]", part),
 )
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.router import Router
 from kimi_k2.plan.deployment import CONFIGS
 
 WORKER = Path(__file__).with_name("cpu_worker.py")
@@ -141,6 +142,29 @@ def expected_logits(model: Any, case: dict[str, list[list[int]]]) -> torch.Tenso
         out = model(torch.tensor([prompt + forced]))
         logits = out if isinstance(out, torch.Tensor) else out.logits
         columns.append(logits[0, len(prompt) - 1 : len(prompt) + len(forced)])
+    return torch.stack(columns, dim=1)
+
+
+@torch.inference_mode()
+def choice_gaps(model: KimiK2ForCausalLM, case: dict[str, list[list[int]]]) -> torch.Tensor:
+    """How far from a tie the experts' choice is: float32 [steps, B], the least over the layers.
+
+    The score of the last expert chosen less that of the next one; where it is small, rounding makes another choice.
+    """
+    gaps: list[torch.Tensor] = []
+
+    def note(gate: Router, given: tuple[torch.Tensor], _: Any) -> None:
+        best = (gate.logits(given[0]).sigmoid() + gate.e_score_correction_bias).topk(gate.top_k + 1, dim=1).values
+        gaps.append(best[:, -2] - best[:, -1])
+
+    hooks = [one.register_forward_hook(note) for one in model.modules() if isinstance(one, Router)]
+    columns = []
+    for prompt, forced in zip(case["prompts"], case["forced"], strict=True):
+        gaps.clear()
+        model(torch.tensor([prompt + forced]))
+        columns.append(torch.stack(gaps).amin(dim=0)[len(prompt) - 1 :])
+    for hook in hooks:
+        hook.remove()
     return torch.stack(columns, dim=1)
 
 

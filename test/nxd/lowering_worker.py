@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections import Counter
+from dataclasses import asdict
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.pop("NXD_CPU_MODE", None)
@@ -23,6 +26,7 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
 from kimi_k2.plan.hlo import count  # noqa: E402
 from kimi_k2.plan.liveness import peak_live_bytes  # noqa: E402
+from kimi_k2.plan.prefetch import fetches  # noqa: E402
 from kimi_k2.plan.scratch import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
@@ -47,8 +51,10 @@ def main() -> None:
         decode_counts(config, target, sharding, graph.bucket) if decode else prefill_counts(config, target, sharding)
     )
     live = dict(zip((*STAGES,), live_bytes(config, target), strict=True))[stage]
+    calls = Counter(re.findall(r'custom_call_target="kimi_k2\.nki\.(\w+)"', graph.hlo))
     facts = {
         **summary(counts), "router_bytes_read": counts.bytes_read(r"router\."), "kinds": kinds,
+        "kernels": dict(calls), "fetches": [asdict(one) for one in fetches(graph.hlo)],
         "planned": summary(planned), "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
     }  # fmt: skip
     print("COUNTS " + json.dumps(facts))

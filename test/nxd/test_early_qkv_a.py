@@ -8,12 +8,11 @@ from typing import Any
 import environment
 import pytest
 import torch
-from harness import DECODE_STEPS, SLOW, execute, expected_logits, neuron_config, plain_model, sequences
+from harness import DECODE_STEPS, SLOW, choice_gaps, execute, expected_logits, neuron_config, plain_model, sequences
 from test_early_router import BATCHING
 from test_nki_kernels import ALL, CONFIG, LAYOUTS, check, options, store
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.router import Router
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -74,18 +73,8 @@ def test_bf16_graphs_are_no_farther_than_without(tmp_path: Path, tp: int, ep: in
     held = expert_formats()["tiles"].for_layout(config, Layout(tp, ep)).neuron_options()
     case = sequences(1, 512)
     model = plain_model(tmp_path / "source")
-    gaps: list[torch.Tensor] = []
-
-    def note(gate: Any, given: tuple[torch.Tensor], _: Any) -> None:
-        scores = gate.logits(given[0]).sigmoid() + gate.e_score_correction_bias
-        best = scores.topk(gate.top_k + 1, dim=1).values
-        gaps.append(best[:, -2] - best[:, -1])
-
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(note)
     plain = expected_logits(model, case)
-    decided = torch.stack(gaps).amin(dim=0)[len(case["prompts"][0]) - 1 :] > 0.01
+    decided = choice_gaps(model, case)[:, 0] > 0.01
     decided[0] = False  # the prompt's, by prefill
     assert decided.sum() > DECODE_STEPS / 2
     errors = {}

@@ -126,6 +126,34 @@ def test_early_down_projections_on_kernels_cost_what_the_planner_says(tmp_path: 
     assert ("all-gather", 64, 2112 * 2, 1) in collectives_of(counts)  # the first layer's
 
 
+@pytest.mark.parametrize("tiles", ["bf16", "fp8"])
+def test_attention_in_tiles_costs_what_the_planner_says(tmp_path: Path, tiles: str) -> None:
+    """One kernel from the down projections on; both cores make the queries, so they read those weights twice."""
+    path = with_options("trn2-tp64-ep1-nki", tmp_path / "tiles.yaml", attention_tiles=tiles)
+    counts, layers = lowered(path, "3", DECODE), 3
+    planned = counts["planned"]
+    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    assert collectives_of(counts) == collectives_of(planned)
+    assert counts["kernels"] == {
+        "attention_decode": layers, "noaux_tc_choice": layers - 1, "selective_experts": layers - 1,
+    }  # fmt: skip
+    print(f"\n{tiles}: {counts['weight_bytes_read']:,} bytes of weights read in three layers; {counts['fetches'][1:4]}")
+    # A layer's weights and cache wait for no collective, but for the experts that the router chooses.
+    attention, choice, experts = counts["fetches"][1:4]
+    item = 1 if tiles == "fp8" else 2
+    weights = (2 * 1536 * 192 + 2 * 512 * 256 + 7168 * 128) * item  # both cores make the queries
+    cache, early = 4096 * 576 * 2, 384 * 240 * 4
+    assert weights + cache + early < attention["ahead"] < 1.02 * (weights + cache + early)
+    assert attention["chosen"] == 0
+    assert attention["computed"] < 3 * 2112 * 2
+    shared = 3 * 7168 * 32 + 32 * 2112 * 2
+    assert shared < experts["ahead"] < 1.2 * shared
+    assert 8 * (3 * 7168 * 32 + 32 * 2112 * 2) <= experts["chosen"] < 1.01 * 8 * (3 * 7168 * 32 + 32 * 2112 * 2)
+    assert experts["computed"] < 40_000
+    assert choice["ahead"] + choice["computed"] < 10_000
+
+
 @pytest.mark.parametrize("stage", [DECODE, PREFILL])
 def test_early_down_projections_cost_what_the_planner_says(tmp_path: Path, stage: str) -> None:
     """Without kernels, so that GEMMs are in the graph too; prefill computes the projections as always."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -11,7 +11,7 @@ from kimi_k2.cli.options import Target
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.layout import Layout
+    from kimi_k2.sharding.layout import AttentionTiles, Layout
 
 
 def make_layout(
@@ -22,12 +22,22 @@ def make_layout(
     spmd_rank: bool | None = None,
     early_router: bool = False,
     early_qkv_a: bool = False,
+    attention_tiles: str = "",
 ) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
     chosen = experts or ("stored" if target == "cuda" else "per_channel")
-    return Layout(tp, ep, target, chosen, spmd_rank=spmd_rank, early_router=early_router, early_qkv_a=early_qkv_a)
+    return Layout(
+        tp,
+        ep,
+        target,
+        chosen,
+        spmd_rank=spmd_rank,
+        early_router=early_router,
+        early_qkv_a=early_qkv_a,
+        attention_tiles=cast("AttentionTiles", attention_tiles),
+    )
 
 
 def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:

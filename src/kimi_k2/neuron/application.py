@@ -89,6 +89,7 @@ def cpu_deployment(
         blockwise_matmul_config=blockwise,
         early_router=preset.neuron_config.early_router,
         early_qkv_a=preset.neuron_config.early_qkv_a,
+        attention_tiles=preset.neuron_config.attention_tiles,
         nki_kernels=kernels,
     )
     changed = {

@@ -16,6 +16,8 @@ from kimi_k2.plan.target import Target
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
+# What both cores of the attention kernel read, as they do its queries' weights.
+_BY_BOTH_CORES = (".q_a_layernorm.weight", ".kv_a_layernorm.weight")
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)
 
@@ -43,6 +45,10 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
                 counts.read[tensor.name] *= config.moe_intermediate_size * config.n_shared_experts // plan.layout.ranks
             elif tensor.name.endswith(".shared_experts.down_proj.scale"):
                 counts.read[tensor.name] *= PARTITIONS
+    if plan.layout.attention_tiles:
+        for name in counts.read:
+            if name.endswith(_BY_BOTH_CORES) or any(part in name for part in (".tiles.q_b.", ".tiles.w_u")):
+                counts.read[name] *= 2
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -126,15 +132,17 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
 def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
     """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     layout = plan.layout
-    unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
+    unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.", ".self_attn.tiles.")
     if decode:
         unused = ("router.linear_router.",) if layout.early_router else ()
+        if layout.attention_tiles:
+            unused = (*unused, ".q_b_proj.", ".kv_b_proj.", ".o_proj.")
         if layout.early_qkv_a:  # the first layer's down projections follow no layer
             unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
 
     def read(tensor: PlannedTensor) -> bool:
-        first = decode and tensor.layer == 0 and "early" not in tensor.name
-        return not any(part in tensor.name for part in unused) or first
+        first = decode and tensor.layer == 0 and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight"))
+        return first or not any(part in tensor.name for part in unused)
 
     return replace(plan, tensors=tuple(filter(read, plan.tensors)))
 

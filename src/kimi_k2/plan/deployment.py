@@ -18,7 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.instance import INSTANCES, Instance
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import AttentionTiles, Layout
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
@@ -74,6 +74,7 @@ class NeuronOptions(_Part):
             that `kimi-k2 convert` folds; the router's own weight is read at prefill alone.
         early_qkv_a: decode's down projections are summed over the ranks together with the feed-forward output before
             them, by weights that `kimi-k2 convert` folds; experts in tiles.
+        attention_tiles: attention's weights of decode lie in the tiles of one kernel too, in this format.
         nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
@@ -90,6 +91,7 @@ class NeuronOptions(_Part):
     num_cores_per_group: PositiveInt | None = None
     early_router: bool = False
     early_qkv_a: bool = False
+    attention_tiles: AttentionTiles = ""
     nki_kernels: tuple[NkiKernel, ...] = ()
 
 
@@ -212,6 +214,7 @@ class Deployment(_Part):
             spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
             early_router=self.neuron_config.early_router,
             early_qkv_a=self.neuron_config.early_qkv_a,
+            attention_tiles=self.neuron_config.attention_tiles,
         )
 
     def neuron_arguments(self) -> dict[str, Any]:

@@ -200,11 +200,11 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
             counts.flops += _dot_flops(one, instructions)
         elif one.op == "scatter" or (one.op == "gather" and not _of_parameter(one, instructions)):
             counts.moved[one.op] = counts.moved.get(one.op, 0) + _moved(one, instructions, combined)
-        elif one.op == "custom-call" and (cost := _kernel(one, instructions)):
+        elif one.op == "custom-call" and (cost := kernel_cost(one, instructions)):
             moved = cost.written + sum(
                 size
                 for operand, size in zip(one.operands, cost.read, strict=True)
-                if not _is_parameter(operand, instructions)
+                if not is_parameter(operand, instructions)
             )
             counts.moved["kernels"] = counts.moved.get("kernels", 0) + moved
         elif one.op in COLLECTIVES:
@@ -215,7 +215,7 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     return counts
 
 
-def _kernel(one: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:
+def kernel_cost(one: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:
     """What a custom call moves, if it is a kernel of ours."""
     shapes = (instructions[operand].shapes[0] for operand in one.operands)
     return call_cost(one.attributes, tuple((shape.dtype, shape.dims) for shape in shapes))
@@ -231,7 +231,7 @@ def _read(
             rows += prod(consumer.shapes[0].dims) * item
         elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == one.name:
             continue  # written in place through the alias
-        elif consumer.op == "custom-call" and (cost := _kernel(consumer, instructions)):
+        elif consumer.op == "custom-call" and (cost := kernel_cost(consumer, instructions)):
             rows += sum(size for name, size in zip(consumer.operands, cost.read, strict=True) if name == one.name)
         elif consumer.op in TRANSPARENT:
             inner, more = _read(consumer, consumers, item, instructions)
@@ -243,10 +243,10 @@ def _read(
 
 def _of_parameter(one: Instruction, instructions: Mapping[str, Instruction]) -> bool:
     """Whether the array that is gathered from is a parameter; then the rows are among what is read of it."""
-    return _is_parameter(one.operands[0], instructions)
+    return is_parameter(one.operands[0], instructions)
 
 
-def _is_parameter(name: str, instructions: Mapping[str, Instruction]) -> bool:
+def is_parameter(name: str, instructions: Mapping[str, Instruction]) -> bool:
     """Whether an array is a parameter, or a view of one."""
     source = instructions.get(name)
     while source is not None and source.op in TRANSPARENT:

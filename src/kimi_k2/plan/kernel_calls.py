@@ -37,11 +37,21 @@ class CallCost:
 
     Attributes:
         read: of each operand, in order; of what two cores read both are counted.
+        indexed: of `read`, what a run-time index chose.
         written: results, and operands that are written.
     """
 
     read: tuple[int, ...]
+    indexed: tuple[int, ...]
     written: int
+
+
+def kernel_name(attributes: str) -> str | None:
+    """Which kernel of ours a custom call is, by its attributes in HLO text; None if it is none."""
+    target = _TARGET.search(attributes)
+    if target is None or not target[1].startswith(PREFIX):
+        return None
+    return target[1].removeprefix(PREFIX)
 
 
 def call_cost(attributes: str, operands: tuple[Operand, ...]) -> CallCost | None:
@@ -50,10 +60,9 @@ def call_cost(attributes: str, operands: tuple[Operand, ...]) -> CallCost | None
     Raises:
         ValueError: the call names a kernel that is not known.
     """
-    target = _TARGET.search(attributes)
-    if target is None or not target[1].startswith(PREFIX):
+    name = kernel_name(attributes)
+    if name is None:
         return None
-    name = target[1].removeprefix(PREFIX)
     if name not in MODULES:
         raise ValueError(f"custom_call_target: expected one of {', '.join(MODULES)}, got {name}")
     config = _CONFIG.search(attributes)
@@ -80,19 +89,20 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
     kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
     assert kernel.last is not None
     place = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
-    read, written = [0] * len(tensors), 0
+    read, indexed, written = [0] * len(tensors), [0] * len(tensors), 0
     for trace in kernel.last.traces:
         for instruction in trace:
             if instruction.engine != "dma":
                 continue
-
+            by_index = any(box.operand.endswith("(index)") for box in instruction.accesses)
             for box in instruction.accesses:
                 size = hbm_bytes_of(box)
                 if box.written:
                     written += size
                 elif box.storage in place:
                     read[place[box.storage]] += size
-    return CallCost(tuple(read), written)
+                    indexed[place[box.storage]] += size * by_index
+    return CallCost(tuple(read), tuple(indexed), written)
 
 
 def hbm_bytes_of(box: Any) -> int:

@@ -14,7 +14,7 @@ from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
-from kimi_k2.sharding import early_qkv_a
+from kimi_k2.sharding import attention_tiles, early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats
@@ -94,6 +94,7 @@ class Converter:
         report: measure the error of every expert.
         following: with early down projections, `early_qkv_a.scaled_projections` of the layer behind; None where there
             is none.
+        ranks: in whose order attention's tiles lie; None for the layout's.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class Converter:
         *,
         report: bool = True,
         following: Tensor | None = None,
+        ranks: int | None = None,
     ) -> None:
         self.config, self.layout, self.planned, self.report = config, layout, planned, report
-        self.experts, self.following = experts, following
+        self.experts, self.following, self.ranks = experts, following, ranks or layout.ranks
         if experts is None and layout.experts != STORED:
             self.experts = expert_formats()[layout.experts].for_layout(config, layout)
 
@@ -158,6 +160,8 @@ class Converter:
             ]
         made = [Part(f"{name}.weight", None, self._float(stored[module]))]
         root = name.rpartition(".")[0]
+        if self.layout.attention_tiles and name.endswith(attention_tiles.SOURCES):
+            made += self._attention_tiles(name, stored[module])
         if self.following is None:
             return made
         if name.endswith(".input_layernorm"):
@@ -167,6 +171,13 @@ class Converter:
             root = name.rpartition(".mlp.")[0]
             made.append(Part(f"{root}.{early_qkv_a.VALUES}", None, self._folded(self.following, stored[module])))
         return made
+
+    def _attention_tiles(self, name: str, stored: Stored) -> list[Part]:
+        kind, dtype = self.layout.attention_tiles, self.layout.dtype
+        source = format_holding(self.config.quantization, stored)
+        made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype)
+        root = name.rpartition(".self_attn.")[0]
+        return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
 
     def _folded(self, following: Tensor, down: Stored) -> Tensor:
         source = format_holding(self.config.quantization, down)

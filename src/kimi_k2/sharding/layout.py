@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import expert_formats
 
 Target = Literal["neuron", "cuda"]
+AttentionTiles = Literal["", "bf16", "fp8"]
 STORED = "stored"  # experts in the checkpoint's own format
 GLOBAL_LAYER = -1  # embedding, final norm and head
 
@@ -30,6 +31,8 @@ class Layout:
         early_router: write the weights of the early router too (`sharding.early_router`); neuron only.
         early_qkv_a: write the weights of early down projections too (`sharding.early_qkv_a`); neuron only, experts in
             tiles.
+        attention_tiles: write attention's weights in the decode kernel's tiles too, in this format
+            (`sharding.attention_tiles`); neuron only.
     """
 
     moe_tp: int
@@ -40,6 +43,7 @@ class Layout:
     spmd_rank: bool | None = None
     early_router: bool = False
     early_qkv_a: bool = False
+    attention_tiles: AttentionTiles = ""
 
     def __post_init__(self) -> None:
         for field in ("moe_tp", "moe_ep"):
@@ -48,9 +52,12 @@ class Layout:
         allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
-        for field in ("early_router", "early_qkv_a"):
-            if getattr(self, field) and self.target != "neuron":
-                raise ConfigError(f"expected False for {self.target}, got True", field=field)
+        for field in ("early_router", "early_qkv_a", "attention_tiles"):
+            if (given := getattr(self, field)) and self.target != "neuron":
+                raise ConfigError(f"expected {type(given)()!r} for {self.target}, got {given!r}", field=field)
+        if self.attention_tiles not in get_args(AttentionTiles):
+            expected = " or ".join(map(repr, get_args(AttentionTiles)))
+            raise ConfigError(f"expected {expected}, got {self.attention_tiles!r}", field="attention_tiles")
 
     @property
     def ranks(self) -> int:

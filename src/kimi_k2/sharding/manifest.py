@@ -52,6 +52,10 @@ def _config_digest(config: KimiK2Config) -> str:
     return hashlib.sha256(config.model_dump_json(exclude=absent).encode()).hexdigest()
 
 
+# Fields of Layout that are written where they are set.
+_ADDED = ("early_router", "early_qkv_a", "attention_tiles")
+
+
 def _options(layout: Layout) -> dict[str, Any]:
     options = {
         "target": layout.target,
@@ -64,7 +68,7 @@ def _options(layout: Layout) -> dict[str, Any]:
     # Files without these keep the options that they had before there were such fields.
     if layout.target == "neuron" and expert_formats()[layout.experts].tiles:
         options["shared_tiles"] = True
-    return options | {name: True for name in ("early_router", "early_qkv_a") if getattr(layout, name)}
+    return options | {name: value for name in _ADDED if (value := getattr(layout, name))}
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -80,6 +84,7 @@ def made_layout(directory: str | Path) -> Layout:
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
             early_router=options.get("early_router", False), early_qkv_a=options.get("early_qkv_a", False),
+            attention_tiles=options.get("attention_tiles", ""),
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptHeaderError(f"no options of a conversion: {error}", file=directory / MANIFEST) from None
@@ -94,7 +99,7 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    absent = dict.fromkeys(("early_router", "early_qkv_a", "shared_tiles"))
+    absent = dict.fromkeys((*_ADDED, "shared_tiles"))
     for option, wanted in {**absent, **_options(layout)}.items():
         if made_from["options"].get(option) != wanted:
             raise ConfigError(

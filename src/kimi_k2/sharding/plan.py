@@ -16,6 +16,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.attention_tiles import check_sizes, check_stored
 from kimi_k2.sharding.early_qkv_a import check_experts
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
@@ -38,6 +39,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     _check_divisible(config, layout)
     if layout.target == "neuron":
         experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        if layout.attention_tiles:
+            check_sizes(config)
+            check_stored(config, layout.attention_tiles)
         if layout.early_qkv_a:
             check_experts(experts)
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))

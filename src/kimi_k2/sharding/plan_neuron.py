@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.attention_tiles import attention_tiles_tensors
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat
@@ -25,6 +26,8 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     for name, rows, columns, dim in linears(config, layer):
         if experts.shared is None or "shared_experts" not in name:
             yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
+    if layout.attention_tiles:
+        yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles, dtype)
     if layout.early_qkv_a and precedes_another(config, layer):
         sizes = (ranks, layout.moe_tp, layout.moe_ep)
         yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)

@@ -16,7 +16,7 @@ from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
 from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.experts.format import ExpertFormat
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import AttentionTiles, Layout
 from kimi_k2.sharding.plan import make_plan
 
 
@@ -29,6 +29,8 @@ def whole_state_dict(
     *,
     early_router: bool = False,
     early_qkv_a: bool = False,
+    attention_tiles: AttentionTiles = "",
+    ranks: int = 1,
 ) -> dict[str, Tensor]:
     """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
 
@@ -40,6 +42,8 @@ def whole_state_dict(
         read: called once with each.
         early_router: with the early router's weights.
         early_qkv_a: with those of early down projections.
+        attention_tiles: with attention's tiles, in this format.
+        ranks: that will divide the heads, in whose order attention's tiles lie.
 
     Raises:
         MissingTensorError, UnexpectedTensorError: `names` are not those that `config` implies.
@@ -49,7 +53,14 @@ def whole_state_dict(
         raise MissingTensorError("not among the tensors given", tensor=lost[0])
     if more := sorted(set(names) - expected):
         raise UnexpectedTensorError("the configuration implies no such tensor", tensor=more[0])
-    layout = Layout(1, experts=experts.name, dtype=dtype, early_router=early_router, early_qkv_a=early_qkv_a)
+    layout = Layout(
+        1,
+        experts=experts.name,
+        dtype=dtype,
+        early_router=early_router,
+        early_qkv_a=early_qkv_a,
+        attention_tiles=attention_tiles,
+    )
     planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
     state: dict[str, Tensor] = {}
     layers = modules_by_layer(names)
@@ -65,7 +76,7 @@ def whole_state_dict(
         following = None
         if early_qkv_a and precedes_another(config, layer):
             following = scaled_projections(config, layer + 1, partial(stored_of, layer + 1, keep=True))
-        converter = Converter(config, layout, planned, experts, report=False, following=following)
+        converter = Converter(config, layout, planned, experts, report=False, following=following, ranks=ranks)
         for unit in units(modules, layout, shared=converter.holds_shared):
             stored = {module: stored_of(layer, module) for module in unit.modules}
             for part in converter.convert(unit, stored)[0]:
@@ -86,8 +97,18 @@ def load_whole_state_dict(
     *,
     early_router: bool = False,
     early_qkv_a: bool = False,
+    attention_tiles: AttentionTiles = "",
+    ranks: int = 1,
 ) -> dict[str, Tensor]:
     """`whole_state_dict` of an open checkpoint."""
     return whole_state_dict(
-        config, dtype, experts, reader.names(), reader.get, early_router=early_router, early_qkv_a=early_qkv_a
+        config,
+        dtype,
+        experts,
+        reader.names(),
+        reader.get,
+        early_router=early_router,
+        early_qkv_a=early_qkv_a,
+        attention_tiles=attention_tiles,
+        ranks=ranks,
     )

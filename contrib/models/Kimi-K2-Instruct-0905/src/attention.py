@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.ops.rotary import apply_rotary_interleaved
 
+from .attention_tiles import AttentionBlockKernel, AttentionTiles
 from .config import KimiK2InferenceConfig
 from .early_router import EarlyLogits, OutputProjection
 from .flash_decoding import combine, group_heads, own_tokens
@@ -58,7 +59,9 @@ class KimiK2Attention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), bias=False, gather_output=False, dtype=dtype
         )
-        output = OutputProjection if neuron.early_router else RowParallelLinear
+        self.tiles = AttentionTiles(config) if neuron.attention_tiles else None
+        self.block = AttentionBlockKernel(neuron.logical_nc_config) if self.tiles is not None else None
+        output = OutputProjection if neuron.early_router or neuron.attention_tiles else RowParallelLinear
         self.o_proj = output(
             heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
@@ -119,6 +122,10 @@ class KimiK2Attention(nn.Module):
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         if projected is None:
             projected = self.qkv_a_proj(hidden_states)
+        if past_key_value is not None and self.block is not None:
+            slots = attention_mask.shape[-1]
+            if self.block.takes(projected, slots, early):
+                return self._in_one_kernel(projected, attention_mask, position_ids, past_key_value, early)
         q_down, latent, k_rope = projected.split(widths, dim=-1)
         q = project(self.q_b_proj, self.q_a_layernorm(q_down), adapter_ids)
         q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
@@ -171,6 +178,33 @@ class KimiK2Attention(nn.Module):
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
         return self._output(summed, w_uv, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
+
+    def _in_one_kernel(
+        self,
+        projected: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_value: tuple[Tensor, Tensor],
+        early: EarlyLogits | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+        """A step of one token from its down projections; arguments and result as `forward`."""
+        assert self.block is not None
+        assert self.tiles is not None
+        keys, latents = (slot.squeeze(1) for slot in past_key_value)
+        rotation = self.rotation(position_ids, torch.float32)
+        norms: Any = (self.q_a_layernorm.weight, self.kv_a_layernorm.weight)
+        options = {
+            "softmax_scale": self.hf.softmax_scale,
+            "eps": self.hf.latent_norm_eps,
+            "attended": attention_mask.shape[-1],
+        }
+        lengths = attention_mask.sum(dim=(1, 2, 3))
+        own, latent, k_rope, part = self.block(
+            projected, norms, self.tiles, rotation, (keys, latents), lengths, options, early
+        )
+        out = self.o_proj.reduced(own, early, part, projected.dtype)
+        cos, sin = (one.to(projected.dtype) for one in rotation)
+        return out, self._entries(k_rope, latent), cos, sin
 
     def _output(self, summed: Tensor, w_uv: Tensor, adapter_ids: Tensor | None, early: EarlyLogits | None) -> Tensor:
         """Sums of latents float32 [B, h, S, rank] to [B, S, H], summed over the ranks."""

@@ -16,16 +16,16 @@ from kimi_k2.sharding.whole import load_whole_state_dict, whole_state_dict
 
 
 def load_neuron_state_dict(
-    directory: str | Path, dtype: torch.dtype, experts: ExpertFormat, world_size: int, **folded: bool
+    directory: str | Path, dtype: torch.dtype, experts: ExpertFormat, world_size: int, **beside: Any
 ) -> dict[str, Tensor]:
-    """Stream a checkpoint directory into an unsharded Neuron state dict; `folded` as of `whole_state_dict`.
+    """Stream a checkpoint directory into an unsharded Neuron state dict; `beside` as of `whole_state_dict`.
 
     Raises:
         ConfigError, CheckpointError: see `KimiK2Config.from_pretrained` and `CheckpointReader`.
     """
     config = KimiK2Config.from_pretrained(directory)
     with CheckpointReader.for_config(directory, config) as reader:
-        return _ranked(load_whole_state_dict(reader, config, dtype, experts, **folded), world_size)
+        return _ranked(load_whole_state_dict(reader, config, dtype, experts, ranks=world_size, **beside), world_size)
 
 
 def convert_state_dict(
@@ -34,7 +34,7 @@ def convert_state_dict(
     dtype: torch.dtype,
     experts: ExpertFormat,
     world_size: int,
-    **folded: bool,
+    **beside: Any,
 ) -> dict[str, Tensor]:
     """The same from a state dict in memory; it is emptied on the way.
 
@@ -48,7 +48,9 @@ def convert_state_dict(
         for name in state_dict
         if not IGNORED.search(name)
     }
-    state = whole_state_dict(config, dtype, experts, given, lambda name: state_dict.pop(given[name]), **folded)
+    state = whole_state_dict(
+        config, dtype, experts, given, lambda name: state_dict.pop(given[name]), ranks=world_size, **beside
+    )
     return _ranked(state, world_size)
 
 

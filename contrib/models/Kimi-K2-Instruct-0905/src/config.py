@@ -11,9 +11,10 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.attention_tiles import check_sizes
 from kimi_k2.sharding.experts.format import quantization_types
 from kimi_k2.sharding.experts.tiled import check_width, shared_width
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import AttentionTiles, Layout
 
 from . import lora, options
 from .quantized import MODULES_TO_NOT_CONVERT
@@ -43,6 +44,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         early_qkv_a: sum q_a and kv_a of decode over the ranks together with the feed-forward output before them, by
             weights that are folded from the checkpoint (`kimi-k2 convert --early-qkv-a`); see early_qkv_a.py. Needs
             experts in tiles.
+        attention_tiles: attention's weights of decode are held in the tiles of a kernel that is all of it but the down
+            projections, beside the ordinary ones: "bf16" for the model's dtype, "fp8" for the checkpoint's FP8 blocks,
+            or "" for none. Needs `attention` among nki_kernels.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -60,6 +64,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         shared_expert_tiles: int = 0,
         early_router: bool = False,
         early_qkv_a: bool = False,
+        attention_tiles: AttentionTiles = "",
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -88,6 +93,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles)
         if early_router:
             options.check_early_router(self)
+        options.check_attention_tiles(attention_tiles, nki_kernels)
         if early_qkv_a:
             options.check_early_qkv_a(self, expert_tiles)
         lora.check(self)
@@ -97,6 +103,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.expert_tiles = expert_tiles
         self.shared_expert_tiles = shared_expert_tiles
         self.early_router, self.early_qkv_a = early_router, early_qkv_a
+        self.attention_tiles = attention_tiles
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
@@ -173,6 +180,8 @@ class KimiK2InferenceConfig(InferenceConfig):
                 raise ConfigError(
                     f"expected 0 or {width}, got {neuron.shared_expert_tiles}", field="shared_expert_tiles"
                 )
+        if neuron.attention_tiles:
+            check_sizes(hf)
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
             raise ConfigError(

@@ -50,6 +50,10 @@ class EarlyRouter(BaseParallelLinear):
             held.data = kept[name].to(held.device)
         return self
 
+    def own_columns(self, residual: Tensor, rank: Tensor) -> Tensor:
+        """This rank's columns of a residual [B, S, H]; `rank` is int [1]."""
+        return residual.unflatten(2, (self.ranks, -1)).index_select(2, rank).squeeze(2)
+
     def forward(self, residual: Tensor, values: Tensor, rank: Tensor) -> Tensor:
         """This rank's summand of the logits before the norm's scalar.
 
@@ -61,8 +65,7 @@ class EarlyRouter(BaseParallelLinear):
         Returns:
             float32 [B, S, E].
         """
-        own = residual.unflatten(2, (self.ranks, -1)).index_select(2, rank).squeeze(2)
-        parts = ((own, self.residual_weight), (values, self.heads_weight))
+        parts = ((self.own_columns(residual, rank), self.residual_weight), (values, self.heads_weight))
         first, second = (dot_float32(x.to(DTYPE), weight, ([2], [0]), ([], [])) for x, weight in parts)
         return first + second
 
@@ -117,8 +120,14 @@ class OutputProjection(RowParallelLinear):
             plain: Tensor = super().forward(values)
             return plain
         own = dot_float32(values, self.weight, ([2], [1]), ([], []))
-        both = torch.cat((own, early.part(values)), dim=2)
+        return self.reduced(own, early, early.part(values), values.dtype)
+
+    def reduced(self, own: Tensor, early: Early | None, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's output float32 [B, S, H], summed over the ranks, in `dtype`; `early.sums` is set from `part`."""
         group: Any = self.tensor_parallel_group
-        both = reduce_from_tensor_model_parallel_region(both, process_group=group)
+        if early is None or part is None:
+            out: Tensor = reduce_from_tensor_model_parallel_region(own.to(dtype), process_group=group)
+            return out
+        both = reduce_from_tensor_model_parallel_region(torch.cat((own, part), dim=2), process_group=group)
         out, early.sums = both.split([self.output_size, both.shape[2] - self.output_size], dim=2)
-        return out.to(values.dtype)
+        return out.to(dtype)

@@ -72,7 +72,8 @@ class NkiKernel:
         kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
         others = {key: kept(one) for key, one in named.items()}
         made = kernel[self.cores](*(kept(one) for one in tensors), **arguments, **others)
-        return [torch.as_tensor(part, device=device) for part in (made if isinstance(made, list | tuple) else [made])]
+        parts = made if isinstance(made, list | tuple) else [made]
+        return [torch_tensor(part).to(device) for part in parts]
 
     def _lowered(
         self, name: str, tensors: Sequence[Tensor], arguments: dict[str, Any], results: Sequence[Result]
@@ -85,6 +86,13 @@ class NkiKernel:
             list(tensors), CALL_PREFIX + name, shapes, dtypes, False, described, 0, {}
         )
         return made
+
+
+def torch_tensor(array: Any) -> Tensor:
+    """A kernel's result as a tensor; torch does not know ml_dtypes' bfloat16."""
+    if isinstance(array, Tensor) or array.dtype.name != "bfloat16":
+        return torch.as_tensor(array)
+    return torch.as_tensor(array.view("uint16")).view(torch.bfloat16)
 
 
 def emulated_fp8(tensor: Tensor) -> Any:

@@ -291,8 +291,9 @@ class NeuronKimiK2Model(NeuronBaseModel):
         return self
 
 
-def _folded(neuron: Any) -> dict[str, bool]:
-    return {"early_router": neuron.early_router, "early_qkv_a": neuron.early_qkv_a}
+def _beside(neuron: Any) -> dict[str, Any]:
+    names = ("early_router", "early_qkv_a", "attention_tiles")
+    return {name: getattr(neuron, name) for name in names}
 
 
 class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
@@ -408,7 +409,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
         neuron = config.neuron_config
         return load_neuron_state_dict(
-            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_folded(neuron)
+            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_beside(neuron)
         )
 
     @staticmethod
@@ -416,7 +417,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """The same for an unquantized state dict in memory."""
         neuron = config.neuron_config
         return convert_state_dict(
-            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_folded(neuron)
+            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_beside(neuron)
         )
 
     def shard_weights(

@@ -7,11 +7,12 @@ no effect, and no error. `check` is the one place that refuses them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.layout import AttentionTiles
 
 # Their effect on the model's outputs is tested in test/nxd (or by what loads and serves it).
 # fmt: off
@@ -322,6 +323,19 @@ def check_early_qkv_a(config: Any, tiles: bool) -> None:
         ConfigError: naming the field.
     """
     _refuse({**vars(config), "expert_tiles": tiles}, EARLY_QKV_A_REFUSED, "early_qkv_a")
+
+
+def check_attention_tiles(tiles: str, kernels: Sequence[str]) -> None:
+    """Refuse tiles of an unknown format, or without the kernel that reads them.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if tiles not in (known := get_args(AttentionTiles)):
+        expected = " or ".join(map(repr, known))
+        raise ConfigError(f"expected {expected}, got {tiles!r}", field="attention_tiles")
+    if tiles and "attention" not in kernels:
+        raise ConfigError(f"expected '' without attention among nki_kernels, got {tiles!r}", field="attention_tiles")
 
 
 def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]], option: str) -> None:

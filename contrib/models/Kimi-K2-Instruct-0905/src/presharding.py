@@ -29,6 +29,7 @@ def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
         spmd_rank=expert_parallel or neuron_config.blockwise_matmul_config.parallelize_token_to_block_mapping,
         early_router=neuron_config.early_router,
         early_qkv_a=neuron_config.early_qkv_a,
+        attention_tiles=neuron_config.attention_tiles,
     )
     if held != (written := expert_formats()[held.name].for_layout(config, layout)):
         raise ConfigError(

@@ -36,6 +36,9 @@ def convert(
     early_qkv_a: Annotated[
         bool, typer.Option("--early-qkv-a", help="Write q_a and kv_a folded with the experts before them too (neuron).")
     ] = False,
+    attention_tiles: Annotated[
+        str, typer.Option(help="Write attention in the decode kernel's tiles too: bf16 or fp8 (neuron).")
+    ] = "",
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
@@ -59,9 +62,9 @@ def convert(
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
-        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router, early_qkv_a)
+        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router, early_qkv_a, attention_tiles)
     else:
-        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router", "early_qkv_a"):
+        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router", "early_qkv_a", "attention_tiles"):
             source_of = context.get_parameter_source(name)
             if source_of is not None and source_of.name == "COMMANDLINE":
                 raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")

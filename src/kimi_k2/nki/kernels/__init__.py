@@ -8,5 +8,6 @@ MODULES = {
     "noaux_tc_router": "router",
     "noaux_tc_choice": "router",
     "mla_decode": "mla_decode",
+    "attention_decode": "attention",
     "selective_experts": "experts",
 }

@@ -84,6 +84,7 @@ def attention_decode(
     residual: Any = None,
     early_residual: Any = None,
     early_heads: Any = None,
+    attended: Any = None,
 ) -> tuple[Any, ...]:
     """From the gathered down projections to this rank's part of the attention's output, for B sequences.
 
@@ -113,6 +114,7 @@ def attention_decode(
         residual: [B, n], this rank's columns of what the norm before attention was given; None: no early router.
         early_residual: float32 [n, E], n at most 128, and
         early_heads: float32 [heads * 128, E]: weights of the early router (`sharding.early_router`).
+        attended: how many of the S slots are read, a multiple of 128 (of 256 at LNC=2); None: all.
 
     Returns:
         ([B, H/128, 128] float32, to be summed over the ranks; new latents [B, rank]; new rotated keys [B, rope]; with
@@ -123,7 +125,7 @@ def attention_decode(
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     ones = all_ones()
     # What needs no query comes first: the cache and its transposes, then weights.
-    first, count = share_of(latents.shape[1] // BLOCK)
+    first, count = share_of((latents.shape[1] if attended is None else attended) // BLOCK)
     attention = LatentAttention(latents, keys, lengths, None, first, count, identity, exact, ones)
     before = QueryProjection(
         q_norm_weight, kv_norm_weight, q_b_tiles, q_b_scales, w_uk_tiles, w_uk_scales, rotation, identity, ones, eps

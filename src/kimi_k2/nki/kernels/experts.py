@@ -77,16 +77,20 @@ def selective_experts(
         gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early
     )
 
+    # On its way before anything that a collective brings.
+    shared_expert = None
+    if shared_gate_up_tiles is not None:
+        shared_expert = SharedExpert(
+            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
+        )
+
     index = nl.ndarray(expert_index.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=index, src=expert_index)
     weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=weights, src=expert_weights)
     columns = load_columns(hidden, identity)[:, first : first + count, :]
     shared = None
-    if shared_gate_up_tiles is not None:
-        shared_expert = SharedExpert(
-            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
-        )
+    if shared_expert is not None:
         shared = shared_expert.apply(columns)
         if early is not None:
             early.shared_inner = shared_expert.inner

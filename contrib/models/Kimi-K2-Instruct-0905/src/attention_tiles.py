@@ -1,0 +1,127 @@
+"""A decode step's attention as one NKI kernel on weights in tiles (`kimi_k2.sharding.attention_tiles`).
+
+The kernel takes the down projections and gives this rank's part of o_proj's output, which is summed here, and the new
+cache entries. Prefill, and what the kernel does not take, computes with the ordinary weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k2.sharding.attention_tiles import shapes
+
+from .config import KimiK2InferenceConfig
+from .early_router import EarlyLogits
+from .kernels import NkiKernel, Result
+from .tiles import TileWeights
+
+MOST_SEQUENCES = 64
+MOST_COLUMNS = 128  # of the residual, of an early router
+
+
+class AttentionTiles(nn.Module):
+    """This rank's tiles, each with `weight` and, in FP8, `scale`: q_b, w_uk, w_uv and o."""
+
+    def __init__(self, config: KimiK2InferenceConfig) -> None:
+        super().__init__()
+        neuron = config.neuron_config
+        ranks, fp8 = neuron.tp_degree, neuron.attention_tiles == "fp8"
+        dtype = torch.float8_e4m3fn if fp8 else neuron.torch_dtype
+        for name, cuts in shapes(config.hf, ranks).items():
+            weight, scale = (
+                (tuple(size // ranks if place == dim else size for place, size in enumerate(shape)), dim)
+                for shape, dim in cuts
+            )
+            self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
+
+    def arguments(self) -> tuple[dict[str, Tensor], dict[str, None]]:
+        """What the kernel calls them: tensors, and the scales that float tiles do not have."""
+        tensors: dict[str, Tensor] = {}
+        absent: dict[str, None] = {}
+        for name, held in self.named_children():
+            assert isinstance(held, TileWeights)
+            tensors[f"{name}_tiles"] = held.weight
+            if held.scale is None:
+                absent[f"{name}_scales"] = None
+            else:
+                tensors[f"{name}_scales"] = held.scale
+        return tensors, absent
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What down projections and the cache are multiplied as."""
+        held = self.arguments()[0]["o_tiles"].dtype
+        return torch.bfloat16 if held.itemsize == 1 else held
+
+
+class AttentionBlockKernel(NkiKernel):
+    """`kimi_k2.nki.kernels.attention.attention_decode` of one token a sequence."""
+
+    name = "attention_decode"
+
+    def takes(self, projected: Tensor, slots: int, early: EarlyLogits | None) -> bool:
+        """Whether the kernel takes these down projections [B, S, N], so many slots, and such a router."""
+        batch, length = projected.shape[:2]
+        fits = early is None or early.router.residual_weight.shape[0] <= MOST_COLUMNS
+        one = length == 1 and batch <= MOST_SEQUENCES
+        return self.runs_on(projected.device) and one and fits and slots % (128 * self.cores) == 0
+
+    def __call__(
+        self,
+        projected: Tensor,
+        norms: tuple[Tensor, Tensor],
+        tiles: AttentionTiles,
+        rotation: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        options: dict[str, Any],
+        early: EarlyLogits | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """This rank's part of the output.
+
+        Args:
+            projected: [B, 1, q_lora_rank + rank + rope].
+            norms: weights of q_a_layernorm and kv_a_layernorm.
+            tiles: this rank's weights.
+            rotation: cosines and sines, float32 [B, 1, rope / 2].
+            cache: rotary keys [B, S, rope] and latents [B, S, rank], whole.
+            lengths: [B], slots in use.
+            options: the kernel's numbers: `softmax_scale`, `eps`, `attended` of the S slots.
+            early: the layer's router logits.
+
+        Returns:
+            (output float32 [B, 1, H], to be summed over the ranks; new latents [B, 1, rank]; new keys [B, 1, rope];
+            this rank's summand of the logits float32 [B, 1, E]).
+        """
+        dtype, given = tiles.input_dtype, projected.squeeze(1)
+        keys, latents = (part.to(dtype) for part in cache)
+        cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in rotation)
+        signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
+        tensors, absent = tiles.arguments()
+        named = {
+            **tensors,
+            "rotation": torch.stack((cos, sin * signs)).transpose(1, 2).contiguous(),
+            "latents": latents,
+            "keys": keys,
+            "lengths": lengths.to(torch.int32).unsqueeze(1),
+        }
+        batch, hidden = len(given), tensors["o_tiles"].shape[2]
+        results: list[Result] = [
+            ((batch, hidden // 128, 128), torch.float32),
+            ((batch, latents.shape[2]), dtype),
+            ((batch, keys.shape[2]), dtype),
+        ]
+        if early is not None:
+            router = early.router
+            named["residual"] = router.own_columns(early.residual, early.rank).squeeze(1).to(dtype)
+            named["early_residual"], named["early_heads"] = router.residual_weight, router.heads_weight
+            results.append(((batch, router.residual_weight.shape[1]), torch.float32))
+        first = [given.to(dtype), *(weight.to(dtype) for weight in norms)]
+        made = self.run(first, {**absent, **options}, results, named=named)
+        out, new_latents, new_keys = (part.unsqueeze(1) for part in made[:3])
+        logits = None if early is None else made[3].unsqueeze(1)
+        kept = projected.dtype
+        return out.flatten(2), new_latents.to(kept), new_keys.to(kept), logits

@@ -1,0 +1,107 @@
+"""Decode whose attention is one kernel on weights in tiles, in NxD's CPU mode on the emulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import environment
+import pytest
+import torch
+from harness import DECODE_STEPS, SLOW, choice_gaps, expected_logits, launch, plain_model, sequences
+from test_early_router import BATCHING
+from test_nki_kernels import ALL, SIZES, TOLERANCE, WORKER, check, options
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+FAULTS = Path(__file__).with_name("attention_tiles_faults.py")
+NAMES = {"attention": "attention_decode", "router": "noaux_tc_choice"}
+BF16 = 1e-2  # relative L2, about what BF16 graphs are off by (test_early_qkv_a.py)
+HEADS: dict[str, Any] = {"q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in BF16 and in FP8 blocks, of heads that the kernel takes."""
+    root = tmp_path_factory.mktemp("attention")
+    for fmt in ("bf16", "fp8"):
+        write_synthetic_checkpoint(root / fmt, with_format(tiny_config(**SIZES, **HEADS), fmt), seed=5)
+    return {fmt: root / fmt for fmt in ("bf16", "fp8")}
+
+
+@pytest.mark.parametrize(("layout", "cores"), [("TP1", 1), ("TP2", 2), ("EP2", 2)])
+def test_prefill_and_16_steps(stored: dict[str, Path], tmp_path: Path, layout: str, cores: int) -> None:
+    given = options(layout, cores, ["attention"], attention_tiles="bf16")
+    check(stored["bf16"], given, tmp_path, ["attention"], names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"), [("TP2", {}), ("EP2", {}), ("EP2", BATCHING)], ids=["TP2", "EP2", "batching"]
+)
+def test_with_all_kernels_and_early_sums(
+    stored: dict[str, Path], tmp_path: Path, layout: str, more: dict[str, Any]
+) -> None:
+    """As the -nki presets have it, in float32; the router's logits are summed by the kernel."""
+    case: dict[str, Any] = {"arrival": [2, 0, 3, 1]} if more else {}
+    given = options(layout, 2, ALL, attention_tiles="bf16", early_router=True, early_qkv_a=True, **more)
+    check(stored["bf16"], given, tmp_path, ALL, names=NAMES, **case)
+
+
+@pytest.mark.parametrize("layout", ["TP2", "EP2"])
+def test_fp8_attention(stored: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """FP8 weights with float32 around them: down projections and cache are rounded to BF16 for the kernel.
+
+    Where that is not all of the error, the last expert chosen and the next one are within 0.015 in float32 scores.
+    """
+    given = options(layout, 2, ALL, "fp8", attention_tiles="fp8", early_router=True, early_qkv_a=True)
+    case, model = sequences(4, 512), plain_model(stored["fp8"])
+    result = launch({"checkpoint": stored["fp8"], "neuron_config": given, "cases": [case]}, tmp_path, WORKER, 1500)
+    plain, gaps, found = expected_logits(model, case)[1:], choice_gaps(model, case)[1:], result["logits"][0][1:]
+    errors = (found - plain).norm(dim=2) / plain.norm(dim=2)
+    other = errors > 2 * BF16
+    rest = float(errors[~other].max())
+    print(f"\n{layout}: relative L2 of a step, median {float(errors.median()):.1e}, at most {rest:.1e} but at")
+    print(f"{int(other.sum())} of {other.numel()}, where the choice is within {float(gaps[other].max()):.4f} of a tie")
+    assert errors.median() < BF16 / 2
+    assert (gaps[other] < 0.015).all()
+    assert other.sum() < other.numel() / 4
+    assert torch.equal(found[~other].argmax(-1), plain[~other].argmax(-1))
+    assert result["kernels"]["attention_decode"] == DECODE_STEPS * model.config.num_hidden_layers
+
+
+@SLOW
+def test_each_fault_is_seen(stored: dict[str, Path], tmp_path: Path) -> None:
+    case = sequences(1, 512, steps=3)
+    torch.save(expected_logits(plain_model(stored["bf16"]), case), tmp_path / "expected.pt")
+    given = {**options("TP1", 1, ["attention"], attention_tiles="bf16"), "batch_size": 1}
+    job = {"checkpoint": stored["bf16"], "neuron_config": given, "cases": [case]}
+    found = launch({**job, "expected": str(tmp_path / "expected.pt")}, tmp_path, FAULTS, 1500)
+    for name, far in found.items():
+        print(f"\n{name}: {far:.1e}")
+    assert found.pop("none") < TOLERANCE
+    assert len(found) >= 10
+    assert {name: far for name, far in found.items() if not far > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tiles"), [(["attention"], "fp4"), (["router"], "bf16")], ids=["unknown format", "without the kernel"]
+)
+def test_what_tiles_do_not_follow_is_refused(kernels: list[str], tiles: str) -> None:
+    config_module: Any = environment.contrib("config")
+    given = options("TP1", 2, kernels, attention_tiles=tiles)
+    with pytest.raises(ConfigError) as caught:
+        config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
+    assert caught.value.field == "attention_tiles"
+
+
+@pytest.mark.parametrize(("field", "sizes"), [("v_head_dim", {"v_head_dim": 64}), ("q_lora_rank", {"q_lora_rank": 96})])
+def test_sizes_that_tiles_do_not_take_are_refused(field: str, sizes: dict[str, int]) -> None:
+    config_module: Any = environment.contrib("config")
+    given = options("TP1", 2, ["attention"], attention_tiles="bf16")
+    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
+    model = config_module.load_kimi_config(tiny_config(**{**SIZES, **HEADS, **sizes}))
+    with pytest.raises(ConfigError) as caught:
+        config_module.KimiK2InferenceConfig(neuron, load_config=model)
+    assert caught.value.field == field

@@ -1,0 +1,146 @@
+"""Attention's tiles in the ranks' files: what they multiply, against the checkpoint's own matrices in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.manifest import check_made_for, made_layout, rank_file_name
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.sharding.verify import verify
+from kimi_k2.sharding.whole import load_whole_state_dict
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+from .test_early_qkv_a import matrix
+
+SIZES: dict[str, Any] = {
+    "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2,
+}  # fmt: skip
+ROPE, NOPE = 64, 128
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in BF16 and in FP8 blocks of 128 x 128."""
+    root = tmp_path_factory.mktemp("sources")
+    for fmt in ("bf16", "fp8"):
+        write_synthetic_checkpoint(root / fmt, with_format(tiny_config(**SIZES), fmt), seed=2)
+    return {fmt: root / fmt for fmt in ("bf16", "fp8")}
+
+
+def held(file: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor | None]:
+    root = f"layers.1.self_attn.tiles.{name}"
+    scale = file.get(f"{root}.scale")
+    return file[f"{root}.weight"].double(), None if scale is None else scale.double()
+
+
+def by_inputs(weight: Tensor, groups: Tensor | None) -> Tensor:
+    """Tiles [128, chunks, rows], value [p, c, j] of row j and column c * 128 + p, as [rows, chunks * 128].
+
+    Scales are [128, groups, chunks]: row g * 128 + p.
+    """
+    rows = weight.permute(2, 1, 0)
+    if groups is not None:
+        rows = rows * groups.transpose(0, 1).flatten(0, 1).unsqueeze(2)
+    return rows.flatten(1)
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Equal but for float32's rounding, and for the halves of the smallest FP8 values, which e4m3 rounds."""
+    return found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) < 1e-4
+
+
+@pytest.mark.parametrize(("fmt", "kind"), [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")])
+@pytest.mark.parametrize("ranks", [8, 4, 2])
+def test_tiles_hold_the_checkpoints_values(
+    sources: dict[str, Path], tmp_path: Path, fmt: str, kind: Any, ranks: int
+) -> None:
+    config = KimiK2Config.from_pretrained(sources[fmt])
+    layout = Layout(ranks, experts="bf16", dtype=torch.float32, attention_tiles=kind)
+    Presharder(sources[fmt], tmp_path, layout).run()
+    assert len(list(verify(tmp_path))) == ranks
+    assert made_layout(tmp_path).attention_tiles == kind
+    with CheckpointReader.for_config(sources[fmt], config) as reader:
+        q_b, kv_b, o = (
+            matrix(reader, config, f"model.layers.1.self_attn.{name}") for name in ("q_b_proj", "kv_b_proj", "o_proj")
+        )
+    own = 8 // ranks
+    for rank in range(ranks):
+        file = load_file(tmp_path / "weights" / rank_file_name(rank))
+        weight, scale = held(file, "q_b")
+        rotary = own * ROPE
+        plain = by_inputs(weight[:, :, : own * NOPE], None if scale is None else scale[:, :own])
+        # Rotary rows' last group may be part empty.
+        spread = None if scale is None else scale[:, own:].transpose(0, 1).flatten(0, 1)[:rotary]
+        turned = by_inputs(weight[:, :, own * NOPE :], None)
+        if spread is not None:
+            turned = turned * spread.repeat_interleave(128, 1)
+        uk, uk_scale = held(file, "w_uk")
+        uv, uv_scale = held(file, "w_uv")
+        for head in range(own):
+            number = rank * own + head
+            rows = q_b[number * (NOPE + ROPE) : (number + 1) * (NOPE + ROPE)]
+            assert same(plain[head * NOPE : (head + 1) * NOPE], rows[:NOPE])
+            assert same(turned[head * ROPE : (head + 1) * ROPE], rows[NOPE:])
+            keys, values = kv_b[number * 256 : (number + 1) * 256].split(128)
+            of_column = 1 if uk_scale is None else uk_scale[head, :, :, 0].T.flatten()
+            assert same(uk[head, :, 0] * of_column, keys)
+            of_row = None if uv_scale is None else uv_scale[head, :, :1]
+            assert same(by_inputs(uv[head], of_row), values)
+        weight, scale = held(file, "o")
+        assert same(by_inputs(weight, scale), o[:, rank * own * 128 : (rank + 1) * own * 128])
+
+
+def test_the_whole_state_dict_is_what_ranks_hold(sources: dict[str, Path], tmp_path: Path) -> None:
+    config = KimiK2Config.from_pretrained(sources["fp8"])
+    layout = Layout(4, experts="bf16", attention_tiles="fp8")
+    Presharder(sources["fp8"], tmp_path, layout).run()
+    ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(4)]
+    plain = expert_formats()["bf16"].for_layout(config, layout)
+    with CheckpointReader.for_config(sources["fp8"], config) as reader:
+        whole = load_whole_state_dict(reader, config, torch.bfloat16, plain, attention_tiles="fp8", ranks=4)
+    cut = {tensor.name: tensor.dim for tensor in make_plan(config, layout).tensors if ".tiles." in tensor.name}
+    assert len(cut) == 2 * 8
+    for name, dim in cut.items():
+        assert dim is not None
+        joined = torch.cat([one[name].float() for one in ranks], dim=dim)
+        assert torch.equal(whole[name].float(), joined)
+
+
+def test_files_with_and_without_are_not_taken_for_each_other(sources: dict[str, Path], tmp_path: Path) -> None:
+    config = KimiK2Config.from_pretrained(sources["fp8"])
+    layouts = [Layout(2, experts="bf16", attention_tiles=kind) for kind in ("", "bf16", "fp8")]
+    Presharder(sources["fp8"], tmp_path, layouts[1]).run()
+    check_made_for(tmp_path, config, layouts[1])
+    for other in (layouts[0], layouts[2]):
+        with pytest.raises(ConfigError) as caught:
+            check_made_for(tmp_path, config, other)
+        assert caught.value.field == "attention_tiles"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "given"),
+    [
+        ("bf16", {"attention_tiles": "fp8"}),
+        ("fp8", {"attention_tiles": "fp4"}),
+        ("fp8", {"attention_tiles": "fp8", "target": "cuda", "experts": "stored"}),
+    ],
+    ids=["no FP8 blocks", "unknown", "a GPU"],
+)
+def test_what_is_refused(sources: dict[str, Path], tmp_path: Path, fmt: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Presharder(sources[fmt], tmp_path, Layout(2, **{"experts": "bf16", **given}))
+    assert caught.value.field == "attention_tiles"
