@@ -79,6 +79,14 @@ def test_experts_in_float32(width: int, cores: int, tokens: int) -> None:
     assert ((got - wanted).norm() / wanted.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("stored", ["float8_e4m3", "bfloat16"])
+@pytest.mark.parametrize(("width", "cores", "tokens"), [(32, 2, 1), (64, 1, 2)])
+def test_float32_beside_narrower_weights_is_not_rounded(stored: str, width: int, cores: int, tokens: int) -> None:
+    """Two BF16 parts of what is multiplied: as near to float64 as in float32."""
+    got, wanted, _ = run(Rank(width, 10, 0, stored), tokens, torch.float32, 10, cores)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
 # A minute of two cores.
 MANY_TOKENS = [(64, 16), (32, 64)] if os.environ.get("KIMI_K2_NKI_ALL") else []
 

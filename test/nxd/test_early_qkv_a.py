@@ -40,7 +40,7 @@ def test_prefill_and_16_steps(stored: dict[str, Path], tmp_path: Path, layout: s
 @pytest.mark.parametrize(("layout", "fmt"), [("TP1", "bf16"), ("TP2", "bf16"), ("EP2", "bf16"), ("EP2", "fp8")])
 def test_with_all_kernels_and_an_early_router(stored: dict[str, Path], tmp_path: Path, layout: str, fmt: str) -> None:
     names = {"router": "noaux_tc_choice"}
-    check(stored[fmt], tiled(layout, ALL, fmt, early_router=True), tmp_path, ALL, fmt=fmt, names=names)
+    check(stored[fmt], tiled(layout, ALL, fmt, early_router=True), tmp_path, ALL, names=names)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "EP2"])

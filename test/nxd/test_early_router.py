@@ -33,7 +33,7 @@ def test_prefill_and_16_steps(stored: dict[str, Path], tmp_path: Path, layout: s
 def test_with_all_kernels(stored: dict[str, Path], tmp_path: Path, layout: str, fmt: str) -> None:
     """The router's kernel takes the logits: what its own weight is read for is prefill."""
     kernels = {"router": "noaux_tc_choice"}
-    check(stored[fmt], options(layout, 2, ALL, fmt, early_router=True), tmp_path, ALL, fmt=fmt, names=kernels)
+    check(stored[fmt], options(layout, 2, ALL, fmt, early_router=True), tmp_path, ALL, names=kernels)
 
 
 @pytest.mark.parametrize(

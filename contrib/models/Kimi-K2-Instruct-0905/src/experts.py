@@ -213,14 +213,14 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         """The same by the NKI kernel, which does not read experts of other ranks; with the shared expert.
 
         Float32 [T, H], and with `early` what `forward_early` has beside it.
-        Where the kernel rounds the hidden states (float32 to FP8's BF16) the shared expert is computed apart, exactly.
+        Where the kernel takes another dtype than the hidden states', the shared expert is computed apart.
         """
         weights = expert_affinities.gather(1, expert_index)
         if self.moe_expert_model_parallel_group.size() > 1:
             expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
         op: Any = self.get_mlp_op()
         routed, shared, weights_early = op.tiles(), None, None
-        exact = kernel.input_dtype(routed[0]) == hidden_states.dtype
+        exact = kernel.input_dtype(routed[0], hidden_states) == hidden_states.dtype
         if self.shared_experts is not None and exact:
             shared = self.shared_experts.tiles()
         if early:

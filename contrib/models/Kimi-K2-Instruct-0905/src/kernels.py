@@ -204,15 +204,15 @@ class AttentionKernel(NkiKernel):
 class ExpertsKernel(NkiKernel):
     """`kimi_k2.nki.kernels.experts`: the chosen experts of each token, from their tiles.
 
-    FP8 tiles are multiplied with BF16, which hidden states in float32 are rounded to.
+    Hidden states in float32 beside narrower tiles are multiplied as two BF16 parts.
     """
 
     name = "selective_experts"
 
     @staticmethod
-    def input_dtype(tiles: Tensor) -> torch.dtype:
-        """What hidden states are multiplied as."""
-        return torch.bfloat16 if tiles.dtype.itemsize == 1 else tiles.dtype
+    def input_dtype(tiles: Tensor, hidden_states: Tensor) -> torch.dtype:
+        """What the kernel takes hidden states as."""
+        return hidden_states.dtype if tiles.dtype.itemsize < hidden_states.dtype.itemsize else tiles.dtype
 
     def takes(self, hidden_states: Tensor) -> bool:
         """Whether the kernel takes these [T, H]."""
@@ -242,7 +242,12 @@ class ExpertsKernel(NkiKernel):
                 `shared`, [1, I, N].
         """
         tokens, hidden = hidden_states.shape
-        given = [hidden_states.to(self.input_dtype(routed[0])), *routed, expert_index.to(torch.int32), expert_weights]
+        given = [
+            hidden_states.to(self.input_dtype(routed[0], hidden_states)),
+            *routed,
+            expert_index.to(torch.int32),
+            expert_weights,
+        ]
         named = {}
         if shared is not None:
             names = ("gate_up_tiles", "gate_up_scales", "down_tiles", "down_scales")

@@ -49,7 +49,12 @@ class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
         """
         parts = [(inner[:, group : group + 1], tile) for group, tile in enumerate(tiles)]
         if self.shared is not None:
-            parts.append((self.shared_inner[:, token : token + 1], self.shared))
+            values = self.shared_inner[:, token : token + 1]
+            if values.dtype != self.shared.dtype:
+                rounded = nl.ndarray(values.shape, dtype=self.shared.dtype, buffer=nl.sbuf)
+                nisa.tensor_copy(dst=rounded, src=values)
+                values = rounded
+            parts.append((values, self.shared))
         row = nl.ndarray((1, self.count), dtype=nl.float32, buffer=nl.sbuf)
         bank = nl.tile_size.psum_bank_fmax
         for begin in range(0, self.count, bank):

@@ -16,6 +16,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
 from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+from kimi_k2.nki.kernels.halves import in_parts, joined, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 # For one table's tiles, a partition.
@@ -45,7 +46,8 @@ def selective_experts(
     """The sum over a token's 8 experts, of those that this rank holds, and of its share of the shared expert.
 
     Args:
-        hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), BF16 (float32 with float32 weights).
+        hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), BF16 or float32. Beside narrower weights
+            float32 is multiplied as two BF16 parts, and so is what goes into down.
         gate_up_tiles: [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row j of gate (of up
             from I on) and column c * 128 + p.
         gate_up_scales: float32 [E_local, 2, H/128], of gate and of up by block of columns; the rank's rows lie in one
@@ -186,11 +188,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         result = nl.ndarray((BLOCK, self.count - (-width // BLOCK), tokens), dtype=nl.float32, buffer=nl.sbuf)
         if width % BLOCK:
             nisa.memset(dst=result[:, whole, :], value=0.0)
+        halves = in_parts(columns, self.gate_up.itemsize)
         for token in range(tokens):
             one = slice(token, token + 1)
             place = [places[one, slot : slot + 1] for slot in range(self.slots)]
-            inner = self._inner(columns[:, :, one], place)
-            total = self._down(inner, place, by_slot[:, one], columns.dtype)
+            inner = self._inner(halves[:, :, token, :], place)
+            total = self._down(inner, place, by_slot[:, one], columns)
             if self.early is not None:
                 self._store_early(token, inner, place, by_slot[:, one])
             for rows, blocks in ((BLOCK, slice(0, whole)), (width % BLOCK, slice(whole, whole + 1))):
@@ -245,10 +248,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         return kept
 
     def _inner(self, column: Any, place: list[Any]) -> Any:
-        """silu(gate) * up float32 [128, groups]: expert g * stack + k on partitions k * I and on."""
+        """silu(gate) * up float32 [128, groups]: expert g * stack + k on partitions k * I and on.
+
+        Args:
+            column: [128, count, parts], a token's values, whose parts add up to them.
+            place: of each slot.
+        """
+        parts = column.shape[2]
         per, width, count, stack = self.per, self.width, self.count, self.stack
         pairs, groups = self.slots // per, self.slots // stack
-        products = nl.ndarray((BLOCK, pairs, count), dtype=nl.float32, buffer=nl.psum)
+        products = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.psum)
         for slot in range(self.slots):
             self._load(self._row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
         for pair in range(pairs):
@@ -257,16 +266,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 self._load(tile[:, number], self.gate_up, place[pair * per + number])
             for block in range(count):
                 nisa.nc_matmul(
-                    dst=products[:, pair, block : block + 1],
+                    dst=products[:, pair, block, :],
                     stationary=tile[:, :, block, :],
                     moving=column[:, block, :],
                     accumulate=False,
                 )
         scales = _spread(self._row_scales, self._spread_rows)
-        scaled = nl.ndarray((BLOCK, pairs, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
+        scaled = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales.expand_dim(3).broadcast(3, parts), op=nl.multiply)
         both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=both, op=nl.add, data=scaled, axis=2)
+        nisa.tensor_reduce(dst=both, op=nl.add, data=scaled.reshape((BLOCK, pairs, count * parts)), axis=2)
         if not self.apart:
             add_over_cores(both)
         # Expert pair * per + s = g * stack + k: to the partitions that down's rows lie on.
@@ -282,11 +291,13 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
         return inner
 
-    def _down(self, inner: Any, place: list[Any], weights: Any, dtype: Any) -> Any:
-        """The sum over slots of weight * scale * (down . inner): [128, count] in PSUM, then the columns beside.
+    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any) -> Any:
+        """The sum over slots of weight * scale * (down . inner): [128, count], then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
+        Beside narrower weights float32 `columns` say that it is not to be rounded.
         """
+        parts = parts_of(columns, self.down.itemsize)
         groups, count = inner.shape[1], self.count
         for slot in range(self.slots):
             self._load(self._out_scales[slot : slot + 1], self.down_scales, place[slot])
@@ -295,14 +306,15 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_scalar(dst=weighted[:, 0:count], data=self._out_scales, op0=nl.multiply, operand0=weights)
         nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
         factors = _spread(weighted, self._spread_out)
-        moving = nl.ndarray((BLOCK, groups, count + 1), dtype=dtype, buffer=nl.sbuf)
+        moving = nl.ndarray((BLOCK, groups, count + 1), dtype=columns.dtype, buffer=nl.sbuf)
         inners = inner.expand_dim(2).broadcast(2, count + 1)
         nisa.tensor_tensor(dst=moving, data1=factors, data2=inners, op=nl.multiply)
+        moving = in_parts(moving, self.down.itemsize)
         beside = 0 if self.beside is None else -(-self.beside.shape[2] // BLOCK)
-        total = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.psum)
+        total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
         for group in range(groups):
             if self.beside is not None:
-                self._add_beside(group, place, moving[:, group, count : count + 1], total[:, count:])
+                self._add_beside(group, place, moving[:, group, count, :], total[:, count:])
             tile = self._down_tiles[group % len(self._down_tiles)]
             # In two pieces the first one's matmuls do not wait for the second.
             each = -(-count // 2) if self.apart else count
@@ -313,12 +325,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     self._load(rows, self.down[:, :, blocks, :], place[group * self.stack + row])
                 for block in range(blocks.start, blocks.stop):
                     nisa.nc_matmul(
-                        dst=total[:, block : block + 1],
+                        dst=total[:, block, :],
                         stationary=tile[:, block, :],
-                        moving=moving[:, group, block : block + 1],
+                        moving=moving[:, group, block, :],
                         accumulate=group > 0,
                     )
-        return total
+        if parts == 1:
+            return total[:, :, 0]
+        return joined(total.reshape((BLOCK, 1, (count + beside) * parts)), parts)[:, 0, :]
 
     def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
         """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
@@ -346,7 +360,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         for block in range(total.shape[1]):
             size = min(BLOCK, columns - block * BLOCK)
             nisa.nc_matmul(
-                dst=total[0:size, block : block + 1],
+                dst=total[0:size, block, :],
                 stationary=tile[:, block * BLOCK : block * BLOCK + size],
                 moving=moving,
                 accumulate=group > 0,
