@@ -156,16 +156,15 @@ class WithEarly(Rank):
 
 
 @pytest.mark.parametrize(
-    ("width", "cores", "tokens", "form", "chosen_from"),
+    ("width", "cores", "tokens", "form", "chosen_from", "with_shared"),
     [
-        (32, 2, 1, "float32", 10),
-        (64, 1, 2, "float32", 10),
-        (64, 2, 3, "float32", 24),
-        (64, 2, 1, "float8_e4m3", 12),
-        (32, 2, 4, "float8_e4m3", 12),
+        (32, 2, 1, "float32", 10, False),
+        (64, 1, 2, "float32", 10, True),
+        (64, 2, 3, "float32", 24, True),
+        (64, 2, 1, "float8_e4m3", 12, False),
+        (32, 2, 4, "float8_e4m3", 12, True),
     ],
 )
-@pytest.mark.parametrize("with_shared", [False, True])
 def test_early_down_projections(
     width: int, cores: int, tokens: int, form: str, chosen_from: int, with_shared: bool
 ) -> None:
