@@ -22,6 +22,7 @@ TOLERANCE = 2e-5
 COMMON = 16
 BLOCK = 8
 FLASH: dict[str, Any] = {"flash_decoding_enabled": True}
+EARLY = {"early_router": True, "early_qkv_a": True, "expert_tiles": True, "shared_expert_tiles": 64}
 # Tensor and expert parallelism, and options.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "TP1": (1, 1, {}),
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "flash TP2": (2, 1, FLASH),
     "flash TP4 in groups of 2": (4, 1, FLASH | {"num_cores_per_group": 2}),
     "flash TP2xEP2": (2, 2, FLASH),
-    "flash TP2, early router": (2, 1, FLASH | {"early_router": True}),
+    "flash TP2, early router and projections": (2, 1, FLASH | EARLY),
 }
 CPU_MODE = ("TP1", "TP2xEP2", "flash TP2", pytest.param("flash TP2xEP2", marks=SLOW))
 BLOCKS: dict[str, Any] = {
