@@ -193,8 +193,8 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("experts", "[-1, self.stack], [0, self.width]]", "[0, self.stack], [0, self.width]]", route),
     (
         "experts",
-        "block : block + 1],\n                        accumulate=group > 0",
-        "0:1], accumulate=False",
+        "block, :],\n                        accumulate=group > 0",
+        "block, :], accumulate=False",
         route_wide,
     ),
     ("experts", "op=nl.silu, data=by_group[source :", "op=nl.copy, data=by_group[source :", route),
