@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_k2.plan.hlo import Collective, HloParseError, count
+from kimi_k2.plan.hlo import Collective, GraphCounts, HloParseError, count
 from kimi_k2.plan.liveness import peak_live_bytes
 from kimi_k2.plan.roofline import Machine, roofline
 
@@ -160,6 +160,10 @@ def test_roofline_adds_communication_to_the_larger_of_memory_and_compute() -> No
     # A ring all-reduce of 96 bytes over 4 ranks moves 2 * 3/4 of them.
     assert modelled.communication == 144 + 1000
     assert modelled.bound == 384 + 1144
+    # A reduce-scatter's result is one rank's part of what it moves; an all-gather's is the whole.
+    for kind, moved in (("reduce-scatter", 96 * 4 * 3 / 4), ("all-gather", 96 * 3 / 4)):
+        alone = GraphCounts(collectives={Collective(kind, 4, 96): 2})
+        assert roofline(alone, machine).communication == 2 * (moved + 1000)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,10 @@ def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path
     assert stated["shards"] == len(shards)
     tensors = CheckpointReader(checkpoints["thinking"]).total_bytes
     assert stated["total_size"] == tensors
+    for size in ("1e999", "NaN", '"x"', "-5", "[1]", "null"):
+        index = f'{{"metadata": {{"total_size": {size}}}, "weight_map": {{"a": "b"}}}}'
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        assert read_index(tmp_path) == {"total_size": None, "shards": 1, "tensors": 1}
     for text, says in (
         ('{"weight_map": [', "not valid JSON"),
         ('{"weight_map": ["a.safetensors"]}', "expected an object 'weight_map'"),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kimi_k2.errors import CorruptHeaderError, MissingShardError
 from kimi_k2.files import read_json
@@ -69,12 +70,17 @@ class CheckpointIndex:
                 file=directory / missing[0],
                 tensor=lost,
             )
-        metadata = raw.get("metadata")
-        total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        # Only shown, never relied on: what is no size counts as none.
-        if not isinstance(total, (int, float)) or not math.isfinite(total):
-            return cls(directory, shards, weight_map)
-        return cls(directory, shards, weight_map, int(total))
+        return cls(directory, shards, weight_map, stated_size(raw))
+
+
+def stated_size(index: Mapping[str, Any]) -> int | None:
+    """Bytes that an index states of all its tensors.
+
+    Only shown, never relied on: what is no size counts as none.
+    """
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(total) if isinstance(total, (int, float)) and math.isfinite(total) and total >= 0 else None
 
 
 def _is_shard(name: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.index import INDEX_NAME
+from kimi_k2.checkpoint.index import INDEX_NAME, stated_size
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CorruptHeaderError
 from kimi_k2.plan.target import Target
@@ -49,6 +49,4 @@ def read_index(directory: Path) -> dict[str, Any] | None:
     shards = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise CorruptHeaderError("expected an object 'weight_map' of file names", file=path)
-    metadata = raw.get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return {"total_size": size, "shards": len(set(shards.values())), "tensors": len(shards)}
+    return {"total_size": stated_size(raw), "shards": len(set(shards.values())), "tensors": len(shards)}
