@@ -1,0 +1,129 @@
+"""The whole-layer kernel at the widths of one rank of 64, alone: its own summands against float64, by the same formula.
+
+What other ranks would add is left out, so the all-reduces give back what the rank brought.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.nki.kernels.layer_attention import Layer
+from kimi_k2.nki.kernels.layers import decode_layers
+from kimi_k2.ops.router import noaux_tc_gate
+
+HIDDEN, EXPERTS, HELD, WIDTH, BLOCKS, OWN = 7168, 384, 16, 32, 56, 112
+Q_RANK, RANK, ROPE, NOPE, VALUE, DOWNS = 1536, 512, 64, 128, 128, 2112
+SCALE, SCALING, EPS, SLOTS = 0.1447, 2.827, 1e-6, 4096
+
+
+def drawn(generator: torch.Generator, dtype: Any, *shape: int, scale: float = 1.0) -> Any:
+    return (torch.randn(*shape, generator=generator) * scale).numpy().astype(dtype)
+
+
+def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool) -> Layer:
+    """A rank's weights of one layer, experts as `stored`."""
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return drawn(generator, dtype, *shape, scale=scale)
+
+    def tiles(*shape: int) -> Any:
+        return np.clip(drawn(generator, np.float32, *shape, scale=40.0), -240, 240).astype(stored)
+
+    def scales(*shape: int) -> Any:
+        return (torch.rand(*shape, generator=generator) * 4e-4 + 1e-4).numpy()
+
+    bias = drawn(generator, np.float32, 1, EXPERTS, scale=0.1)
+    bias[:, :HELD] += 2.0  # the rank holds all that are chosen
+    following = (normal(OWN, DOWNS, scale=0.02), normal(HELD, WIDTH, DOWNS, scale=0.05), normal(32, DOWNS, scale=0.05))
+    parts = [
+        1 + normal(Q_RANK, scale=0.1), 1 + normal(RANK, scale=0.1),
+        normal(128, Q_RANK // 128, NOPE + ROPE, scale=Q_RANK**-0.5), None, normal(1, NOPE, 1, RANK, scale=0.1), None,
+        normal(1, 128, RANK // 128, VALUE, scale=0.05), None, normal(VALUE, 1, HIDDEN, scale=0.05), None,
+        *(drawn(generator, np.float32, rows, EXPERTS, scale=0.02) for rows in (OWN, VALUE)),
+        normal(1, slots, RANK), normal(1, slots, ROPE), 1 + normal(HIDDEN, scale=0.1), bias,
+        tiles(HELD, 128, BLOCKS, 2 * WIDTH), scales(HELD, 2, BLOCKS), tiles(HELD, WIDTH, HIDDEN), scales(HELD, BLOCKS),
+        tiles(128, BLOCKS, 64), scales(2, BLOCKS), tiles(32, HIDDEN), scales(BLOCKS),
+    ]  # fmt: skip
+    return Layer._make([*parts, *((None,) * 3 if last else following)])
+
+
+def wide(values: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(values).astype(np.float64))
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean() + EPS)
+
+
+def expert(x: Tensor, gate_up: Any, up_scales: Any, down: Any, down_scales: Any) -> tuple[Tensor, Tensor]:
+    """(what goes into down, the result) of tiles [128, H/128, 2 I] and [I, H] with their scales."""
+    columns = x.view(BLOCKS, 128)
+    products = torch.einsum("cp,pcj->cj", columns, wide(gate_up))
+    half = products.shape[1] // 2
+    gate, up = ((products[:, n * half : (n + 1) * half] * wide(up_scales)[n, :, None]).sum(0) for n in range(2))
+    inner = torch.nn.functional.silu(gate) * up
+    return inner, (inner @ wide(down)) * wide(down_scales).repeat_interleave(128)
+
+
+def reference(x: Tensor, downs: Tensor, layers: list[Layer], cos: Tensor, sin: Tensor, slots: int) -> Tensor:
+    """The residual behind the layers, float64."""
+    for one in layers:
+        scale = torch.rsqrt(x.square().mean() + EPS)
+        q_a, latent, key = (downs * scale).split([Q_RANK, RANK, ROPE])
+        q = torch.einsum("cp,pcj->j", (rms(q_a) * wide(one.q_norm)).view(-1, 128), wide(one.q_b))
+
+        def rotated(values: Tensor) -> Tensor:
+            return values * cos + values.view(-1, 2).flip(1).flatten() * sin
+
+        query = torch.cat((q[:NOPE] @ wide(one.w_uk)[0, :, 0], rotated(q[NOPE:])))
+        cached = torch.cat((wide(one.latents)[0, :slots], (rms(latent) * wide(one.kv_norm))[None]))
+        keys = torch.cat((wide(one.keys)[0, :slots], rotated(key)[None]))
+        weights = (torch.cat((cached, keys), 1) @ query * SCALE).softmax(0)
+        value = torch.einsum("cp,pcv->v", (weights @ cached).view(-1, 128), wide(one.w_uv)[0])
+        sums = x[:OWN] @ wide(one.early_residual) + value @ wide(one.early_heads)
+        x = x + value @ wide(one.o_proj)[:, 0]
+        normed = rms(x)
+        logits = sums * torch.rsqrt(x.square().mean() + EPS)
+        index, share = noaux_tc_gate(logits[None], wide(one.bias)[0], 8, routed_scaling_factor=SCALING)
+        normed = normed * wide(one.norm)
+        tiles = one.shared_gate_up, one.shared_gate_up_scales, one.shared_down, one.shared_down_scales
+        inner, shared = expert(normed, *tiles)
+        total, moved = shared, torch.zeros(DOWNS, dtype=torch.float64)
+        if one.next_residual is not None:
+            moved = x[:OWN] @ wide(one.next_residual) + inner @ wide(one.next_shared)
+        for number, weight in zip(index[0].tolist(), share[0], strict=True):
+            tiles = one.gate_up[number], one.gate_up_scales[number], one.down[number], one.down_scales[number]
+            inner, out = expert(normed, *tiles)
+            total = total + weight * out
+            if one.next_residual is not None:
+                moved = moved + weight * inner @ wide(one.next_experts[number])
+        x, downs = x + total, moved
+    return x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "bound"),
+    [(np.float32, np.float32, 1e-5), (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, 1e-2)],
+)
+def test_two_layers_of_one_rank(dtype: Any, stored: Any, bound: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [layer(generator, dtype, stored, SLOTS, last) for last in (False, True)]
+    hidden = drawn(generator, np.float32, 1, HIDDEN)
+    downs = drawn(generator, np.float32, 1, DOWNS)
+    angles = torch.rand(ROPE // 2, generator=generator).double() * 6.28
+    cos, sin = angles.cos().repeat_interleave(2), angles.sin().repeat_interleave(2)
+    sin[0::2] *= -1
+    used = SLOTS - 3
+    lengths = torch.full((1, 1), used, dtype=torch.int32)
+    out, _, _ = decode_layers[2](
+        hidden, downs, layers, torch.stack((cos, sin))[:, :, None].float(), lengths, 64, [[0]], 0, HELD, SCALE, SCALING,
+        EPS,
+    )  # fmt: skip
+    wanted = reference(wide(hidden)[0], wide(downs)[0], layers, cos, sin, used)
+    assert ((wide(out).flatten() - wanted).norm() / wanted.norm()).item() < bound
