@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
 from kimi_k2.checkpoint.vision_names import all_tensors
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.early_qkv_a import columns_of, precedes_another
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import THREADS
 
+FOLD_FLOPS = 9e10  # a second and core in float32, measured on an AMD EPYC
 _PROCESS_BYTES = 300 * 2**20  # Python and torch, measured
 
 
@@ -26,6 +29,7 @@ class DryRun:
         ranks: number of files.
         peak_memory: estimate of the peak resident memory.
         tensors: tensors a rank.
+        fold_flops: multiplications and additions of early down projections' folds.
     """
 
     input_bytes: int
@@ -33,6 +37,7 @@ class DryRun:
     ranks: int
     peak_memory: int
     tensors: int
+    fold_flops: int = 0
 
     @property
     def output_bytes(self) -> int:
@@ -40,8 +45,8 @@ class DryRun:
         return self.rank_bytes * self.ranks
 
     def seconds(self, bytes_per_second: float) -> float:
-        """Extrapolated time at a rate of input bytes that a measurement gave."""
-        return self.input_bytes / bytes_per_second
+        """Extrapolated time at a rate of input bytes that a measurement gave, and then of the folds by this machine."""
+        return self.input_bytes / bytes_per_second + self.fold_flops / (FOLD_FLOPS * THREADS)
 
 
 def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
@@ -64,4 +69,13 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
         tensors=len(specs),
+        fold_flops=_fold_flops(config) if layout.early_qkv_a else 0,
     )
+
+
+def _fold_flops(config: KimiK2Config) -> int:
+    widths = 0
+    for layer in filter(partial(precedes_another, config), range(config.num_hidden_layers)):
+        experts = config.n_routed_experts + config.n_shared_experts
+        widths += experts * config.moe_intermediate_size if config.is_moe_layer(layer) else config.intermediate_size
+    return 2 * columns_of(config) * config.hidden_size * widths

@@ -99,10 +99,11 @@ def _print_error(layer: int, error: ConversionError | None) -> None:
 
 
 def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
-    from kimi_k2.sharding.dry_run import dry_run
+    from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
 
     plan = dry_run(config, layout)
     hours = plan.seconds(rate * 1e6) / 3600
+    folds = f" and {FOLD_FLOPS / 1e9:g} GFLOP/s a core of folds" if plan.fold_flops else ""
     for label, value in (
         ("input", f"{plan.input_bytes:,} bytes"),
         (
@@ -110,7 +111,7 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
             f"{plan.output_bytes:,} bytes: {plan.ranks} files of {plan.rank_bytes:,}, {plan.tensors} tensors each",
         ),
         ("peak memory", f"{plan.peak_memory / 1e9:.1f} GB (estimate)"),
-        ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input"),
+        ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input{folds}"),
     ):
         typer.echo(f"{label:12} {value}")
 
