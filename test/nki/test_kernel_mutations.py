@@ -125,7 +125,7 @@ def whole() -> None:
 
 
 def grouped() -> None:
-    layers.test_layers_in_float32(1, 2, 4)
+    layers.test_layers_in_float32(1, 2, 2)
 
 
 def layer() -> None:
@@ -164,6 +164,8 @@ CHECKS = (
     layer,
     early,
     early_layer,
+    whole,
+    grouped,
     columns,
     part,
 )
