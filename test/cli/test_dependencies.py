@@ -72,7 +72,7 @@ def test_modules_import_without_the_extras() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "command"),
     [
-        ("httpx2", "endpoint", ["bench", "kimi-k2-instruct-0905", "--endpoint", "http://localhost:1/v1"]),
+        ("aiohttp", "endpoint", ["bench", "kimi-k2-instruct-0905", "--endpoint", "http://localhost:1/v1"]),
         ("jsonschema", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
         ("transformers", "test", ["demo"]),
     ],
