@@ -148,6 +148,9 @@ def test_padding_is_not_cached_and_positions_are_per_sequence() -> None:
 
 
 def test_cache_longer_than_the_model_allows() -> None:
+    assert (
+        LatentCache(tiny_config(), 1, TINY["max_position_embeddings"]).data.shape[2] == TINY["max_position_embeddings"]
+    )
     with pytest.raises(ValueError, match="max_position_embeddings 8192"):
         LatentCache(tiny_config(), 1, TINY["max_position_embeddings"] + 1)
 

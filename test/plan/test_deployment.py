@@ -141,10 +141,17 @@ def test_compiler_arguments_are_each_stages_own() -> None:
     assert "-O3" in compiler_args(blockwise, TOKEN_GENERATION)  # as qwen3_moe under expert parallelism
     for stage in STAGES:
         assert "--internal-enable-dge-levels vector_dynamic_offsets" in compiler_args(channel, stage)
+    # NxDI's ModelWrapper leaves it out of prefill from 128k on.
+    long = Deployment.load("trn2-tp64-ep1-128k")
+    strided = {
+        (p.name, s): "--vectorize-strided-dma" in " ".join(compiler_args(p, s)) for p in (channel, long) for s in STAGES
+    }
+    assert [key for key, there in strided.items() if not there] == [(long.name, CONTEXT_ENCODING)]
 
 
-def test_a_presets_own_arguments_and_environment_win_and_change_the_digest() -> None:
+def test_a_presets_own_arguments_and_environment_win_and_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = Deployment.load("trn2-tp64-ep1")
+    assert environment(preset)["UNSAFE_FP8FNCAST"] == "1"  # FP8 weights are named e4m3fn, which the compiler refuses
     changed = preset.model_copy(
         update={"compiler_args": {CONTEXT_ENCODING: ("-O3",)}, "environment": {"UNSAFE_FP8FNCAST": "0"}}
     )
@@ -153,6 +160,9 @@ def test_a_presets_own_arguments_and_environment_win_and_change_the_digest() -> 
     assert environment(changed)["UNSAFE_FP8FNCAST"] == "0"
     assert environment(changed)["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert compile_digest(changed) != compile_digest(preset)
+    before = compile_digest(preset)
+    monkeypatch.setattr("kimi_k2.neuron.compiler_args.runtime_environment", lambda lnc: {"NEW": str(lnc)})
+    assert compile_digest(preset) != before
 
 
 def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
