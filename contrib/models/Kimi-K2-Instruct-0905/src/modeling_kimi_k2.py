@@ -188,7 +188,8 @@ class KimiK2DecoderLayer(nn.Module):
             assert tensor_rank is not None
             early = EarlyLogits(self.early_router, residual, tensor_rank)
         projected = None if following is None else following.take(residual, self.input_layernorm_eps)
-        normed = self.input_layernorm(hidden_states) if projected is None else hidden_states
+        # Where projections are known the norm is no part of the graph, but for tensor capture.
+        normed = self.input_layernorm(hidden_states)
         hidden_states, entries, cos, sin = self.self_attn(
             normed, attention_mask, position_ids, past_key_value, early=early, projected=projected, **kwargs
         )
