@@ -26,7 +26,8 @@ def config() -> KimiK2Config:
 def test_presets_fit_and_use_all_cores(config: KimiK2Config, name: str) -> None:
     preset = Deployment.load(name)
     assert preset.moe_tp_degree * preset.moe_ep_degree == preset.tp_degree == 64
-    check_fit(config, preset)
+    # Presets with a tower are for the members that have one; test_deployment.py sees them refused for the others.
+    check_fit(config if preset.vision is None else KimiK2Config.from_preset("kimi-k2.5"), preset)
     for stage in STAGES:  # NxDI appends this option itself, once, with what FP8 weights need
         assert not any("hlo2tensorizer" in argument for argument in compiler_args(preset, stage))
 
