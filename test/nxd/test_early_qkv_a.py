@@ -9,7 +9,7 @@ import environment
 import pytest
 import torch
 from harness import DECODE_STEPS, SLOW, choice_gaps, execute, expected_logits, neuron_config, plain_model, sequences
-from test_early_router import BATCHING
+from test_early_router import BATCHING, EACH_OTHER_FEATURE
 from test_nki_kernels import ALL, CONFIG, LAYOUTS, check, options, store
 
 from kimi_k2.errors import ConfigError
@@ -51,11 +51,7 @@ def test_a_shared_expert_of_three_linears(stored: dict[str, Path], tmp_path: Pat
     check(stored["bf16"], given, tmp_path, ALL, names=names)
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [("EP2", BATCHING), ("TP2", {"sequence_parallel_enabled": True}), ("TP2", {"flash_decoding_enabled": True})],
-    ids=["continuous batching", "sequence parallelism", "flash decoding"],
-)
+@EACH_OTHER_FEATURE
 def test_together_with(stored: dict[str, Path], tmp_path: Path, layout: str, more: dict[str, Any]) -> None:
     case: dict[str, Any] = {"arrival": [2, 0, 3, 1]} if more is BATCHING else {}
     check(stored["bf16"], tiled(layout, [], **more), tmp_path, [], **case)

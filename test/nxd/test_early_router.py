@@ -16,6 +16,11 @@ from kimi_k2.errors import ConfigError
 BATCHING: dict[str, Any] = {
     "is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4,
 }  # fmt: skip
+EACH_OTHER_FEATURE = pytest.mark.parametrize(
+    ("layout", "more"),
+    [("EP2", BATCHING), ("TP2", {"sequence_parallel_enabled": True}), ("TP2", {"flash_decoding_enabled": True})],
+    ids=["continuous batching", "sequence parallelism", "flash decoding"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +41,7 @@ def test_with_all_kernels(stored: dict[str, Path], tmp_path: Path, layout: str, 
     check(stored[fmt], options(layout, 2, ALL, fmt, early_router=True), tmp_path, ALL, names=kernels)
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [("EP2", BATCHING), ("TP2", {"sequence_parallel_enabled": True}), ("TP2", {"flash_decoding_enabled": True})],
-    ids=["continuous batching", "sequence parallelism", "flash decoding"],
-)
+@EACH_OTHER_FEATURE
 def test_together_with(stored: dict[str, Path], tmp_path: Path, layout: str, more: dict[str, Any]) -> None:
     case: dict[str, Any] = {"arrival": [2, 0, 3, 1]} if more is BATCHING else {}
     check(stored["fp8"], neuron_config(*LAYOUTS[layout], 4, early_router=True, **more), tmp_path, [], **case)
