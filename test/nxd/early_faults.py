@@ -23,15 +23,16 @@ E, L, P = early.EarlyRouter, early.EarlyLogits, early.OutputProjection
 CASE = "early router TP2"
 FAULTS: dict[str, Fault] = {
     "every rank takes the first columns of the residual": (CASE, lambda: edited(
-        E, "forward", "index_select(2, rank)", "index_select(2, 0 * rank)")),
+        E, "own_columns", "index_select(2, rank)", "index_select(2, 0 * rank)")),
     "residual left out": (CASE, lambda: edited(E, "forward", "return first + second", "return second")),
     "heads left out": (CASE, lambda: edited(E, "forward", "return first + second", "return first")),
     "gamma is not folded": (CASE, lambda: edited(convert, "fold", "* gamma.to(DTYPE)", "")),
     "o_proj is not folded": (CASE, lambda: edited(convert, "fold", "weight.to(DTYPE).T", "torch.ones_like(weight).T")),
     "each rank routes by its own summand": (CASE, lambda: edited(
-        P, "forward", "both = reduce_from_tensor_model_parallel_region(both, process_group=group)",
+        P, "reduced",
+        "both = reduce_from_tensor_model_parallel_region(torch.cat((own, part), dim=2), process_group=group)",
         "own = reduce_from_tensor_model_parallel_region(own, process_group=group);"
-        "both = torch.cat((own, early.part(values)), 2)")),
+        "both = torch.cat((own, part), 2)")),
     "the norm's scalar is left out": (CASE, lambda: edited(
         L, "logits", "self.sums * torch.rsqrt(squares + self.router.eps)", "self.sums")),
     "the norm's scalar of the residual": (CASE, lambda: edited(
