@@ -118,15 +118,26 @@ def rms_norm(columns: Any, weight: Any, eps: float, ones: Any, squares: Any = No
         ones: float32 [128, 128] of ones.
         squares: `sum_of_squares` of the columns, where it is at hand.
     """
+    return scaled(columns, weight, norm_scalar(columns, ones, eps, squares), columns.dtype)
+
+
+def norm_scalar(columns: Any, ones: Any, eps: float, squares: Any = None) -> Any:
+    """rsqrt(mean(x^2) + eps) on every partition, float32 [128, T]; arguments as `rms_norm`."""
     _, chunks, count = columns.shape
     by_partition = sum_of_squares(columns) if squares is None else squares
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=ones, moving=by_partition, accumulate=False)
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
     inverse_root(factor, total, chunks * BLOCK, eps)
-    weighted = nl.ndarray((BLOCK, chunks, count), dtype=nl.float32, buffer=nl.sbuf)
+    return factor
+
+
+def scaled(columns: Any, weight: Any, factor: Any, dtype: Any) -> Any:
+    """Columns [128, n, T] times the norm's weight [128, n, 1] and factor [128, T], of `dtype`; computed in float32."""
+    _, chunks, count = columns.shape
+    weighted = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=weighted, data1=columns, data2=weight.broadcast(2, count), op=nl.multiply)
-    normed = nl.ndarray((BLOCK, chunks, count), dtype=columns.dtype, buffer=nl.sbuf)
+    normed = nl.ndarray(columns.shape, dtype=dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=normed, data1=weighted, data2=factor.expand_dim(1).broadcast(1, chunks), op=nl.multiply)
     return normed
 

@@ -9,12 +9,12 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.column_router import EarlyLogits
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, norm_scalar, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 from kimi_k2.nki.kernels.flash_decoding import merged_parts
 from kimi_k2.nki.kernels.latent_attention import LatentAttention
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection
-from kimi_k2.nki.kernels.residual import OwnColumns, norm_scalar
+from kimi_k2.nki.kernels.residual import OwnColumns
 
 
 class Layer(NamedTuple):

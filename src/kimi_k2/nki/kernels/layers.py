@@ -15,12 +15,12 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.column_router import ColumnRouter
-from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns, turn_rows
+from kimi_k2.nki.kernels.columns import BLOCK, load_columns, norm_scalar, scaled, store_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.experts import RoutedExperts
 from kimi_k2.nki.kernels.layer_attention import Attention, Layer, SharedAttention, Step
 from kimi_k2.nki.kernels.projections import turn_short_rows, write_entries
-from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum, norm_scalar
+from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 
@@ -59,7 +59,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         mine = slice(self.slot, self.slot + self.routed.slots)
         places, held = self.routed.numbers(index[:, mine], step.first_expert)
         own = None if self.next is None else OwnColumns(hidden, step.exact, step.ranks)
-        columns = self._normed(hidden, scale)
+        columns = scaled(hidden, self.gain, scale, step.dtype)
         kept = self.routed.kept(self.router.weights(scores, index)[:, mine], held)
 
         # While the chosen experts are on their way.
@@ -71,16 +71,6 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         if own is not None:
             self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
         return self.routed.sum(columns, places, kept, base, step.exact)
-
-    def _normed(self, hidden: Any, scale: Any) -> Any:
-        """The norm's output, of the kernel's dtype."""
-        _, chunks, tokens = hidden.shape
-        weighted = nl.ndarray(hidden.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=weighted, data1=hidden, data2=self.gain.broadcast(2, tokens), op=nl.multiply)
-        normed = nl.ndarray(hidden.shape, dtype=self.step.dtype, buffer=nl.sbuf)
-        factors = scale.expand_dim(1).broadcast(1, chunks)
-        nisa.tensor_tensor(dst=normed, data1=weighted, data2=factors, op=nl.multiply)
-        return normed
 
 
 @nki.jit

@@ -8,7 +8,7 @@ import nki.collectives as ncc
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, inverse_root, store_columns, sum_of_squares
+from kimi_k2.nki.kernels.columns import BLOCK, store_columns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.linear import load_weight
 from kimi_k2.nki.kernels.projections import turn_short_rows
@@ -31,16 +31,6 @@ class Sum(nl.NKIObject):  # type: ignore[misc]
         """float32 [128, n, T]."""
         add_over_cores(self.columns)
         return self.columns
-
-
-def norm_scalar(columns: Any, ones: Any, eps: float) -> Any:
-    """rsqrt(mean(x^2) + eps) of columns [128, n, T] on every partition: float32 [128, T]."""
-    _, chunks, tokens = columns.shape
-    total = nl.ndarray((BLOCK, tokens), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=ones, moving=sum_of_squares(columns), accumulate=False)
-    factor = nl.ndarray((BLOCK, tokens), dtype=nl.float32, buffer=nl.sbuf)
-    inverse_root(factor, total, chunks * BLOCK, eps)
-    return factor
 
 
 class OwnColumns(nl.NKIObject):  # type: ignore[misc]
