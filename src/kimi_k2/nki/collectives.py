@@ -95,8 +95,7 @@ def reduce_scatter(
     call = Call("reduce_scatter", "collective", "nki.collectives.")
     _need_dim(call, collective_dim, (0,))
     reduction = _reduction(call, op)
-    count = len(replica_group.of(call.core.launch.rank))
-    call.need(srcs[0].shape[0] % count == 0, "srcs", f"a multiple of {count} in dimension 0", srcs[0].shape)
+    count = _pieces(call, srcs[0], replica_group)
     _run(
         call, srcs, dsts, replica_group, lambda size: size // count,
         lambda parts, place: np.split(_reduce(reduction, parts), count)[place],
@@ -117,8 +116,7 @@ def all_to_all(
     for tensor in (*srcs, *dsts):
         if tensor.buffer.on_chip:
             raise call.fail("srcs", "in HBM", tensor.buffer.value, PlaceError)
-    count = len(replica_group.of(call.core.launch.rank))
-    call.need(srcs[0].shape[0] % count == 0, "srcs", f"a multiple of {count} in dimension 0", srcs[0].shape)
+    count = _pieces(call, srcs[0], replica_group)
     _run(
         call, srcs, dsts, replica_group, lambda size: size,
         lambda parts, place: np.concatenate([np.split(part, count)[place] for part in parts]),
@@ -142,6 +140,13 @@ def _reduce(reduction: Operator, parts: list[Array]) -> Array:
 def _need_dim(call: Call, dim: int, allowed: tuple[int, ...]) -> None:
     if dim not in allowed:
         raise call.fail("collective_dim", " or ".join(map(str, allowed)), dim, NkiError)
+
+
+def _pieces(call: Call, src: NkiTensor, groups: ReplicaGroup) -> int:
+    """Ranks of this one's group, each of which gets a piece along dimension 0."""
+    count = len(groups.of(call.core.launch.rank))
+    call.need(src.shape[0] % count == 0, "srcs", f"a multiple of {count} in dimension 0", src.shape)
+    return count
 
 
 def _run(

@@ -74,18 +74,19 @@ def _other(name: str) -> bool:
 def _context(form: str, layer: dict[str, Any], layers: int, other_bytes: int) -> dict[str, Any]:
     others = _OTHER_COLLECTIVES + _FIRST_LAYER.get(form, 0)
 
+    def rest(efficiency: int, latency: int) -> float:
+        return other_bytes / (_CORES * TRAINIUM2.dma_bytes_a_second * efficiency / 100) + others * latency * 1e-6
+
     def step(efficiency: int, latency: int) -> float:
-        other = other_bytes / (_CORES * TRAINIUM2.dma_bytes_a_second * efficiency / 100)
         of_layer: float = layer["layer_us"][str(efficiency)][str(latency)]
-        return layers * of_layer * 1e-6 + other + others * latency * 1e-6
+        return layers * of_layer * 1e-6 + rest(efficiency, latency)
 
     moved = layer["hbm_bytes"] if "hbm_bytes" in layer else sum(kernel["hbm_bytes"] for kernel in layer["kernels"])
     return {
         "layer": layer,
         "collectives": layers * layer["collectives"] + others,
         "hbm_bytes": _CORES * layers * moved + other_bytes,
-        "rest": step(ASSUMED_EFFICIENCY, ASSUMED_LATENCY)
-        - layers * layer["layer_us"][str(ASSUMED_EFFICIENCY)][str(ASSUMED_LATENCY)] * 1e-6,
+        "rest": rest(ASSUMED_EFFICIENCY, ASSUMED_LATENCY),
         "tpot": step(ASSUMED_EFFICIENCY, ASSUMED_LATENCY),
         "sensitivity": {e: {t: step(e, t) for t in LATENCIES} for e in EFFICIENCIES},
     }

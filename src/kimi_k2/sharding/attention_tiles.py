@@ -31,8 +31,8 @@ def check_sizes(config: KimiK2Config) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    for field, allowed in (("qk_nope_head_dim", (PARTITIONS,)), ("v_head_dim", (PARTITIONS,))):
-        if getattr(config, field) not in allowed:
+    for field in ("qk_nope_head_dim", "v_head_dim"):
+        if getattr(config, field) != PARTITIONS:
             raise ConfigError(f"attention tiles hold {PARTITIONS}, got {getattr(config, field)}", field=field)
     for field in ("q_lora_rank", "kv_lora_rank", "hidden_size"):
         if getattr(config, field) % PARTITIONS:

@@ -83,8 +83,7 @@ def made_layout(directory: str | Path) -> Layout:
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
-            early_router=options.get("early_router", False), early_qkv_a=options.get("early_qkv_a", False),
-            attention_tiles=options.get("attention_tiles", ""),
+            **{name: options[name] for name in _ADDED if name in options},
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptHeaderError(f"no options of a conversion: {error}", file=directory / MANIFEST) from None
