@@ -182,6 +182,11 @@ class KimiK2Config(BaseModel):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def qkv_a_dim(self) -> int:
+        """Values a token of both down projections: q_lora_rank + cache_dim (2112)."""
+        return self.q_lora_rank + self.cache_dim
+
+    @property
     def softmax_scale(self) -> float:
         """Scale on the attention logits: qk_head_dim^-0.5 times the squared YaRN magnitude."""
         yarn = self.rope_scaling.softmax_multiplier if self.rope_scaling else 1.0

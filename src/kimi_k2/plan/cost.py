@@ -208,7 +208,7 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
     flops = _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
     if decode and target.layout.early_qkv_a:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
-        flops += layers * rows * 2 * width * (config.q_lora_rank + config.cache_dim)
+        flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
 
 
@@ -237,11 +237,10 @@ def _collectives(
     if ranks == 1:
         return {}
     hidden = tokens * config.hidden_size * BF16
-    down = config.q_lora_rank + config.cache_dim
     early = _moe_layers(config) if decode and target.layout.early_router else 0
     riding = layers - 1 if decode and target.layout.early_qkv_a else 0
     found = {Collective("all-reduce", ranks, hidden): 2 * layers - early - riding}
-    for count, columns in ((early, config.n_routed_experts), (riding, down)):
+    for count, columns in ((early, config.n_routed_experts), (riding, config.qkv_a_dim)):
         if count:
             wide = Collective("all-reduce", ranks, tokens * (config.hidden_size + columns) * FLOAT32)
             found[wide] = found.get(wide, 0) + count
@@ -253,7 +252,7 @@ def _collectives(
     for size in gathers:
         found[Collective("all-gather", ranks, size)] = 1
     if target.arrangement.down_projections_split:
-        found[Collective("all-gather", ranks, tokens * down * BF16)] = layers - riding
+        found[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
     return found
 
 

@@ -174,7 +174,7 @@ def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int
     """What an arrangement holds beyond the sharding plan's `parts`, each a named term."""
     terms = {}
     arrangement, ranks = target.arrangement, target.layout.ranks
-    down = config.num_hidden_layers * (config.q_lora_rank + config.cache_dim) * config.hidden_size * BF16
+    down = config.num_hidden_layers * config.qkv_a_dim * config.hidden_size * BF16
     if not arrangement.down_projections_split and target.is_neuron:
         terms["down projections held by every rank"] = down - down // ranks
     if not arrangement.dense_over_all_ranks and target.layout.moe_ep > 1:

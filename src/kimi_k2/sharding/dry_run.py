@@ -10,7 +10,7 @@ from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
 from kimi_k2.checkpoint.vision_names import all_tensors
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.early_qkv_a import columns_of, precedes_another
+from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import THREADS
@@ -78,4 +78,4 @@ def _fold_flops(config: KimiK2Config) -> int:
     for layer in filter(partial(precedes_another, config), range(config.num_hidden_layers)):
         experts = config.n_routed_experts + config.n_shared_experts
         widths += experts * config.moe_intermediate_size if config.is_moe_layer(layer) else config.intermediate_size
-    return 2 * columns_of(config) * config.hidden_size * widths
+    return 2 * config.qkv_a_dim * config.hidden_size * widths

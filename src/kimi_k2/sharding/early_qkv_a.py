@@ -30,11 +30,6 @@ RESIDUAL, VALUES = f"{NAME}.residual_weight", f"{NAME}.values_weight"
 SOURCES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "input_layernorm")
 
 
-def columns_of(config: KimiK2Config) -> int:
-    """Values of q_a and kv_a together."""
-    return config.q_lora_rank + config.cache_dim
-
-
 def precedes_another(config: KimiK2Config, layer: int) -> bool:
     """Whether a decoder layer has the weights of the one behind it."""
     return 0 <= layer < config.num_hidden_layers - 1
@@ -64,7 +59,7 @@ def early_qkv_a_tensors(
         dtype: of the weights.
     """
     ranks, tp, ep = sizes
-    columns, mlps = columns_of(config), f"{root}.mlp.expert_mlps"
+    columns, mlps = config.qkv_a_dim, f"{root}.mlp.expert_mlps"
     yield PlannedTensor(f"{root}.{RESIDUAL}", dtype, (config.hidden_size, columns), layer, 0, 1, ranks)
     count, width = config.n_routed_experts, config.moe_intermediate_size
     moe = config.is_moe_layer(layer)
@@ -80,7 +75,7 @@ def early_qkv_a_tensors(
 
 
 def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], Stored]) -> Tensor:
-    """A = W_a diag(gamma) of a layer, float32 [q_lora_rank + cache_dim, H].
+    """A = W_a diag(gamma) of a layer, float32 [qkv_a_dim, H].
 
     Args:
         config: of the model.

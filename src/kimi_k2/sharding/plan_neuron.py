@@ -21,7 +21,7 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     root, ranks, dtype = f"layers.{layer}", layout.ranks, layout.dtype
     for name, size in norms(config).items():
         yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
-    shape = (config.q_lora_rank + config.cache_dim, config.hidden_size)
+    shape = (config.qkv_a_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
     for name, rows, columns, dim in linears(config, layer):
         if experts.shared is None or "shared_experts" not in name:

@@ -49,7 +49,7 @@ class KimiK2Attention(nn.Module):
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
         self.qkv_a_proj = ColumnParallelLinear(
-            hf.hidden_size, hf.q_lora_rank + hf.cache_dim, bias=False, gather_output=True, dtype=dtype
+            hf.hidden_size, hf.qkv_a_dim, bias=False, gather_output=True, dtype=dtype
         )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
         self.q_b_proj = ColumnParallelLinear(

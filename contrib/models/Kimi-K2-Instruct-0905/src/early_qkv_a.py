@@ -18,8 +18,6 @@ from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_mode
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from kimi_k2.sharding.early_qkv_a import columns_of
-
 from .config import KimiK2InferenceConfig
 from .products import dot_float32
 
@@ -43,7 +41,7 @@ class EarlyProjections(BaseParallelLinear):
         self.ranks, self.eps = neuron.tp_degree, hf.rms_norm_eps
         rows = {"residual_weight": hf.hidden_size, **({"values_weight": values} if values else {})}
         for name, size in rows.items():
-            shape = (size // self.ranks, columns_of(hf))
+            shape = (size // self.ranks, hf.qkv_a_dim)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=neuron.torch_dtype), False))
             # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
             held = self.get_parameter(name)

@@ -29,7 +29,7 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kimi_k2.sharding.early_qkv_a import columns_of, precedes_another
+from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.experts.format import held_format
 
 from . import cpu_mode, lora, patches, prefill
@@ -99,7 +99,7 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         tiles=tile_dtype(neuron),
         shared_width=neuron.shared_expert_tiles,
         kernel_cores=kernel_cores["experts"],
-        early=(columns_of(hf), neuron.torch_dtype) if early else None,
+        early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,
         routed_experts_mlp_config=routed,
         blockwise_matmul_config=blockwise,
         dtype=neuron.torch_dtype,
