@@ -20,12 +20,13 @@ from kimi_k2.ops.router import noaux_tc_gate
 
 RANKS, HEADS, HIDDEN, EXPERTS, WIDTH, LAYERS = 4, 4, 512, 128, 32, 2
 Q_RANK, RANK, ROPE, NOPE, VALUE = 256, 128, 64, 128, 128
-SLOTS, SCALE, SCALING, EPS = 512, 0.1447, 2.827, 1e-6
+SLOTS, SCALE, SCALING, EPS, LATENT_EPS = 512, 0.1447, 2.827, 1e-6, 1e-3
+BEHIND = 128  # slots of a cache that a step does not read
 BLOCKS, DOWNS = HIDDEN // 128, Q_RANK + RANK + ROPE
 
 
-def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = EPS) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 class Weights:
@@ -78,10 +79,10 @@ class Model:
         x, latents, keys = self.hidden, [], []
         for number, w in enumerate(self.layers):
             q_a, latent, key = (rms(x, w.input_norm) @ w.downs.T).split([Q_RANK, RANK, ROPE], -1)
-            q = torch.einsum("bc,hnc->bhn", rms(q_a, w.q_norm), w.q_b)
+            q = torch.einsum("bc,hnc->bhn", rms(q_a, w.q_norm, LATENT_EPS), w.q_b)
             rope = apply_rotary_interleaved(q[..., NOPE:], self.cos[:, None], self.sin[:, None])
             query = torch.cat((torch.einsum("bhn,hnr->bhr", q[..., :NOPE], w.uk), rope), -1)
-            latents.append(rms(latent, w.kv_norm))
+            latents.append(rms(latent, w.kv_norm, LATENT_EPS))
             keys.append(apply_rotary_interleaved(key, self.cos, self.sin))
             values = torch.cat((self.latents[number].double(), latents[-1][:, None]), 1)
             cached = torch.cat((values, torch.cat((self.keys[number].double(), keys[-1][:, None]), 1)), 2)
@@ -116,7 +117,8 @@ class Model:
             more = [groups, torch.full((self.batch, 1), int(place == 1), dtype=torch.int32)]
         return [
             self.hidden.float(), projected.float(), layers, rotation.float().transpose(1, 2).contiguous(), lengths,
-            RANKS, [list(range(RANKS))], 0, EXPERTS, SCALE, SCALING, EPS, *more,
+            RANKS, [list(range(RANKS))], torch.zeros(1, 1, dtype=torch.int32), EXPERTS, SCALE, SCALING, EPS,
+            *(more or (None, None)), LATENT_EPS, SLOTS // shared,
         ]  # fmt: skip
 
     def shared(self, layer: Layer, number: int, group: range, place: int, dtype: Any, cores: int) -> Layer:
@@ -156,13 +158,16 @@ class Model:
             cast(part[:, :, mine].reshape(-1, 2 * WIDTH, BLOCKS, 128).permute(0, 3, 2, 1))
             for part in (w.up, w.shared_up)
         ]
+        behind = (0, 0, 0, BEHIND)
+        caches = [cast(torch.nn.functional.pad(one[number], behind, value=1e4)) for one in (self.latents, self.keys)]
         return Layer(
             cast(w.q_norm), cast(w.kv_norm), cast(q_b.view(-1, Q_RANK // 128, 128).permute(2, 1, 0)), None,
             cast(w.uk[heads, :, None]), None,
             cast(w.uv[heads].view(each, VALUE, RANK // 128, 128).permute(0, 3, 2, 1)), None,
             cast(w.o[:, values].view(HIDDEN, each, VALUE).permute(2, 1, 0)), None,
             early[rows].float(), (w.o.T @ early)[values].float(),
-            cast(self.latents[number]), cast(self.keys[number]), cast(w.norm), w.bias.float()[None],
+            caches[0], caches[1],
+            cast(w.norm), w.bias.float()[None],
             tiles[0], w.up_scales.numpy(), cast(w.down[:, :, mine].transpose(1, 2)), w.down_scales[:, 0].numpy(),
             tiles[1][0], None, cast(w.shared_down[0][:, mine].T), None, *after,
         )  # fmt: skip

@@ -218,16 +218,19 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         places, held = self.numbers(index, first_expert)
         return places, self.kept(weights, held)
 
-    def numbers(self, index: Any, first_expert: int) -> tuple[Any, Any]:
-        """The first of `places`; and float32, 1 where this rank holds the expert, None where it holds all."""
-        shape = index.shape
+    def numbers(self, index: Any, first_expert: Any) -> tuple[Any, Any]:
+        """The first of `places`; and float32, 1 where this rank holds the expert, None where it holds all.
+
+        `first_expert` is a number, or float32 [T, 1] in SBUF.
+        """
+        shape, first = index.shape, float(first_expert) if isinstance(first_expert, int) else first_expert
         places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
         if not self.skips:
-            nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=float(first_expert))
+            nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=first)
             return places, None
         number = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=float(first_expert))
+        nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=first)
         nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=float(self.local))
         nisa.scalar_tensor_tensor(
             dst=held, data=number, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=held

@@ -59,12 +59,17 @@ class Step(nl.NKIObject):  # type: ignore[misc]
     """What all layers share; see `decode_layers`."""
 
     def __init__(
-        self, dtype: Any, ranks: int, groups: list[list[int]], rotation: Any, lengths: Any, first_expert: int,
+        self, dtype: Any, ranks: int, groups: list[list[int]], rotation: Any, lengths: Any, first_expert: Any,
         num_experts: int,
     ) -> None:  # fmt: skip
         self.dtype, self.ranks, self.rotation, self.lengths = dtype, ranks, rotation, lengths
-        self.first_expert, self.num_experts = first_expert, num_experts
-        self.softmax_scale = self.routed_scaling_factor = self.eps = 0.0
+        self.first_expert = first_expert
+        if not isinstance(first_expert, int):  # on as many partitions as there are tokens
+            self.first_expert = nl.ndarray((lengths.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(dst=self.first_expert, src=first_expert.ap(pattern=[[0, lengths.shape[0]], [1, 1]]))
+        self.num_experts = num_experts
+        self.softmax_scale = self.routed_scaling_factor = self.eps = self.latent_eps = 0.0
+        self.attended = 0
         self.identity = nl.shared_identity_matrix(BLOCK, dtype=dtype)
         self.exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
         self.ones = all_ones()
@@ -100,8 +105,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         """Load what comes before and behind the cache."""
         layer, step = self.layer, self.step
         self.before = QueryProjection(
-            layer.q_norm, layer.kv_norm, *self._query_weights(), step.rotation, step.identity, step.ones, step.eps,
-            self._query_tile(),
+            layer.q_norm, layer.kv_norm, *self._query_weights(), step.rotation, step.identity, step.ones,
+            step.latent_eps, self._query_tile(),
         )  # fmt: skip
         self.behind = OutputProjection(
             layer.w_uv, layer.w_uv_scales, layer.o_proj, layer.o_scales, step.exact, whole=self.whole
@@ -117,7 +122,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
     def load_cache(self) -> None:
         """Load the cache and the early router."""
         layer, step = self.layer, self.step
-        first, count = share_of(layer.latents.shape[1] // BLOCK)
+        first, count = share_of(step.attended // BLOCK)
         self.core = LatentAttention(
             layer.latents, layer.keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones,
             turns_later=True,

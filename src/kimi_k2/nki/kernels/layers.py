@@ -82,13 +82,15 @@ def decode_layers(
     lengths: Any,
     ranks: int,
     groups: list[list[int]],
-    first_expert: int,
+    first_expert: Any,
     num_experts: int,
     softmax_scale: float,
     routed_scaling_factor: float,
     eps: float,
     cache_groups: list[list[int]] | None = None,
     own: Any = None,
+    latent_eps: float | None = None,
+    attended: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """MoE layers of one token for each of B sequences, on one of `ranks` ranks.
 
@@ -100,12 +102,15 @@ def decode_layers(
         lengths: int32 [B, 1], slots in use, without the new entry.
         ranks: among which the residual's columns are divided.
         groups: of the all-reduces, all ranks.
-        first_expert, num_experts: as those of `selective_experts`.
+        first_expert, num_experts: as those of `selective_experts`; the first is a number or, where one graph serves all
+            ranks, int32 [1, 1] in HBM.
         softmax_scale, routed_scaling_factor, eps: of the configuration.
         cache_groups: ranks that share a cache, each with a part of its slots and one head (flash decoding); q_b and
             w_uk are then those of all heads of the group, one half of them on each core: [cores, 128, q_rank/128,
             heads/cores * (128 + rope)] and [cores, heads/cores, 128, 1, rank].
         own: with `cache_groups`, int32 [B, 1], 1 where this rank counts the new entry.
+        latent_eps: of the norms behind q_a and kv_a, where it is another.
+        attended: slots of the caches that are read, from the first on; None for all.
 
     Returns:
         (hidden float32 [B, H/128, 128] behind the last layer, on all ranks; new latents [layers, B, rank] and rotated
@@ -115,6 +120,8 @@ def decode_layers(
     step.share_cache(cache_groups, own)
     attention_of = Attention if cache_groups is None else SharedAttention
     step.softmax_scale, step.routed_scaling_factor, step.eps = softmax_scale, routed_scaling_factor, eps
+    step.latent_eps = eps if latent_eps is None else latent_eps
+    step.attended = layers[0].latents.shape[1] if attended is None else attended
     attention: Any = attention_of(layers[0], step)
     attention.load_weights()
     attention.load_cache()
