@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from kimi_k2.bench.kernels import moe, tune, w4a16
 from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, RandomExperts
 from kimi_k2.bench.kernels.expert_peers import peers
-from kimi_k2.bench.kernels.experts import Comparison, Selection, run, summary
+from kimi_k2.bench.kernels.experts import TOKENS, Comparison, Selection, by_layout, run, summary
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
 from kimi_k2.kernels.experts.tuning import ExpertChoice
@@ -91,6 +91,20 @@ def test_a_line_tells_our_time_over_each_peers_and_the_summary_what_is_slower() 
     told = list(summary([slow, fast, compared(1.0)]))
     assert told[0] == "FP8: 2 cases, ours over the best peer: median 0.850, largest 1.200, above 1.05 in 1"
     assert told[1:] == [f"  {line}"]
+    assert list(by_layout([slow, fast, compared(1.0)])) == [
+        "FP8 TP8: 2 cases over 1 token counts, largest 1.200 (same, T=64)"
+    ]
+
+
+def test_the_standard_cases_cover_every_power_of_two_and_layout() -> None:
+    wanted = Selection()
+    assert [tokens.bit_length() for tokens in TOKENS] == list(range(1, 18)) and TOKENS[-1] == 65536
+    assert (
+        {"TP1", "TP2", "TP4", "TP8", "EP4", "EP8"}
+        <= set(wanted.layouts)
+        <= set(tune.cases(KimiK2Config.load("kimi-k2-instruct-0905")))
+    )
+    assert {"uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same"} == set(wanted.routings)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kimi_k2.errors import KernelError
 
 LAYOUTS = ("TP8", "EP8", "TP4", "EP4", "TP2", "TP1")
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same")
-TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
+TOKENS = tuple(2**power for power in range(17))
 CHECKED_TOKENS = 4
 # Two roundings to e4m3 give 4e-2; a call with arguments in a wrong order gives about 1.
 MOST_ERROR = 0.1
@@ -161,6 +161,18 @@ def summary(found: Sequence[Comparison]) -> Iterator[str]:
         yield from (f"  {line}" for ratio, line in ratios[::-1] if ratio > 1.05)
 
 
+def by_layout(found: Sequence[Comparison]) -> Iterator[str]:
+    """Of each format and layout the largest of our times over the best peer's, and how many token counts it has."""
+    for name, layout in dict.fromkeys((one.format, one.layout) for one in found):
+        mine = [one for one in found if (one.format, one.layout) == (name, layout) and one.ratio is not None]
+        if mine:
+            largest = max(mine, key=lambda one: one.ratio or 0.0)
+            yield (
+                f"{name} {layout}: {len(mine)} cases over {len({one.tokens for one in mine})} token counts, largest"
+                f" {largest.ratio:.3f} ({largest.routing}, T={largest.tokens})"
+            )
+
+
 def run(config: KimiK2Config, wanted: Selection, out: Path | None, say: Callable[[str], None]) -> None:
     """Say a line a case and a summary.
 
@@ -192,5 +204,5 @@ def run(config: KimiK2Config, wanted: Selection, out: Path | None, say: Callable
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps(asdict(one)) + "\n")
-    for line in summary(found):
+    for line in (*by_layout(found), *summary(found)):
         say(line)

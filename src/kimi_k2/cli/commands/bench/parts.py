@@ -69,11 +69,13 @@ def experts(
         "kimi-k2-instruct-0905"
     ),
     format_: Annotated[list[str] | None, typer.Option("--format", help="FP8, INT4, BF16; all if not given.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="A rank's part; TP8, EP8, TP4, EP4 if not given.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="A rank's part; TP1 to TP8, EP4 and EP8 if not given.")
+    ] = None,
     routing: Annotated[
         list[str] | None, typer.Option(help="uniform, same or zipf:EXPONENT; five of them if not given.")
     ] = None,
-    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 65536 if not given.")] = None,
+    tokens: Annotated[list[int] | None, number(1, "Token counts; powers of two to 65536 if not given.")] = None,
     replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
     out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
