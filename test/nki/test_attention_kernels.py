@@ -185,6 +185,14 @@ def test_attention_in_float32(batch: int, slots: int, heads: int, cores: int) ->
         assert relative(got, wanted) < 1e-5
 
 
+@pytest.mark.parametrize(("batch", "slots", "heads", "cores"), [(1, 256, 1, 2), (3, 256, 2, 1)])
+def test_float32_beside_fp8_weights_is_not_rounded(batch: int, slots: int, heads: int, cores: int) -> None:
+    """It is multiplied as two BF16 parts."""
+    rank = Rank(batch, slots, heads, torch.float32, torch.float8_e4m3fn)
+    for got, wanted in zip(run(rank, cores), rank.reference(torch.float64), strict=True):
+        assert relative(got, wanted) < 1e-5
+
+
 MORE = [(16, 256, 1), (64, 256, 1), (64, 256, 2), (16, 1024, 2), (1, 16384, 1)] if SLOW else []
 
 

@@ -50,12 +50,6 @@ class AttentionTiles(nn.Module):
                 tensors[f"{name}_scales"] = held.scale
         return tensors, absent
 
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """What down projections and the cache are multiplied as."""
-        held = self.arguments()[0]["o_tiles"].dtype
-        return torch.bfloat16 if held.itemsize == 1 else held
-
 
 class AttentionBlockKernel(NkiKernel):
     """`kimi_k2.nki.kernels.attention.attention_decode` of one token a sequence."""
@@ -96,7 +90,7 @@ class AttentionBlockKernel(NkiKernel):
             (output float32 [B, 1, H], to be summed over the ranks; new latents [B, 1, rank]; new keys [B, 1, rope];
             this rank's summand of the logits float32 [B, 1, E]).
         """
-        dtype, given = tiles.input_dtype, projected.squeeze(1)
+        dtype, given = projected.dtype, projected.squeeze(1)
         keys, latents = (part.to(dtype) for part in cache)
         cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in rotation)
         signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
@@ -123,5 +117,4 @@ class AttentionBlockKernel(NkiKernel):
         made = self.run(first, {**absent, **options}, results, named=named)
         out, new_latents, new_keys = (part.unsqueeze(1) for part in made[:3])
         logits = None if early is None else made[3].unsqueeze(1)
-        kept = projected.dtype
-        return out.flatten(2), new_latents.to(kept), new_keys.to(kept), logits
+        return out.flatten(2), new_latents, new_keys, logits

@@ -1,6 +1,7 @@
-"""Float32 activations beside narrower weights: the Tensor Engine takes them as two BF16 columns, value and remainder.
+"""Float32 activations beside narrower weights: the Tensor Engine takes them as BF16 columns, value and remainders.
 
-A matmul of few columns costs 64 cycles whatever they are, so for few tokens the second column costs nothing there.
+A matmul of few columns costs 64 cycles whatever they are, so for few tokens the other columns cost nothing there.
+Two columns hold 17 bits of a value, three all 24.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import nki.isa as nisa
 import nki.language as nl
 
 
-def parts_of(values: Any, weight_bytes: int) -> int:
-    """2 where values are float32 and a weight's elements have fewer bytes, else 1."""
-    return 2 if values.itemsize == 4 and weight_bytes < 4 else 1
+def parts_of(values: Any, weight_bytes: int, most: int = 2) -> int:
+    """`most` where values are float32 and a weight's elements have fewer bytes, else 1."""
+    return most if values.itemsize == 4 and weight_bytes < 4 else 1
 
 
-def in_parts(values: Any, weight_bytes: int) -> Any:
-    """Values [P, n, T] in SBUF as [P, n, T, parts], which add up to them; BF16 where there are two."""
-    if parts_of(values, weight_bytes) == 1:
+def in_parts(values: Any, weight_bytes: int, most: int = 2) -> Any:
+    """Values [P, n, T] in SBUF as [P, n, T, parts], which add up to them; BF16 where there are several."""
+    count = parts_of(values, weight_bytes, most)
+    if count == 1:
         return values.expand_dim(3)
-    halves = nl.ndarray((*values.shape, 2), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=halves[:, :, :, 0], src=values)
-    nisa.tensor_tensor(dst=halves[:, :, :, 1], data1=values, data2=halves[:, :, :, 0], op=nl.subtract)
-    return halves
+    parts = nl.ndarray((*values.shape, count), dtype=nl.bfloat16, buffer=nl.sbuf)
+    rest = values
+    for part in range(count - 1):
+        nisa.tensor_copy(dst=parts[:, :, :, part], src=rest)
+        last = part == count - 2
+        left = parts[:, :, :, part + 1] if last else nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=left, data1=rest, data2=parts[:, :, :, part], op=nl.subtract)
+        rest = left
+    return parts
 
 
 def joined(sums: Any, parts: int) -> Any:

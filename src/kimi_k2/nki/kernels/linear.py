@@ -8,6 +8,9 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK
+from kimi_k2.nki.kernels.halves import in_parts, joined, parts_of
+
+_PARTS = 3  # of a float32 value
 
 
 def load_weight(tiles: Any, tile: Any = None) -> Any:
@@ -22,7 +25,8 @@ def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = No
     """weight^T . columns: [min(N, 128), ceil(N / 128), T] of `dtype`, summed in float32.
 
     Args:
-        columns: [P, K, T] in SBUF; P * K values of each of T tokens.
+        columns: [P, K, T] in SBUF; P * K values of each of T tokens. Float32 beside a narrower weight is multiplied as
+            three BF16 parts, which hold all of it.
         weight: [P, K, N] in SBUF, wide as the columns are or narrower.
         scales: None, or float32 [min(N, 128), ceil(N / 128), K] in SBUF: of each output row and each chunk of inputs.
         dtype: of the result.
@@ -34,6 +38,15 @@ def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = No
     if width > BLOCK and width % BLOCK:
         raise ValueError(f"expected a weight of at most {BLOCK} or of a multiple of {BLOCK} columns, got {width}")
     result = nl.ndarray((rows, pieces, count), dtype=dtype, buffer=nl.sbuf) if out is None else out
+    parts = parts_of(columns, weight.itemsize, _PARTS)
+    if parts > 1:
+        columns = in_parts(columns, weight.itemsize, _PARTS).reshape((*columns.shape[:2], count * parts))
+        sums = joined(project(columns, weight, scales, nl.float32), parts)
+        if factor is None:
+            nisa.tensor_copy(dst=result, src=sums)
+        else:
+            _multiply(result, sums, factor)
+        return result
     if scales is None:
         _summed(columns, weight, factor, result)
         return result

@@ -9,7 +9,6 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import add_over_cores
-from kimi_k2.nki.kernels.halves import in_parts, joined
 from kimi_k2.nki.kernels.linear import load_weight, project
 
 
@@ -51,19 +50,12 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
     def outer(self, activated: Any) -> Any:
         """Down of what `activated` gave, for this core's blocks: float32 [128, count, T]."""
         rows = self.down.reshape((self.width, 1, self.down.shape[1] * BLOCK))
-        parts = in_parts(activated, self.down.itemsize)
-        width, one, tokens, count = parts.shape
-        sums = project(parts.reshape((width, one, tokens * count)), rows, self.out_scales, nl.float32)
-        return joined(sums, count)
+        return project(activated, rows, self.out_scales, nl.float32)
 
     def activated(self, columns: Any) -> Any:
         """silu(gate . x) * (up . x), [I, 1, T] of the columns' dtype."""
-        rows, chunks, tokens = columns.shape
-        width = self.width
-        parts = in_parts(columns, self.gate_up.itemsize)
-        count = parts.shape[3]
-        sums = project(parts.reshape((rows, chunks, tokens * count)), self.gate_up, self.row_scales, nl.float32)
-        both = joined(sums, count).reshape((2 * width, tokens))
+        tokens, width = columns.shape[2], self.width
+        both = project(columns, self.gate_up, self.row_scales, nl.float32).reshape((2 * width, tokens))
         add_over_cores(both, pipe_id=1)
         gate = nl.ndarray((width, tokens), dtype=nl.float32, buffer=nl.sbuf)
         up = nl.ndarray((width, tokens), dtype=nl.float32, buffer=nl.sbuf)
