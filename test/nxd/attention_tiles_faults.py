@@ -22,9 +22,9 @@ from kimi_k2.sharding import attention_tiles as tiles
 attention, block = environment.contrib("attention"), environment.contrib("attention_tiles")
 A, K = attention.KimiK2Attention, block.AttentionBlockKernel
 FAULTS: dict[str, Callable[[], Patch]] = {
-    "rotated backwards": lambda: edited(K, "__call__", "[-1.0, 1.0]", "[1.0, -1.0]"),
+    "rotated backwards": lambda: edited(block, "kernel_rotation", "[-1.0, 1.0]", "[1.0, -1.0]"),
     "sines for cosines": lambda: edited(
-        K, "__call__", "torch.stack((cos, sin * signs))", "torch.stack((sin, cos * signs))"),
+        block, "kernel_rotation", "torch.stack((cos, sin * signs))", "torch.stack((sin, cos * signs))"),
     "new latents lost": lambda: edited(K, "__call__", "new_latents.to(kept)", "0 * new_latents.to(kept)"),
     "new keys lost": lambda: edited(K, "__call__", "new_keys.to(kept)", "0 * new_keys.to(kept)"),
     "norms swapped": lambda: edited(

@@ -20,13 +20,13 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     app = cpu_worker.build(job)
     ran: Counter[str] = Counter()
-    call = Kernel.__call__
+    begin = Kernel.begin
 
-    def counted(self: Kernel, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Kernel, *args: Any) -> Any:
         ran[self.__name__] += 1
-        return call(self, *args, **kwargs)
+        return begin(self, *args)
 
-    Kernel.__call__ = counted  # type: ignore[method-assign]
+    Kernel.begin = counted  # type: ignore[assignment, method-assign]
     logits = []
     for case in job["cases"]:
         app.reset()

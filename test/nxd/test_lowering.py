@@ -154,6 +154,31 @@ def test_attention_in_tiles_costs_what_the_planner_says(tmp_path: Path, tiles: s
     assert choice["ahead"] + choice["computed"] < 10_000
 
 
+@pytest.mark.parametrize(("preset", "tiles"), [
+    ("trn2-tp64-ep1-nki", "bf16"), ("trn2-tp64-ep1-nki", "fp8"), ("trn2-tp32-ep2-nki", "bf16"),
+])  # fmt: skip
+def test_whole_layers_in_one_kernel_cost_what_the_planner_says(tmp_path: Path, preset: str, tiles: str) -> None:
+    """One dense layer and two with experts; of the kernel the DMA and the collectives inside are counted."""
+    path = with_options(preset, tmp_path / "layers.yaml", attention_tiles=tiles, decode_layers_kernel=True)
+    counts = lowered(path, "3", DECODE)
+    planned = counts["planned"]
+    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    assert counts["kernels"] == {"attention_decode": 1, "decode_layers": 1}
+    assert counts["bytes_moved"] < 400_000
+    assert counts["live"] <= counts["planned_live"]
+    assert collectives_of(counts) == collectives_of(planned)
+    # Both cores bring a summand of their own: attention's output with the logits, the experts' with the projections of
+    # the layer behind, in whole blocks, and the last layer's alone.
+    inside = [((7168 + 384) * 8, 2), ((7168 + 17 * 128) * 8, 1), (7168 * 8, 1)]
+    for size, times in inside:
+        assert ("all-reduce", 64, size, times) in collectives_of(counts)
+    assert sum(times for *_, times in collectives_of(counts)) == 3 * 3 - 2 + 3
+    # What the router chooses is read once, by the core whose expert it is.
+    folded = 8 * 32 * 2112 * 2
+    assert counts["fetches"][1]["chosen"] == pytest.approx(2 * 8 * 3 * 7168 * 32 + folded, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", [DECODE, PREFILL])
 def test_early_down_projections_cost_what_the_planner_says(tmp_path: Path, stage: str) -> None:
     """Without kernels, so that GEMMs are in the graph too; prefill computes the projections as always."""

@@ -62,7 +62,7 @@ class Launch:
         turns = self.ranks.turns
 
         def work(number: int) -> None:
-            place = self.rank * self.cores + number
+            place = self.ranks.place(self.rank, number)
             turns.enter(place)
             enter(cores[number])
             try:
@@ -95,9 +95,9 @@ class Launch:
         slot = self._posted.setdefault((*key, turn), {})
         slot[me] = payload
         last = 1 - me in slot
-        if not turns.wait(self.rank * self.cores + me, lambda: 1 - me in slot):
+        if not turns.wait(self.ranks.place(self.rank, me), lambda: 1 - me in slot):
             abort_if(turns.failure)
-            ended = turns.has_ended(self.rank * self.cores + 1 - me)
+            ended = turns.has_ended(self.ranks.place(self.rank, 1 - me))
             found = "it has ended" if ended else "it waits for another"
             raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", found)
         return slot[1 - me], last

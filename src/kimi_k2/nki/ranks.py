@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kimi_k2.nki.errors import DeadlockError
 from kimi_k2.nki.turns import Turns
+
+# Given ranks and what this one brings, what each of them brings.
+Gather = Callable[[Sequence[int], Any], list[Any]]
 
 
 class Ranks:
@@ -22,6 +26,10 @@ class Ranks:
         self.turns = Turns(count * cores)
         self._brought: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._calls: dict[tuple[Any, ...], int] = {}
+
+    def place(self, rank: int, core: int) -> int:
+        """A core's number among all whose turns these are."""
+        return rank * self.cores + core
 
     def exchange(
         self, rank: int, lane: int, core: int, key: tuple[Any, ...], group: Sequence[int], mine: Any
@@ -40,9 +48,63 @@ class Ranks:
         self._calls[(rank, lane, *key)] = calls + 1
         brought = self._brought.setdefault((lane, calls, tuple(group), *key), {})
         brought[rank] = mine
-        if not self.turns.wait(rank * self.cores + core, lambda: len(brought) == len(group)):
+        if not self.turns.wait(self.place(rank, core), lambda: len(brought) == len(group)):
             return None
         return [brought[other] for other in group]
+
+
+class RankOfProcess(Ranks):
+    """One rank whose others are processes of their own.
+
+    Cores take turns in the same order on every rank, so that all come to their collectives in one order.
+
+    Args:
+        cores: of each rank.
+        gather: collects what the ranks of a group bring, in their order; all of them call it.
+    """
+
+    def __init__(self, cores: int, gather: Gather) -> None:
+        super().__init__(1, cores)
+        self._gather = gather
+
+    def place(self, rank: int, core: int) -> int:
+        """The core's number."""
+        return core
+
+    def exchange(
+        self, rank: int, lane: int, core: int, key: tuple[Any, ...], group: Sequence[int], mine: Any
+    ) -> list[Any] | None:
+        """As that of `Ranks`.
+
+        Raises:
+            DeadlockError: the ranks come to different collectives.
+        """
+        found = self._gather(group, ((lane, *key), mine))
+        for other, (theirs, _) in zip(group, found, strict=True):
+            if theirs != (lane, *key):
+                raise DeadlockError(str(key[0]), "replica_group", f"rank {other} comes to the same", theirs)
+        return [brought for _, brought in found]
+
+
+def run_as_rank(
+    kernel: Any, rank: int, gather: Gather, arguments: Sequence[Any], named: Mapping[str, Any] | None = None
+) -> Any:
+    """Run a kernel as one of several ranks that are processes of their own; arguments as a call of it.
+
+    Args:
+        kernel: of `nki.jit`, `kernel[2]` for two cores.
+        rank: this one's number.
+        gather: see `RankOfProcess`.
+        arguments: positional ones.
+        named: the others.
+    """
+    ranks = RankOfProcess(kernel.cores, gather)
+    launch, tensors = kernel.begin(ranks, rank, arguments, named or {})
+    ranks.turns.begin()
+    for thread in launch.threads:
+        thread.join()
+    kernel.last = launch
+    return kernel.end(launch, tensors)
 
 
 def run_on_ranks(kernel: Any, arguments: Sequence[Sequence[Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ The results are `GraphCounts`, in which HLO is counted too, so that both go thro
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 
@@ -18,6 +19,12 @@ from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 # What both cores of the attention kernel read, as they do its queries' weights.
 _BY_BOTH_CORES = (".q_a_layernorm.weight", ".kv_a_layernorm.weight")
+# The same of the kernel of whole layers, of MoE layers.
+_OF_LAYERS_BY_BOTH_CORES = (
+    ".early_router.heads_weight", ".router.e_score_correction_bias", ".post_attention_layernorm.weight",
+    ".self_attn.tiles.o.weight", ".self_attn.tiles.o.scale",
+)  # fmt: skip
+CORES = 2  # of LNC
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)
 
@@ -48,7 +55,11 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     if plan.layout.attention_tiles:
         for name in counts.read:
             if name.endswith(_BY_BOTH_CORES) or any(part in name for part in (".tiles.q_b.", ".tiles.w_u")):
-                counts.read[name] *= 2
+                counts.read[name] *= CORES
+    if target.decode_layers:
+        for tensor in plan.tensors:
+            if config.is_moe_layer(tensor.layer) and tensor.name.endswith(_OF_LAYERS_BY_BOTH_CORES):
+                counts.read[tensor.name] *= CORES
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -231,7 +242,8 @@ def _collectives(
     """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
 
     With an early router a step's all-reduce after attention carries the logits too, in float32; with early down
-    projections that after a layer's feed-forward carries those of the next layer.
+    projections that after a layer's feed-forward carries those of the next layer. In the kernel of whole layers each
+    core brings a summand of its own, in whole blocks of 128 float32 values.
     """
     ranks, layers = target.layout.ranks, config.num_hidden_layers
     if ranks == 1:
@@ -239,11 +251,18 @@ def _collectives(
     hidden = tokens * config.hidden_size * BF16
     early = _moe_layers(config) if decode and target.layout.early_router else 0
     riding = layers - 1 if decode and target.layout.early_qkv_a else 0
-    found = {Collective("all-reduce", ranks, hidden): 2 * layers - early - riding}
-    for count, columns in ((early, config.n_routed_experts), (riding, config.qkv_a_dim)):
-        if count:
-            wide = Collective("all-reduce", ranks, tokens * (config.hidden_size + columns) * FLOAT32)
-            found[wide] = found.get(wide, 0) + count
+    inside = _moe_layers(config) if decode and target.decode_layers else 0
+    logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
+    if inside:  # the dense layers' are as ever; the last layer's has nothing riding
+        before = riding - (inside - 1)
+        sizes = [hidden] * (2 * (layers - inside) - before) + [downs] * before
+        logits, downs = (
+            _summed(config, tokens, columns, CORES) for columns in (config.n_routed_experts, config.qkv_a_dim)
+        )
+        sizes += [logits] * inside + [downs] * (inside - 1) + [_summed(config, tokens, 0, CORES)]
+    else:
+        sizes = [hidden] * (2 * layers - early - riding) + [logits] * early + [downs] * riding
+    found = dict(Counter(Collective("all-reduce", ranks, size) for size in sizes))
     if not target.is_neuron:
         found[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
         found[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
@@ -254,6 +273,13 @@ def _collectives(
     if target.arrangement.down_projections_split:
         found[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
     return found
+
+
+def _summed(config: KimiK2Config, tokens: int, columns: int, cores: int = 0) -> int:
+    """Bytes of a sum of hidden values and of `columns` that ride with them, float32; by `cores`, in whole blocks."""
+    if cores:
+        columns = -(-columns // PARTITIONS) * PARTITIONS
+    return max(cores, 1) * tokens * (config.hidden_size + columns) * FLOAT32
 
 
 def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[Collective, int]:

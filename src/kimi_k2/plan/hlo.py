@@ -173,7 +173,8 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     """Count one HLO module.
 
     Custom calls of our NKI kernels read of their operands what the kernels' own DMA reads (`kernel_calls`); other
-    custom calls all of them. What kernels read of intermediate arrays, and write, is moved.
+    custom calls all of them. What kernels read of intermediate arrays, and write, is moved. Collectives inside a kernel
+    are counted with the others.
 
     Args:
         text: HLO text.
@@ -207,6 +208,9 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
                 if not is_parameter(operand, instructions)
             )
             counts.moved["kernels"] = counts.moved.get("kernels", 0) + moved
+            for kind, ranks, nbytes in cost.collectives:
+                key = Collective(kind, ranks, nbytes)
+                counts.collectives[key] = counts.collectives.get(key, 0) + 1
         elif one.op in COLLECTIVES:
             # A tuple may carry a scalar token behind the payload.
             payload = max((shape.nbytes for shape in one.shapes), default=0)

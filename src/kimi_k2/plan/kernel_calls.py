@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -22,6 +23,7 @@ from kimi_k2.nki.launch import Kernel, argument
 from kimi_k2.nki.storage import Region
 
 PREFIX = "kimi_k2.nki."
+CHOICES = 8  # experts of a token
 _DTYPES = {
     "f32": "float32", "bf16": "bfloat16", "s32": "int32", "f8e4m3fn": "float8_e4m3", "f8e4m3": "float8_e4m3",
 }  # fmt: skip
@@ -39,11 +41,14 @@ class CallCost:
         read: of each operand, in order; of what two cores read both are counted.
         indexed: of `read`, what a run-time index chose.
         written: results, and operands that are written.
+        collectives: those inside, in order: kind as HLO names it, ranks, bytes of the result. One between SBUFs is of
+            both cores, each with its own result.
     """
 
     read: tuple[int, ...]
     indexed: tuple[int, ...]
     written: int
+    collectives: tuple[tuple[str, int, int], ...] = ()
 
 
 def kernel_name(attributes: str) -> str | None:
@@ -86,6 +91,14 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
     tensors = [argument(array, region) for array in arrays]
     named = arguments.pop("named", [])
     others = dict(zip(named, tensors[len(tensors) - len(named) :], strict=True))
+    ranks: dict[str, int] = {}
+    if name == "decode_layers":
+        _choose_by_bias(dict(zip(named, arrays, strict=True)), arguments["num_experts"])
+        others = _with_layers(others, import_module(kernel.function.__module__).layer_of)
+        for field, operation in (("groups", "all_reduce"), ("cache_groups", "all_to_all")):
+            if field in arguments:
+                ranks[operation] = len(arguments[field][0])
+                arguments[field] = [[0]]  # the others' summands are left out
     kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
     assert kernel.last is not None
     place = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
@@ -102,12 +115,45 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
                 elif box.storage in place:
                     read[place[box.storage]] += size
                     indexed[place[box.storage]] += size * by_index
-    return CallCost(tuple(read), tuple(indexed), written)
+    return CallCost(tuple(read), tuple(indexed), written, tuple(_collectives(kernel.last.traces, ranks)))
+
+
+def _collectives(traces: list[list[Any]], ranks: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Of all cores' instructions, which come to the same collectives; see `CallCost`."""
+    of_cores = ([one for one in trace if one.engine == "collective"] for trace in traces)
+    for same in zip(*of_cores, strict=True):
+        results = [[box for box in one.accesses if box.written] for one in same]
+        counted = results if results[0][0].region.on_chip else results[:1]
+        size = sum(box.nbytes for boxes in counted for box in boxes)
+        yield same[0].operation.replace("_", "-"), ranks[same[0].operation], size
 
 
 def hbm_bytes_of(box: Any) -> int:
     """Bytes of one operand of a DMA that lie in HBM; indices are none."""
     return 0 if box.region.on_chip or box.operand.endswith("(index)") else box.nbytes
+
+
+def _with_layers(named: dict[str, Any], layer_of: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Tensors `layers.N.FIELD` as the kernel's layers, the others by their names."""
+    others: dict[str, Any] = {}
+    layers: dict[int, dict[str, Any]] = {}
+    for name, tensor in named.items():
+        if name.startswith("layers."):
+            _, number, field = name.split(".")
+            layers.setdefault(int(number), {})[field] = tensor
+        else:
+            others[name] = tensor
+    return {**others, "layers": [layer_of(layers[number]) for number in sorted(layers)]}
+
+
+def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:
+    """Correction biases by which all routers choose experts of which a rank holds its average share."""
+    local = arrays["layers.0.gate_up"].shape[0]
+    held = [slot * local % num_experts < local for slot in range(CHOICES)]
+    numbers = [held[:slot].count(one) + (0 if one else local) for slot, one in enumerate(held)]
+    for name, array in arrays.items():
+        if name.endswith(".bias"):
+            array[0, numbers] = np.arange(2 * CHOICES, CHOICES, -1)
 
 
 def _choose(arrays: list[Any], num_experts: int) -> None:

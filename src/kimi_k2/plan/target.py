@@ -73,6 +73,7 @@ class Target:
         kernels: operations of decode that run as NKI kernels of ours.
         tower_ranks: ranks that share the vision tower; None for as many as can.
         tower_buckets: patches and frames of each compiled graph of the tower.
+        decode_layers: all MoE layers of a step run as one kernel, collectives inside.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Target:
     kernels: tuple[str, ...] = ()
     tower_ranks: int | None = None
     tower_buckets: tuple[tuple[int, int], ...] = ()
+    decode_layers: bool = False
 
     @property
     def prefill_sequences(self) -> int:
@@ -145,6 +147,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         kernels=options.nki_kernels,
         tower_ranks=images.tp_degree if images else None,
         tower_buckets=images.buckets if images else (),
+        decode_layers=options.decode_layers_kernel,
     )
 
 

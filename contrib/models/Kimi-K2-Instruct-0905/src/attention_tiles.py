@@ -22,6 +22,13 @@ MOST_SEQUENCES = 64
 MOST_COLUMNS = 128  # of the residual, of an early router
 
 
+def kernel_rotation(cosines: Tensor, sines: Tensor) -> Tensor:
+    """What kernels take, float32 [2, rope, B], from [B, 1, rope / 2] each: both once a value, sines signed."""
+    cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in (cosines, sines))
+    signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
+    return torch.stack((cos, sin * signs)).transpose(1, 2).contiguous()
+
+
 class AttentionTiles(nn.Module):
     """This rank's tiles, each with `weight` and, in FP8, `scale`: q_b, w_uk, w_uv and o."""
 
@@ -92,12 +99,10 @@ class AttentionBlockKernel(NkiKernel):
         """
         dtype, given = projected.dtype, projected.squeeze(1)
         keys, latents = (part.to(dtype) for part in cache)
-        cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in rotation)
-        signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
         tensors, absent = tiles.arguments()
         named = {
             **tensors,
-            "rotation": torch.stack((cos, sin * signs)).transpose(1, 2).contiguous(),
+            "rotation": kernel_rotation(*rotation),
             "latents": latents,
             "keys": keys,
             "lengths": lengths.to(torch.int32).unsqueeze(1),

@@ -47,6 +47,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         attention_tiles: attention's weights of decode are held in the tiles of a kernel that is all of it but the down
             projections, beside the ordinary ones: "bf16" for the model's dtype, "fp8" for the checkpoint's FP8 blocks,
             or "" for none. Needs `attention` among nki_kernels.
+        decode_layers_kernel: all MoE layers of a step run as one kernel with its collectives inside (decode_layers.py).
+            Needs `attention` and `experts` among nki_kernels, tiles of the routed and the shared expert and of
+            attention, early_router and early_qkv_a.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -65,6 +68,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         early_router: bool = False,
         early_qkv_a: bool = False,
         attention_tiles: AttentionTiles = "",
+        decode_layers_kernel: bool = False,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -96,6 +100,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         options.check_attention_tiles(attention_tiles, nki_kernels)
         if early_qkv_a:
             options.check_early_qkv_a(self, expert_tiles)
+        given = {"early_router": early_router, "early_qkv_a": early_qkv_a, "attention_tiles": attention_tiles}
+        if decode_layers_kernel:
+            options.check_decode_layers(self, nki_kernels, {**given, "shared_expert_tiles": shared_expert_tiles})
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
@@ -104,6 +111,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.shared_expert_tiles = shared_expert_tiles
         self.early_router, self.early_qkv_a = early_router, early_qkv_a
         self.attention_tiles = attention_tiles
+        self.decode_layers_kernel = decode_layers_kernel
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
 
@@ -182,6 +190,8 @@ class KimiK2InferenceConfig(InferenceConfig):
                 )
         if neuron.attention_tiles:
             check_sizes(hf)
+        if neuron.decode_layers_kernel:
+            options.check_layer_sizes(hf, tp)
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
             raise ConfigError(

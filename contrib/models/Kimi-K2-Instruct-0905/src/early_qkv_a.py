@@ -74,11 +74,16 @@ class Following:
 
     def take(self, hidden_states: Tensor, eps: float) -> Tensor | None:
         """The down projections [B, S, N] of the normed hidden states [B, S, H], if they are known."""
-        sums, self.sums = self.sums, None
+        sums = self.take_sums()
         if sums is None:
             return None
         squares = hidden_states.to(torch.float32).square().mean(dim=2, keepdim=True)
         return (sums * torch.rsqrt(squares + eps)).to(hidden_states.dtype)
+
+    def take_sums(self) -> Tensor | None:
+        """The same without the norm's scalar, float32."""
+        sums, self.sums = self.sums, None
+        return sums
 
     def begin(self, weights: EarlyProjections, residual: Tensor) -> None:
         """A layer is about to compute its feed-forward beside this residual, [B, S, H]."""

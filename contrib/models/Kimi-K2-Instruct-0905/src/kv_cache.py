@@ -42,6 +42,13 @@ class LatentKVCacheManager(KVCacheManager):
         self.k_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.qk_rope_head_dim)
         self.v_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.kv_lora_rank)
 
+    def get_cache(self, seq_len: int, **kwargs: Any) -> Any:
+        """NxDI's; a kernel that runs all layers is given the whole."""
+        found = super().get_cache(seq_len, **kwargs)
+        if (whole := kwargs.get("whole")) is not None:
+            whole.caches = found
+        return found
+
     def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it.
 

@@ -38,6 +38,7 @@ from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import NKI_KERNELS, KimiK2InferenceConfig
+from .decode_layers import DecodeLayersKernel, WholeLayers
 from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
 from .early_router import EarlyLogits, EarlyRouter, OutputProjection
 from .experts import KimiK2ExpertMLPs
@@ -172,14 +173,21 @@ class KimiK2DecoderLayer(nn.Module):
         padding_mask: Tensor | None = None,
         tensor_rank: Tensor | None = None,
         following: Following | None = None,
+        whole: WholeLayers | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
 
         With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
         early router needs `tensor_rank`, int [1], this rank's number, in steps of one token; `following` takes down
-        projections from a layer to the next.
+        projections from a layer to the next. With `whole`, a step, the first MoE layer computes all of them.
         """
+        if whole is not None and self.is_moe:
+            if not whole.begun:
+                projected = None if following is None else following.take_sums()
+                assert projected is not None
+                hidden_states = whole.run(hidden_states, projected, attention_mask, position_ids)
+            return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)
@@ -230,6 +238,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
             hf.vocab_size, hf.hidden_size, hf.pad_token_id, dtype=neuron.torch_dtype, shard_across_embedding=True
         )
         self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
+        cores = neuron.logical_nc_config
+        self.whole = DecodeLayersKernel(cores, neuron.tp_degree) if neuron.decode_layers_kernel else None
         self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
             hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling,
@@ -274,6 +284,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
                 kwargs["tensor_rank"] = self.rank_util.get_rank()
             if self.neuron_config.early_qkv_a:
                 kwargs["following"] = Following(self.rank_util.get_rank())
+            if self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
+                kwargs["whole"] = WholeLayers(self.layers, self.whole)
         return super().get_model_output(*args, **kwargs)
 
     def _own(self, count: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import torch
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.layout import AttentionTiles
 
@@ -175,6 +176,20 @@ EARLY_QKV_A_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculation_length": ((0,), "the layers hand on the projections of one token a sequence"),
 }
 
+# The same with `decode_layers_kernel`; what its parts refuse, it does too.
+DECODE_LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; without it they can"),
+}
+MOST_COLUMNS = 128  # of the residual, on a rank
+EXPERTS_IN_COLUMNS, MOST_EXPERTS = 128, 512  # the router's logits lie as columns of so many
+# What it is made of: the option, and what it asks of it.
+DECODE_LAYERS_NEEDS = {
+    "early_router": "True",
+    "early_qkv_a": "True",
+    "attention_tiles": "'bf16' or 'fp8'",
+    "shared_expert_tiles": "32 or 64",
+}
+
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
 # Buckets that NxDI makes itself are powers of two from here on, and the whole length.
@@ -336,6 +351,51 @@ def check_attention_tiles(tiles: str, kernels: Sequence[str]) -> None:
         raise ConfigError(f"expected {expected}, got {tiles!r}", field="attention_tiles")
     if tiles and "attention" not in kernels:
         raise ConfigError(f"expected '' without attention among nki_kernels, got {tiles!r}", field="attention_tiles")
+
+
+def check_decode_layers(config: Any, kernels: Sequence[str], parts: Mapping[str, Any]) -> None:
+    """Refuse what the kernel of all MoE layers does not follow, or is not made of; `config` is the whole neuron config.
+
+    Args:
+        config: of NxDI's fields.
+        kernels: nki_kernels.
+        parts: of our own fields, those in DECODE_LAYERS_NEEDS.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for kernel in ("attention", "experts"):
+        if kernel not in kernels:
+            raise ConfigError(f"expected {kernel} among them with decode_layers_kernel", field="nki_kernels")
+    for field, expected in DECODE_LAYERS_NEEDS.items():
+        if not parts[field]:
+            raise ConfigError(f"expected {expected} with decode_layers_kernel, got {parts[field]!r}", field=field)
+    _refuse(vars(config), DECODE_LAYERS_REFUSED, "decode_layers_kernel")
+
+
+def check_layer_sizes(hf: KimiK2Config, ranks: int) -> None:
+    """Refuse models that the kernel does not take.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    dense = [layer for layer in range(hf.num_hidden_layers) if not hf.is_moe_layer(layer)]
+    if not dense or dense != list(range(len(dense))):
+        raise ConfigError(
+            f"decode_layers_kernel takes MoE layers behind dense ones, got dense layers {dense}",
+            field="first_k_dense_replace",
+        )
+    count, own = hf.n_routed_experts, hf.hidden_size // ranks
+    if count % EXPERTS_IN_COLUMNS or count > MOST_EXPERTS:
+        expected = f"a multiple of {EXPERTS_IN_COLUMNS} up to {MOST_EXPERTS}"
+        raise ConfigError(f"decode_layers_kernel takes {expected}, got {count}", field="n_routed_experts")
+    if own > MOST_COLUMNS:
+        raise ConfigError(
+            f"decode_layers_kernel takes at most {MOST_COLUMNS} columns of the residual a rank, got {own}",
+            field="hidden_size",
+        )
+    if not hf.norm_topk_prob:
+        raise ConfigError("decode_layers_kernel normalises the weights, got False", field="norm_topk_prob")
 
 
 def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]], option: str) -> None:

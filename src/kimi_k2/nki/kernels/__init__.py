@@ -10,4 +10,5 @@ MODULES = {
     "mla_decode": "mla_decode",
     "attention_decode": "attention",
     "selective_experts": "experts",
+    "decode_layers": "layers",
 }

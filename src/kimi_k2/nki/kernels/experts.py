@@ -16,7 +16,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
 from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
-from kimi_k2.nki.kernels.halves import in_parts, joined, parts_of
+from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 # For one table's tiles, a partition.
@@ -312,12 +312,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         moving = nl.ndarray((BLOCK, groups, count + 1), dtype=columns.dtype, buffer=nl.sbuf)
         inners = inner.expand_dim(2).broadcast(2, count + 1)
         nisa.tensor_tensor(dst=moving, data1=factors, data2=inners, op=nl.multiply)
+        own = moving[:, :, count : count + 1]
         moving = in_parts(moving, self.down.itemsize)
+        own = _of_parts(own, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
         beside = 0 if self.beside is None else -(-self.beside.shape[2] // BLOCK)
         total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
         for group in range(groups):
             if self.beside is not None:
-                self._add_beside(group, place, moving[:, group, count, :], total[:, count:])
+                self._add_beside(group, place, own[:, group, :], total[:, count:])
             tile = self._down_tiles[group % len(self._down_tiles)]
             # In two pieces the first one's matmuls do not wait for the second.
             each = -(-count // 2) if self.apart else count
@@ -335,7 +337,13 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     )
         if parts == 1:
             return total[:, :, 0]
-        return joined(total.reshape((BLOCK, 1, (count + beside) * parts)), parts)[:, 0, :]
+        sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
+        rest = 0 if self.beside is None else self.beside.shape[2] % BLOCK
+        whole = count + beside - (rest > 0)
+        for rows, blocks in ((BLOCK, slice(0, whole)), (rest, slice(whole, count + beside))):
+            if rows:
+                nisa.tensor_reduce(dst=sums[0:rows, blocks], op=nl.add, data=total[0:rows, blocks, :], axis=2)
+        return sums
 
     def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
         """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
@@ -350,6 +358,10 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=weighted, data1=factors, data2=inner, op=nl.multiply)
         self.early.store(token, tiles, weighted)
+
+    def _beside_is_wide(self, parts: int) -> bool:
+        """Whether the columns beside are float32, where down's are not and what goes into them is in parts."""
+        return parts > 1 and self.beside is not None and self.beside.itemsize == 4
 
     def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any) -> None:
         """The columns beside down's, of one group of experts."""
@@ -368,6 +380,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 moving=moving,
                 accumulate=group > 0,
             )
+
+
+def _of_parts(values: Any, parts: int) -> Any:
+    """Float32 values [P, n, 1] as [P, n, parts] that add up to them without being split: zeros behind the first."""
+    whole = nl.ndarray((*values.shape[:2], parts), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=whole, value=0.0)
+    nisa.tensor_copy(dst=whole[:, :, 0:1], src=values)
+    return whole
 
 
 def _selector(rows: int, pattern: list[list[int]], groups: int) -> Any:

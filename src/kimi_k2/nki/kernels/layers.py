@@ -8,6 +8,7 @@ loads what does not depend on it and transposes the next cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import nki
@@ -22,6 +23,14 @@ from kimi_k2.nki.kernels.layer_attention import Attention, Layer, SharedAttentio
 from kimi_k2.nki.kernels.projections import turn_short_rows, write_entries
 from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
+
+
+def layer_of(given: Mapping[str, Any]) -> Layer:
+    """A layer from its tensors by name; None where there is none."""
+    unknown = sorted(set(given) - set(Layer._fields))
+    if unknown:
+        raise ValueError(f"layers: expected fields of Layer, got {unknown[0]!r}")
+    return Layer._make(given.get(field) for field in Layer._fields)
 
 
 class Experts(nl.NKIObject):  # type: ignore[misc]

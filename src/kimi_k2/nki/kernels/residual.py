@@ -95,7 +95,8 @@ class NextProjections(nl.NKIObject):  # type: ignore[misc]
             nisa.nc_matmul(dst=target, stationary=self.residual_weight[:, mine], moving=own, accumulate=False)
             nisa.nc_matmul(dst=target, stationary=self.shared_weight[:, mine], moving=inner[:, 0, :], accumulate=True)
         whole = min(self.count, self.width // BLOCK - self.first)
-        nisa.tensor_copy(dst=out[:, self.first : self.first + whole, :], src=sums[:, 0:whole, :])
+        if whole > 0:
+            nisa.tensor_copy(dst=out[:, self.first : self.first + whole, :], src=sums[:, 0:whole, :])
         if whole < self.count:
             rows = self.width % BLOCK
             nisa.tensor_copy(dst=out[0:rows, self.first + whole, :], src=sums[0:rows, whole, :])

@@ -1,0 +1,191 @@
+"""A decode step's MoE layers in one NKI kernel, collectives inside (`kimi_k2.nki.kernels.layers.decode_layers`).
+
+It takes the early router, early down projections, attention in tiles and experts in tiles from where the layers hold
+them; prefill computes with the same layers. The dense layers before, embedding, head and sampling stay operations of
+the graph. The first MoE layer of a step calls the kernel for all, with the residual and the down projections that the
+layer before hands on; the layers behind it hand out what it gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k2.nki.kernels import MODULES
+from kimi_k2.nki.ranks import run_as_rank
+
+from .attention_tiles import kernel_rotation
+from .kernels import NkiKernel, Result, emulated_fp8, torch_tensor
+
+Tensors = dict[str, Tensor]
+
+
+class DecodeLayersKernel(NkiKernel):
+    """The kernel on all ranks.
+
+    Args:
+        cores: 1 or 2 (LNC).
+        ranks: that run it together.
+    """
+
+    name = "decode_layers"
+
+    def __init__(self, cores: int, ranks: int) -> None:
+        super().__init__(cores)
+        self.ranks = ranks
+
+    def call(
+        self, layers: Sequence[Tensors], given: Tensors, numbers: dict[str, Any], results: Sequence[Result]
+    ) -> list[Tensor]:
+        """Run or lower it.
+
+        Args:
+            layers: of each layer its tensors, by the fields of the kernel's `Layer`; what is missing is None.
+            given: the kernel's other tensors, by its arguments' names; `hidden` first.
+            numbers: its other arguments.
+            results: shape and dtype of each result.
+        """
+        numbers = {**numbers, "ranks": self.ranks, "groups": [list(range(self.ranks))]}
+        device = given["hidden"].device
+        if self.emulated and device.type == "xla":
+            named = {**given, **named_layers(layers)}
+            return self._lowered(self.name, list(named.values()), {**numbers, "named": list(named)}, results)
+        module: Any = import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}")
+        kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
+        arguments = {name: kept(tensor) for name, tensor in given.items()}
+        arguments["layers"] = [module.layer_of({name: kept(part) for name, part in layer.items()}) for layer in layers]
+        kernel = module.decode_layers[self.cores]
+        if self.emulated and self.ranks > 1:
+            made = run_as_rank(kernel, torch.distributed.get_rank(), _gather, (), {**arguments, **numbers})
+        else:
+            made = kernel(**arguments, **numbers)
+        return [torch_tensor(part).to(device) for part in made]
+
+
+def named_layers(layers: Sequence[Tensors]) -> Tensors:
+    """All layers' tensors by one name each, as a custom call names them."""
+    return {f"layers.{number}.{name}": part for number, layer in enumerate(layers) for name, part in layer.items()}
+
+
+def _gather(group: Sequence[int], mine: Any) -> list[Any]:
+    """What each process of a group brings, in CPU mode."""
+    found: list[Any] = [None] * len(group)
+    own = torch.distributed.group.WORLD
+    if list(group) != list(range(torch.distributed.get_world_size())):
+        from neuronx_distributed.parallel_layers import parallel_state
+
+        own = parallel_state.get_kv_shared_group()
+    torch.distributed.all_gather_object(found, mine, group=own)
+    return found
+
+
+class WholeLayers:
+    """One step's MoE layers.
+
+    Args:
+        layers: all decoder layers of the model.
+        kernel: which runs them.
+
+    Attributes:
+        caches: of all layers, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]); the cache manager sets them.
+    """
+
+    def __init__(self, layers: nn.ModuleList, kernel: DecodeLayersKernel) -> None:
+        self.layers: list[Any] = list(layers)
+        self.kernel = kernel
+        self.caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._entries: list[tuple[Tensor, Tensor]] = []
+
+    def next_entries(self) -> tuple[Tensor, Tensor]:
+        """The next layer's new entries, as attention gives them."""
+        return self._entries.pop(0)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the kernel was called, and a layer waits for its entries."""
+        return bool(self._entries)
+
+    def run(self, hidden_states: Tensor, projected: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """The residual [B, 1, H] behind the last layer.
+
+        Args:
+            hidden_states: [B, 1, H], before the first MoE layer.
+            projected: float32 [B, 1, N], its down projections without the norm's scalar.
+            attention_mask: bool [B, 1, 1, slots].
+            position_ids: int [B, 1].
+        """
+        moe = [(layer, cache) for layer, cache in zip(self.layers, self.caches, strict=True) if layer.is_moe]
+        first = moe[0][0]
+        attention, hf, experts = first.self_attn, first.self_attn.hf, first.mlp.expert_mlps
+        dtype, batch = hidden_states.dtype, len(hidden_states)
+        given = {
+            "hidden": hidden_states.squeeze(1).to(torch.float32),
+            "projected": projected.squeeze(1),
+            "rotation": kernel_rotation(*attention.rotation(position_ids, torch.float32)),
+            "lengths": attention_mask.sum(dim=(1, 2, 3)).to(torch.int32).unsqueeze(1),
+        }
+        numbers: dict[str, Any] = {
+            "num_experts": hf.n_routed_experts,
+            "softmax_scale": hf.softmax_scale,
+            "routed_scaling_factor": hf.routed_scaling_factor,
+            "eps": hf.rms_norm_eps,
+            "latent_eps": hf.latent_norm_eps,
+            "attended": attention_mask.shape[-1],
+        }
+        if experts.moe_expert_model_parallel_group.size() > 1:  # one graph for all ranks
+            held = experts.get_spmd_rank().get_local_expert_indices().view(-1)
+            given["first_expert"] = held[:1].to(torch.int32).unsqueeze(1)
+        else:
+            numbers["first_expert"] = 0
+        results: list[Result] = [
+            ((batch, hf.hidden_size // 128, 128), torch.float32),
+            ((len(moe), batch, hf.kv_lora_rank), dtype),
+            ((len(moe), batch, hf.qk_rope_head_dim), dtype),
+        ]
+        tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe]
+        out, latents, keys = self.kernel.call(tensors, given, numbers, results)
+        self._entries = [
+            (key[:, None, None], latent[:, None, None])
+            for key, latent in zip(keys.unbind(0), latents.unbind(0), strict=True)
+        ]
+        return out.flatten(1).unsqueeze(1).to(dtype)
+
+
+def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:
+    """A MoE layer's weights and cache by the fields of the kernel's `Layer`; norms and cache in the model's `dtype`.
+
+    On a device they have it already, and nothing is copied.
+    """
+    attention, mlps = layer.self_attn, layer.mlp.expert_mlps
+    tiles: Mapping[str, Tensor] = attention.tiles.arguments()[0]
+    routed, shared = mlps.get_mlp_op(), mlps.shared_experts
+    keys, latents = (slot.squeeze(1) for slot in cache)
+    floats: Tensors = {
+        "q_norm": attention.q_a_layernorm.weight,
+        "kv_norm": attention.kv_a_layernorm.weight,
+        "norm": layer.post_attention_layernorm.weight,
+        "latents": latents,
+        "keys": keys,
+    }
+    behind: Tensors = {}
+    if layer.early_qkv_a is not None:
+        behind["next_residual"] = layer.early_qkv_a.residual_weight
+        behind["next_experts"] = routed.early_qkv_a.weight
+        behind["next_shared"] = shared.early_qkv_a.weight.squeeze(0)
+    names = ("gate_up", "gate_up_scales", "down", "down_scales")
+    return {
+        **{name: part.to(dtype) for name, part in floats.items()},
+        **behind,
+        **{name: scale for name, scale in tiles.items() if name.endswith("_scales")},
+        **{name: tiles[f"{name}_tiles"] for name in ("q_b", "w_uk", "w_uv")},
+        "o_proj": tiles["o_tiles"],
+        **dict(zip(names, routed.tiles(), strict=True)),
+        **{f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared.tiles(), strict=True)},
+        "early_residual": layer.early_router.residual_weight,
+        "early_heads": layer.early_router.heads_weight,
+        "bias": layer.mlp.router.e_score_correction_bias.unsqueeze(0),
+    }

@@ -1,0 +1,128 @@
+"""Decode whose MoE layers are one kernel with its collectives inside, in NxD's CPU mode: ranks are processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import environment
+import pytest
+import torch
+from harness import DECODE_STEPS, SLOW, expected_logits, launch, neuron_config, plain_model, sequences
+from test_early_router import BATCHING
+from test_nki_kernels import ALL, SLOTS, TOLERANCE, WORKER
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
+SIZES: dict[str, Any] = {
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "kv_lora_rank": 128, "q_lora_rank": 128,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32, "moe_intermediate_size": 64,
+}  # fmt: skip
+# A rank has at most 128 columns of the residual, and 32 or 64 of an expert.
+CAPTURE = {"tensor_capture_config": {"modules_to_capture": ["layers.1"]}, "on_device_sampling_config": {}}
+OF_LAYOUT: dict[str, dict[str, Any]] = {"TP1": {"hidden_size": 128}, "TP2xEP2": {"moe_intermediate_size": 128}}
+
+
+def config_of(layout: str, **more: Any) -> KimiK2Config:
+    return tiny_config(**{**SIZES, **OF_LAYOUT.get(layout, {}), **more})
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoint directories by layout and format, each written when it is asked for."""
+    root = tmp_path_factory.mktemp("layers")
+
+    def of(layout: str, fmt: str) -> Path:
+        directory: Path = root / f"{layout}-{fmt}"
+        if not directory.exists():
+            write_synthetic_checkpoint(directory, with_format(config_of(layout), fmt), seed=5)
+        return directory
+
+    return of
+
+
+def options(layout: str, cores: int, fmt: str = "bf16", batch: int = 4, **more: Any) -> dict[str, Any]:
+    tp, ep = LAYOUTS[layout]
+    config = with_format(config_of(layout), fmt)
+    held = expert_formats()["tiles" if fmt == "fp8" else "bf16_tiles"].for_layout(config, Layout(tp, ep))
+    given = {
+        "seq_len": SLOTS, "nki_kernels": ALL, "logical_nc_config": cores, "attention_tiles": "bf16",
+        "early_router": True, "early_qkv_a": True, "decode_layers_kernel": True, **held.neuron_options(), **more,
+    }  # fmt: skip
+    return neuron_config(tp, ep, batch, **given)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cores", "fmt", "batch", "more"),
+    [
+        ("TP1", 1, "bf16", 1, {}),
+        ("TP2", 2, "bf16", 1, {}),
+        ("EP2", 2, "bf16", 4, {}),
+        ("TP2xEP2", 2, "bf16", 1, {}),
+        pytest.param("TP2", 2, "fp8", 4, {}, marks=SLOW),
+        ("EP2", 2, "fp8", 1, {}),
+        ("EP2", 2, "bf16", 4, BATCHING),
+        pytest.param("TP2", 2, "bf16", 4, {"sequence_parallel_enabled": True}, marks=SLOW),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_prefill_and_16_steps(
+    stored: Any, tmp_path: Path, layout: str, cores: int, fmt: str, batch: int, more: dict[str, Any]
+) -> None:
+    checkpoint, case = stored(layout, fmt), sequences(batch, 512)
+    given: dict[str, Any] = {**case, **({"arrival": [2, 0, 3, 1]} if more is BATCHING else {})}
+    job = {"checkpoint": checkpoint, "neuron_config": options(layout, cores, fmt, batch, **more), "cases": [given]}
+    result = launch(job, tmp_path, WORKER, timeout=1500)
+    (logits,), plain = result["logits"], expected_logits(plain_model(checkpoint), case)
+    print(f"\n{layout} {fmt}: to the plain model {float((logits - plain).abs().max()):.1e}, {result['kernels']}")
+    torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
+    assert torch.equal(logits.argmax(-1), plain.argmax(-1))
+    # Both MoE layers in one call; the dense layer's attention is a kernel of its own.
+    assert result["kernels"]["decode_layers"] == DECODE_STEPS
+    assert result["kernels"]["attention_decode"] == DECODE_STEPS
+    assert "selective_experts" not in result["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("nki_kernels", {"nki_kernels": ["attention"]}),
+        ("early_router", {"early_router": False}),
+        ("early_qkv_a", {"early_qkv_a": False}),
+        ("attention_tiles", {"attention_tiles": ""}),
+        ("shared_expert_tiles", {"shared_expert_tiles": 0}),
+        ("tensor_capture_config", CAPTURE),
+    ],
+)
+def test_what_it_is_not_made_of_is_refused(field: str, more: dict[str, Any]) -> None:
+    config_module: Any = environment.contrib("config")
+    given = options("TP2", 2, **more)
+    with pytest.raises(ConfigError) as caught:
+        config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
+    assert caught.value.field == field
+    assert "decode_layers_kernel" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "sizes"),
+    [
+        ("first_k_dense_replace", {"first_k_dense_replace": 0}),
+        ("n_routed_experts", {"n_routed_experts": 64}),
+        ("hidden_size", {"hidden_size": 512}),
+        ("norm_topk_prob", {"norm_topk_prob": False}),
+    ],
+)
+def test_sizes_that_it_does_not_take_are_refused(field: str, sizes: dict[str, Any]) -> None:
+    config_module: Any = environment.contrib("config")
+    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP2", 2))
+    with pytest.raises(ConfigError) as caught:
+        config_module.KimiK2InferenceConfig(
+            neuron, load_config=config_module.load_kimi_config(config_of("TP2", **sizes))
+        )
+    assert caught.value.field == field
