@@ -52,7 +52,7 @@ def serving(model: Path, log: Path, *options: str, name: str = "kimi") -> Iterat
     with log.open("w") as written:
         server = subprocess.Popen(command, stdout=written, stderr=written, env=environment, start_new_session=True)
     try:
-        _wait(server, f"http://127.0.0.1:{port}/health", log)
+        wait_for(server, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         for ending in (signal.SIGINT, signal.SIGKILL):
@@ -62,7 +62,12 @@ def serving(model: Path, log: Path, *options: str, name: str = "kimi") -> Iterat
                 server.wait(30)
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Until a server answers at `url`.
+
+    Raises:
+        RuntimeError: it ended, or did not come up; with the end of its log.
+    """
     limit = time.monotonic() + STARTS_WITHIN
     while time.monotonic() < limit:
         if server.poll() is not None:
