@@ -19,6 +19,7 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
+FAULTS = Path(__file__).with_name("decode_layers_faults.py")
 LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
 SIZES: dict[str, Any] = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "kv_lora_rank": 128, "q_lora_rank": 128,
@@ -87,6 +88,21 @@ def test_prefill_and_16_steps(
     assert result["kernels"]["decode_layers"] == DECODE_STEPS
     assert result["kernels"]["attention_decode"] == DECODE_STEPS
     assert "selective_experts" not in result["kernels"]
+
+
+@SLOW
+def test_each_fault_is_seen(tmp_path: Path) -> None:
+    """Two ranks that hold half of the experts each; norms whose epsilons differ."""
+    checkpoint, case = tmp_path / "source", sequences(1, 512, steps=3)
+    write_synthetic_checkpoint(checkpoint, with_format(config_of("EP2", rms_norm_eps=1e-3), "bf16"), seed=5)
+    torch.save(expected_logits(plain_model(checkpoint), case), tmp_path / "expected.pt")
+    job = {"checkpoint": checkpoint, "neuron_config": options("EP2", 2, batch=1), "cases": [case]}
+    found = launch({**job, "expected": str(tmp_path / "expected.pt")}, tmp_path, FAULTS, 1500)
+    for name, far in found.items():
+        print(f"\n{name}: {far:.1e}")
+    assert found.pop("none") < TOLERANCE
+    assert len(found) >= 25
+    assert {name: far for name, far in found.items() if not far > TOLERANCE} == {}
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,19 @@ def test_whole_layers_in_one_kernel_cost_what_the_planner_says(tmp_path: Path, p
     assert counts["fetches"][1]["chosen"] == pytest.approx(2 * 8 * 3 * 7168 * 32 + folded, rel=0.01)
 
 
+def test_prefill_from_attention_tiles_costs_what_the_planner_says(tmp_path: Path) -> None:
+    """BF16 tiles are all that is held of q_b, kv_b and o_proj."""
+    path = with_options("trn2-tp32-ep2-nki", tmp_path / "tiles.yaml", attention_tiles="bf16")
+    counts = lowered(path, "2", PREFILL)
+    planned, plain = counts["planned"], lowered("trn2-tp32-ep2-nki", "2", PREFILL)
+    for what in ("weight_bytes_held", "weight_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    assert counts["weight_bytes_held"] == plain["weight_bytes_held"]
+    assert counts["flops"] == planned["flops"] == plain["flops"]
+    assert collectives_of(counts) == collectives_of(planned)
+    assert counts["live"] <= counts["planned_live"]
+
+
 @pytest.mark.parametrize("stage", [DECODE, PREFILL])
 def test_early_down_projections_cost_what_the_planner_says(tmp_path: Path, stage: str) -> None:
     """Without kernels, so that GEMMs are in the graph too; prefill computes the projections as always."""

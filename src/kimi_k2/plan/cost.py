@@ -14,6 +14,7 @@ from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
 from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once, held_as
 from kimi_k2.plan.target import Target
+from kimi_k2.sharding.attention_tiles import in_place_of_linears
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -143,7 +144,9 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
 def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
     """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     layout = plan.layout
-    unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.", ".self_attn.tiles.")
+    unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
+    if not in_place_of_linears(layout.attention_tiles):
+        unused = (*unused, ".self_attn.tiles.")
     if decode:
         unused = ("router.linear_router.",) if layout.early_router else ()
         if layout.attention_tiles:
@@ -188,6 +191,8 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
             total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in tensor.name else tokens)
         elif "expert_mlps.shared_experts." in tensor.name and tensor.name.endswith("weight"):
             total += 2 * prod(tensor.local_shape) * tokens  # in tiles
+        elif ".self_attn.tiles." in tensor.name and tensor.name.endswith("weight"):
+            total += 2 * prod(tensor.local_shape) * tokens
     return total
 
 

@@ -74,7 +74,8 @@ class NeuronOptions(_Part):
             that `kimi-k2 convert` folds; the router's own weight is read at prefill alone.
         early_qkv_a: decode's down projections are summed over the ranks together with the feed-forward output before
             them, by weights that `kimi-k2 convert` folds; experts in tiles.
-        attention_tiles: attention's weights of decode lie in the tiles of one kernel too, in this format.
+        attention_tiles: attention's weights lie in the tiles of one kernel, in this format; "fp8" beside the ordinary
+            ones, which prefill reads.
         decode_layers_kernel: all MoE layers of a step run as one NKI kernel of ours, its collectives inside; it is made
             of early_router, early_qkv_a, attention_tiles and experts in tiles.
         nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.

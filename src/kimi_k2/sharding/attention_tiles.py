@@ -1,7 +1,8 @@
-"""Attention's weights in the tiles that `nki.kernels.attention.attention_decode` reads, beside the ordinary ones.
+"""Attention's weights in the tiles that `nki.kernels.attention.attention_decode` reads.
 
-Decode reads these alone, in FP8 with the checkpoint's blocks (values halved, scales doubled) or in the model's float
-type; prefill reads the ordinary weights. A scale belongs to a row and 128 columns of the stored matrix, or for w_uk,
+In the model's float type they take the place of the ordinary ones: prefill computes with them too. In FP8 with the
+checkpoint's blocks (values halved, scales doubled) decode reads them alone, and prefill the ordinary weights beside. A
+scale belongs to a row and 128 columns of the stored matrix, or for w_uk,
 which is contracted over its rows, to 128 rows and a column.
 """
 
@@ -23,6 +24,11 @@ from kimi_k2.sharding.planned import PlannedTensor
 NAME = "self_attn.tiles"
 SOURCES = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj")
 Cut = tuple[tuple[int, ...], int]  # a shape, and the dimension that ranks cut
+
+
+def in_place_of_linears(kind: str) -> bool:
+    """Whether tiles of this format are all that is held of q_b_proj, kv_b_proj and o_proj."""
+    return kind == "bf16"
 
 
 def check_sizes(config: KimiK2Config) -> None:

@@ -158,10 +158,11 @@ class Converter:
                 Part(f"{router}.linear_router.weight", None, weight),
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
-        made = [Part(f"{name}.weight", None, self._float(stored[module]))]
-        root = name.rpartition(".")[0]
-        if self.layout.attention_tiles and name.endswith(attention_tiles.SOURCES):
-            made += self._attention_tiles(name, stored[module])
+        root, tiles = name.rpartition(".")[0], self.layout.attention_tiles
+        in_tiles = tiles and name.endswith(attention_tiles.SOURCES)
+        made = self._attention_tiles(name, stored[module]) if in_tiles else []
+        if not (in_tiles and attention_tiles.in_place_of_linears(tiles)):
+            made.append(Part(f"{name}.weight", None, self._float(stored[module])))
         if self.following is None:
             return made
         if name.endswith(".input_layernorm"):

@@ -31,8 +31,8 @@ class Layout:
         early_router: write the weights of the early router too (`sharding.early_router`); neuron only.
         early_qkv_a: write the weights of early down projections too (`sharding.early_qkv_a`); neuron only, experts in
             tiles.
-        attention_tiles: write attention's weights in the decode kernel's tiles too, in this format
-            (`sharding.attention_tiles`); neuron only.
+        attention_tiles: write attention's weights in the decode kernel's tiles, in this format; "fp8" beside the
+            ordinary ones (`sharding.attention_tiles`); neuron only.
     """
 
     moe_tp: int

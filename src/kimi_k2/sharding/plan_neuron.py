@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.attention_tiles import attention_tiles_tensors
+from kimi_k2.sharding.attention_tiles import SOURCES, attention_tiles_tensors, in_place_of_linears
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat
@@ -23,8 +23,9 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
         yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
     shape = (config.qkv_a_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
+    tiled = SOURCES if in_place_of_linears(layout.attention_tiles) else ()
     for name, rows, columns, dim in linears(config, layer):
-        if experts.shared is None or "shared_experts" not in name:
+        if name not in tiled and (experts.shared is None or "shared_experts" not in name):
             yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
     if layout.attention_tiles:
         yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles, dtype)

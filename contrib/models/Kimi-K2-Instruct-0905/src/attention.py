@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.sharding.attention_tiles import in_place_of_linears
 
 from .attention_tiles import AttentionBlockKernel, AttentionTiles
 from .config import KimiK2InferenceConfig
-from .early_router import EarlyLogits, OutputProjection
+from .early_router import EarlyLogits, OutputProjection, reduced
 from .flash_decoding import combine, group_heads, own_tokens
 from .kernels import AttentionKernel
 from .lora import project
@@ -52,21 +53,22 @@ class KimiK2Attention(nn.Module):
             hf.hidden_size, hf.qkv_a_dim, bias=False, gather_output=True, dtype=dtype
         )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
-        self.q_b_proj = ColumnParallelLinear(
-            hf.q_lora_rank, heads * hf.qk_head_dim, bias=False, gather_output=False, dtype=dtype
-        )
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
-        self.kv_b_proj = ColumnParallelLinear(
-            hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), bias=False, gather_output=False, dtype=dtype
-        )
         self.tiles = AttentionTiles(config) if neuron.attention_tiles else None
         self.block = AttentionBlockKernel(neuron.logical_nc_config) if self.tiles is not None else None
-        output = OutputProjection if neuron.early_router or neuron.attention_tiles else RowParallelLinear
-        self.o_proj = output(
-            heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
-            reduce_dtype=neuron.rpl_reduce_dtype,
-            sequence_parallel_enabled=neuron.sequence_parallel_enabled, sequence_dimension=1,
-        )  # fmt: skip
+        self.tiles_alone = in_place_of_linears(neuron.attention_tiles)
+        if not self.tiles_alone:
+            column = {"bias": False, "gather_output": False, "dtype": dtype}
+            self.q_b_proj = ColumnParallelLinear(hf.q_lora_rank, heads * hf.qk_head_dim, **column)
+            self.kv_b_proj = ColumnParallelLinear(
+                hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), **column
+            )
+            output = OutputProjection if neuron.early_router else RowParallelLinear
+            self.o_proj = output(
+                heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
+                reduce_dtype=neuron.rpl_reduce_dtype,
+                sequence_parallel_enabled=neuron.sequence_parallel_enabled, sequence_dimension=1,
+            )  # fmt: skip
         self.rotary_multiplier = hf.rope_scaling.rotary_multiplier if hf.rope_scaling else 1.0
         # Python numbers, made a float32 tensor within the trace. NxDI's load_module casts every float parameter and
         # buffer to the model's dtype; in BF16 the angle is off by 1.7 radians at position 1000.
@@ -118,7 +120,6 @@ class KimiK2Attention(nn.Module):
         hf = self.hf
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
-        batch, length = hidden_states.shape[:2]
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         if projected is None:
             projected = self.qkv_a_proj(hidden_states)
@@ -127,18 +128,14 @@ class KimiK2Attention(nn.Module):
             if self.block.takes(projected, slots, early):
                 return self._in_one_kernel(projected, attention_mask, position_ids, past_key_value, early)
         q_down, latent, k_rope = projected.split(widths, dim=-1)
-        q = project(self.q_b_proj, self.q_a_layernorm(q_down), adapter_ids)
-        q = q.view(batch, length, self.num_heads, hf.qk_head_dim)
-        q_nope, q_rope = q.split([hf.qk_nope_head_dim, hf.qk_rope_head_dim], dim=-1)
+        q_nope, q_rope = self._queries(self.q_a_layernorm(q_down), adapter_ids)
         latent = self.kv_a_layernorm(latent)
         if cos_cache is None or sin_cache is None:
             cos_cache, sin_cache = self.rotation(position_ids, hidden_states.dtype)
         q_rope = apply_rotary_interleaved(q_rope, cos_cache.unsqueeze(2), sin_cache.unsqueeze(2))
         k_rope = apply_rotary_interleaved(k_rope, cos_cache, sin_cache)
 
-        kv_b = self.kv_b_proj.weight.view(self.num_heads, hf.qk_nope_head_dim + hf.v_head_dim, hf.kv_lora_rank)
-        w_uk, w_uv = kv_b.split([hf.qk_nope_head_dim, hf.v_head_dim], dim=1)
-        q_latent = torch.einsum("bshn,hnr->bhsr", q_nope, w_uk)
+        q_latent = torch.einsum("bshn,hnr->bhsr", q_nope, self._w_uk())
         q_rope = q_rope.transpose(1, 2)
 
         def scores(keys: Tensor, latents: Tensor) -> Tensor:
@@ -155,7 +152,7 @@ class KimiK2Attention(nn.Module):
                 query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask.sum(dim=(1, 2, 3))
                 summed = self.kernel(query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
                 return (
-                    self._output(summed, w_uv, adapter_ids, early),
+                    self._output(summed, adapter_ids, early),
                     self._entries(k_rope, latent),
                     cos_cache,
                     sin_cache,
@@ -177,7 +174,7 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], active[1], 1)
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
-        return self._output(summed, w_uv, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
+        return self._output(summed, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
 
     def _in_one_kernel(
         self,
@@ -202,12 +199,33 @@ class KimiK2Attention(nn.Module):
         own, latent, k_rope, part = self.block(
             projected, norms, self.tiles, rotation, (keys, latents), lengths, options, early
         )
-        out = self.o_proj.reduced(own, early, part, projected.dtype)
+        out = reduced(own, early, part, projected.dtype)
         cos, sin = (one.to(projected.dtype) for one in rotation)
         return out, self._entries(k_rope, latent), cos, sin
 
-    def _output(self, summed: Tensor, w_uv: Tensor, adapter_ids: Tensor | None, early: EarlyLogits | None) -> Tensor:
+    def _queries(self, normed: Tensor, adapter_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, S, q_lora_rank] to this rank's queries, [B, S, h, nope] and [B, S, h, rope]."""
+        if self.tiles is not None and self.tiles_alone:
+            return self.tiles.queries(normed)
+        q = project(self.q_b_proj, normed, adapter_ids).view(*normed.shape[:2], self.num_heads, self.hf.qk_head_dim)
+        nope, rope = q.split([self.hf.qk_nope_head_dim, self.hf.qk_rope_head_dim], dim=-1)
+        return nope, rope
+
+    def _w_uk(self) -> Tensor:
+        """[h, nope, rank]."""
+        return self.tiles.absorbed() if self.tiles is not None and self.tiles_alone else self._kv_b()[0]
+
+    def _kv_b(self) -> tuple[Tensor, Tensor]:
+        """W_UK and W_UV, [h, nope, rank] and [h, v, rank]."""
+        sizes = [self.hf.qk_nope_head_dim, self.hf.v_head_dim]
+        w_uk, w_uv = self.kv_b_proj.weight.view(self.num_heads, sum(sizes), self.hf.kv_lora_rank).split(sizes, dim=1)
+        return w_uk, w_uv
+
+    def _output(self, summed: Tensor, adapter_ids: Tensor | None, early: EarlyLogits | None) -> Tensor:
         """Sums of latents float32 [B, h, S, rank] to [B, S, H], summed over the ranks."""
+        if self.tiles is not None and self.tiles_alone:
+            return self.tiles.output(self.tiles.values(summed), early, self.sequence_parallel)
+        _, w_uv = self._kv_b()
         values = torch.einsum("bhsr,hvr->bshv", summed.to(w_uv.dtype), w_uv).flatten(2)
         out: Tensor = project(self.o_proj, values, adapter_ids) if early is None else self.o_proj(values, early)
         return out

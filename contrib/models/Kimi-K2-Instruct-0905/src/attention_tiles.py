@@ -1,7 +1,8 @@
 """A decode step's attention as one NKI kernel on weights in tiles (`kimi_k2.sharding.attention_tiles`).
 
 The kernel takes the down projections and gives this rank's part of o_proj's output, which is summed here, and the new
-cache entries. Prefill, and what the kernel does not take, computes with the ordinary weights.
+cache entries. Prefill, and what the kernel does not take, computes with the same tiles where they are float, in the
+order of their rows; beside FP8 tiles it has the ordinary weights.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 
 from kimi_k2.sharding.attention_tiles import shapes
+from kimi_k2.sharding.experts.tiled import PARTITIONS
 
 from .config import KimiK2InferenceConfig
-from .early_router import EarlyLogits
+from .early_router import EarlyLogits, reduced
 from .kernels import NkiKernel, Result
+from .products import dot_float32
 from .tiles import TileWeights
 
 MOST_SEQUENCES = 64
@@ -29,6 +37,11 @@ def kernel_rotation(cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.stack((cos, sin * signs)).transpose(1, 2).contiguous()
 
 
+def in_order_of_tiles(values: Tensor) -> Tensor:
+    """Values along the last dimension in the order of a tile's rows: of each partition its value of every chunk."""
+    return values.unflatten(-1, (-1, PARTITIONS)).mT.flatten(-2)
+
+
 class AttentionTiles(nn.Module):
     """This rank's tiles, each with `weight` and, in FP8, `scale`: q_b, w_uk, w_uv and o."""
 
@@ -36,6 +49,8 @@ class AttentionTiles(nn.Module):
         super().__init__()
         neuron = config.neuron_config
         ranks, fp8 = neuron.tp_degree, neuron.attention_tiles == "fp8"
+        self.heads, self.reduce_dtype = config.hf.num_attention_heads // ranks, neuron.rpl_reduce_dtype
+        self.reduce_dtype = self.reduce_dtype or neuron.torch_dtype
         dtype = torch.float8_e4m3fn if fp8 else neuron.torch_dtype
         for name, cuts in shapes(config.hf, ranks).items():
             weight, scale = (
@@ -43,6 +58,45 @@ class AttentionTiles(nn.Module):
                 for shape, dim in cuts
             )
             self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
+
+    def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """q_b of float tiles: [B, S, q_lora_rank] to [B, S, h, 128] without position and [B, S, h, rope]."""
+        held = self._held("q_b").flatten(0, 1)
+        both = in_order_of_tiles(normed) @ held
+        plain, rotary = both.split([self.heads * PARTITIONS, held.shape[1] - self.heads * PARTITIONS], dim=2)
+        return plain.unflatten(2, (self.heads, -1)), rotary.unflatten(2, (self.heads, -1))
+
+    def absorbed(self) -> Tensor:
+        """W_UK of float tiles, [h, 128, rank]."""
+        return self._held("w_uk").squeeze(2)
+
+    def values(self, summed: Tensor) -> Tensor:
+        """W_UV of float tiles: sums of latents [B, h, S, rank] to [B, S, h * 128]."""
+        held = self._held("w_uv").flatten(1, 2)
+        return torch.einsum("bhsr,hrv->bshv", in_order_of_tiles(summed.to(held.dtype)), held).flatten(2)
+
+    def output(self, values: Tensor, early: EarlyLogits | None, sequence_parallel: bool) -> Tensor:
+        """o_proj of float tiles: [B, S, h * 128] to [B, S, H], summed over the ranks; `early.sums` is set.
+
+        With `sequence_parallel` a rank's part of the sequence.
+        """
+        held = self._held("o").flatten(0, 1)
+        by_row = values.unflatten(2, (self.heads, -1)).mT.flatten(2)
+        if early is not None:
+            own = dot_float32(by_row, held, ([2], [0]), ([], []))
+            return reduced(own, early, early.part(values), values.dtype)
+        group, part = parallel_state.get_tensor_model_parallel_group(), (by_row @ held).to(self.reduce_dtype)
+        out: Tensor
+        if sequence_parallel:
+            out = reduce_scatter_to_sequence_parallel_region(part, 1, process_group=group, dtype=values.dtype)
+        else:
+            out = reduce_from_tensor_model_parallel_region(part, process_group=group)
+        return out.to(values.dtype)
+
+    def _held(self, name: str) -> Tensor:
+        tile = self.get_submodule(name)
+        assert isinstance(tile, TileWeights)
+        return tile.weight
 
     def arguments(self) -> tuple[dict[str, Tensor], dict[str, None]]:
         """What the kernel calls them: tensors, and the scales that float tiles do not have."""

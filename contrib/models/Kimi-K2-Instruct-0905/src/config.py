@@ -44,9 +44,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         early_qkv_a: sum q_a and kv_a of decode over the ranks together with the feed-forward output before them, by
             weights that are folded from the checkpoint (`kimi-k2 convert --early-qkv-a`); see early_qkv_a.py. Needs
             experts in tiles.
-        attention_tiles: attention's weights of decode are held in the tiles of a kernel that is all of it but the down
-            projections, beside the ordinary ones: "bf16" for the model's dtype, "fp8" for the checkpoint's FP8 blocks,
-            or "" for none. Needs `attention` among nki_kernels.
+        attention_tiles: attention's weights are held in the tiles of a kernel that is all of it but the down
+            projections: "bf16" for the model's dtype, for prefill too; "fp8" for the checkpoint's FP8 blocks, beside
+            the ordinary ones; or "" for none. Needs `attention` among nki_kernels.
         decode_layers_kernel: all MoE layers of a step run as one kernel with its collectives inside (decode_layers.py).
             Needs `attention` and `experts` among nki_kernels, tiles of the routed and the shared expert and of
             attention, early_router and early_qkv_a.

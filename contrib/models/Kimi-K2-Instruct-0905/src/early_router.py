@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import BaseParallelLinear, RowParallelLinear
 from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
@@ -120,14 +121,15 @@ class OutputProjection(RowParallelLinear):
             plain: Tensor = super().forward(values)
             return plain
         own = dot_float32(values, self.weight, ([2], [1]), ([], []))
-        return self.reduced(own, early, early.part(values), values.dtype)
+        return reduced(own, early, early.part(values), values.dtype)
 
-    def reduced(self, own: Tensor, early: Early | None, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's output float32 [B, S, H], summed over the ranks, in `dtype`; `early.sums` is set from `part`."""
-        group: Any = self.tensor_parallel_group
-        if early is None or part is None:
-            out: Tensor = reduce_from_tensor_model_parallel_region(own.to(dtype), process_group=group)
-            return out
-        both = reduce_from_tensor_model_parallel_region(torch.cat((own, part), dim=2), process_group=group)
-        out, early.sums = both.split([self.output_size, both.shape[2] - self.output_size], dim=2)
-        return out.to(dtype)
+
+def reduced(own: Tensor, early: Early | None, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """This rank's output float32 [B, S, H], summed over the ranks, in `dtype`; `early.sums` is set from `part`."""
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    if early is None or part is None:
+        out: Tensor = reduce_from_tensor_model_parallel_region(own.to(dtype), process_group=group)
+        return out
+    both = reduce_from_tensor_model_parallel_region(torch.cat((own, part), dim=2), process_group=group)
+    out, early.sums = both.split([own.shape[2], part.shape[2]], dim=2)
+    return out.to(dtype)

@@ -37,7 +37,7 @@ def convert(
         bool, typer.Option("--early-qkv-a", help="Write q_a and kv_a folded with the experts before them too (neuron).")
     ] = False,
     attention_tiles: Annotated[
-        str, typer.Option(help="Write attention in the decode kernel's tiles too: bf16 or fp8 (neuron).")
+        str, typer.Option(help="Write attention in the decode kernel's tiles: bf16 or fp8 (neuron).")
     ] = "",
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
