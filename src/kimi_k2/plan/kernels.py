@@ -41,6 +41,14 @@ _FORMS = {
     "early": "kernel by kernel: shared expert in FP8; the router's logits ride in attention's all-reduce, in float32",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
 }
+# Which of them the class runs.
+_OF_THE_CLASS = (
+    "4,096 slots: the step of the class, which runs its MoE layers so (decode_layers_kernel); its flash decoding runs"
+    " without kernels"
+)
+_NOT_OF_THE_CLASS = (
+    "one kernel a layer is what the class runs with decode_layers_kernel, which this deployment leaves out"
+)
 
 
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
@@ -54,11 +62,14 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
     if counted is None or not same:
         return None
-    forms = ("early", "folded") if layout.early_router else ("plain",)
+    forms: tuple[str, ...] = ("early", "folded") if layout.early_router else ("plain",)
+    notes = (_NOT_OF_THE_CLASS,) if layout.early_router else ()
+    if target.decode_layers:
+        forms, notes = ("folded",), (_OF_THE_CLASS,)
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     return {
-        "assumptions": [*ASSUMPTIONS, *(_FORMS[form] for form in forms)],
+        "assumptions": [*ASSUMPTIONS, *(_FORMS[form] for form in forms), *notes],
         "other_bytes": other_bytes,
         "contexts": {
             slots: {form: _context(form, counted[form][slots], layers, other_bytes) for form in forms}
