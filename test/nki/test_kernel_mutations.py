@@ -124,6 +124,14 @@ def whole() -> None:
     layers.test_layers_in_float32(1, 2, 1)
 
 
+def absorbed() -> None:
+    layers.test_layers_in_float32(2, 2, 1)
+
+
+def parts() -> None:
+    attention.test_float32_beside_fp8_weights_is_not_rounded(3, 256, 2, 1)
+
+
 def grouped() -> None:
     layers.test_layers_in_float32(1, 2, 2)
 
@@ -165,6 +173,8 @@ CHECKS = (
     early,
     early_layer,
     whole,
+    absorbed,
+    parts,
     grouped,
     columns,
     part,
@@ -188,15 +198,17 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", latent),
     ("latent_attention", "for part in (mine, theirs):", "for part in (mine,):", latent),
     ("latent_attention", "op1=nl.add, operand1=MASKED)", "op1=nl.add, operand1=0.0)", merge),
-    ("latent_attention", "place * self.rope, (place + 1) * self.rope", "0, self.rope", latent),
-    ("attention", "queries.new_row[:, sequence, :]", "queries.new_row[:, 0, :]", write),
+    ("latent_attention", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", latent),
+    ("latent_attention", "data2=weights[:, count, :].expand_dim(1)", "data2=weights[:, 0, :].expand_dim(1)", latent),
+    ("attention", "(latents, latent_rows[one])", "(latents, latent_rows[0:1])", write),
+    ("halves", "op=nl.subtract", "op=nl.add", parts),
     ("flash_decoding", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", merge),
     ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", route),
     ("experts", "[-1, self.stack], [0, self.width]]", "[0, self.stack], [0, self.width]]", route),
     (
         "experts",
-        "block, :],\n                        accumulate=group > 0",
-        "block, :], accumulate=False",
+        "accumulate=group > 0 or base is not None,",
+        "accumulate=False,",
         route_wide,
     ),
     ("experts", "op=nl.silu, data=by_group[source :", "op=nl.copy, data=by_group[source :", route),
@@ -245,13 +257,18 @@ LAYER_FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("residual", "(self.first + block) * BLOCK", "block * BLOCK", whole),
     ("residual", "select(1, ncc.rank_id())", "select(1, 0)", whole),
     ("column_router", "data1=scores, data2=self.bias", "data1=scores, data2=scores[:, :, 0:1]", whole),
-    ("column_router", "accumulate=begun or head > 0", "accumulate=head > 0", whole),
-    (
-        "layer_attention",
-        "self.behind.values(rounded.reshape((BLOCK, blocks, batch * heads)), shares)",
-        "self.behind.values(rounded.reshape((BLOCK, blocks, batch * heads)))",
-        whole,
-    ),
+    ("column_router", "accumulate=factor is None or head > 0", "accumulate=head > 0", absorbed),
+    ("column_router", "finish(out, sums, factor, residual)", "finish(out, sums, factor, None)", whole),
+    ("layer_attention", "batch * heads)), shares)", "batch * heads)))", absorbed),
+    ("layer_attention", "summand[:, 0:chunks, :], share, factor)", "summand[:, 0:chunks, :], share)", whole),
+    ("latent_attention", "data1=shares, data2=self._others", "data1=shares, data2=self._maxima", absorbed),
+    ("latent_attention", "data1=self.negative, data2=self._maxima", "data1=self._maxima, data2=self.negative", whole),
+    ("expanded_attention", "accumulate=tile > 0", "accumulate=tile > 1", whole),
+    ("expanded_attention", "self._through(self.w_uv,", "self._through(self._turned_uk,", whole),
+    ("expanded_attention", "op1=nl.add, operand1=negative)", "op1=nl.add, operand1=0.0)", whole),
+    ("expanded_attention", "data1=queries.new_key, data2=rotary", "data1=rotary, data2=rotary", whole),
+    ("projections", "operand0=self.eps / size", "operand0=self.eps", whole),
+    ("residual", "operand0=1.0 / summands", "operand0=2.0 / summands", whole),
     ("layers", "index[:, mine]", "index[:, 0 : self.routed.slots]", whole),
     ("layer_attention", "if nl.program_id() == 0 else (theirs, mine)", "if True else (theirs, mine)", grouped),
     ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", grouped),

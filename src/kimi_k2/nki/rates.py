@@ -2,7 +2,8 @@
 
 Sources in aws-neuron-sdk: `trainium2_arch.rst` (frequencies, Vector Engine's performance mode),
 `trainium_inferentia2_arch.rst` (a matmul starts every max(N, 64) cycles, float32 four times that; Vector Engine N
-cycles for one input, 2 N for two), `nki.api.shared.rst` (at least 64 cycles an instruction; reciprocal 8 N on the
+cycles for one input, 2 N for two), `nki/api/nki/isa` (`nc_matmul`: twice as fast where a float32 operand is flagged as
+ones and zeros), `nki.api.shared.rst` (at least 64 cycles an instruction; reciprocal 8 N on the
 Vector Engine), `nki-dma-bandwidth-guide.rst` (16 engines of 23 B/ns; 1,300 ns from semaphore to start). The cycles of
 the older guide are taken to hold for Trainium2.
 """
@@ -88,7 +89,7 @@ def cycles(instruction: Instruction, rates: Rates = TRAINIUM2) -> float:
     size = max((box.free_size for box in instruction.accesses), default=0)
     details = instruction.details
     if instruction.engine == "tensor":
-        passes = (2 if details.get("transpose") else 4) if details.get("wide") else 1
+        passes = (2 if details.get("transpose") or details.get("onezero") else 4) if details.get("wide") else 1
         return max(float(details.get("moving", size)), rates.least_cycles) * passes
     if instruction.engine == "vector":
         size *= 8 if instruction.operation == "reciprocal" else 2 if instruction.operation in _TWO_INPUTS else 1

@@ -12,7 +12,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, load_columns, rms_norm
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, load_columns, rms_norm, turn_columns
 from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
@@ -153,9 +153,10 @@ def _write(latents: Any, keys: Any, queries: Any, identity: Any, slots: Any) -> 
         return
     key_rows = nl.ndarray((batch, rope), dtype=keys.dtype, buffer=nl.sbuf)
     turn_short_rows(queries.new_key, identity, key_rows)
+    latent_rows = turn_columns(queries.new_latent, identity)
     places = nl.ndarray((batch, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(dst=places, src=slots)
     for sequence in range(batch):
         one = slice(sequence, sequence + 1)
-        for table, row in ((latents, queries.new_row[:, sequence, :]), (keys, key_rows[one])):
+        for table, row in ((latents, latent_rows[one]), (keys, key_rows[one])):
             nisa.dma_copy(dst=table[sequence].select(0, places[one]), src=row)

@@ -12,7 +12,7 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.linear import load_weight
+from kimi_k2.nki.kernels.linear import finish, load_weight
 from kimi_k2.nki.kernels.router import FOUND, normalized_weights
 
 
@@ -68,51 +68,54 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
 
 
 class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
-    """Weights of the early router in SBUF, for all experts on both cores; arguments as those of `EarlyRouter`."""
+    """Weights of the early router in SBUF, for all experts on both cores; arguments as those of `EarlyRouter`.
+
+    Attributes:
+        own: float32 [n, T] in SBUF, this rank's columns of this core's part of the residual.
+    """
 
     def __init__(self, residual_weight: Any, heads_weight: Any) -> None:
         values, self.experts = heads_weight.shape
         self.heads = values // BLOCK
-        # The residual counts once: each core takes some chunks of experts.
-        self.first, self.count = share_of(self.experts // BLOCK)
-        mine = slice(self.first * BLOCK, (self.first + self.count) * BLOCK)
-        self.residual_weight: Any = load_weight(residual_weight[:, mine]) if self.count > 0 else None
+        self.residual_weight = load_weight(residual_weight)
+        self.own: Any = None
         self.total: Any = None
+        self.values: Any = None
         by_head = heads_weight.reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))
         self.heads_weight = load_weight(by_head)
 
-    def begin(self, own: Any) -> None:
-        """Begin this core's summand with the residual.
-
-        Args:
-            own: float32 [n, T] in SBUF, this rank's columns of the residual.
-        """
-        self.total = nl.ndarray((BLOCK, self.experts // BLOCK, own.shape[1]), dtype=nl.float32, buffer=nl.psum)
-        for chunk in range(self.count):
+    def begin(self) -> None:
+        """Begin this core's summand with its part of the residual."""
+        self.total = nl.ndarray((BLOCK, self.experts // BLOCK, self.own.shape[1]), dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(self.experts // BLOCK):
             mine = self.residual_weight[:, chunk * BLOCK : (chunk + 1) * BLOCK]
-            target = self.total[:, self.first + chunk, :]
-            nisa.nc_matmul(dst=target, stationary=mine, moving=own, accumulate=False)
+            nisa.nc_matmul(dst=self.total[:, chunk, :], stationary=mine, moving=self.own, accumulate=False)
 
-    def end(self, values: Any, out: Any, apart: bool = True) -> None:
+    def take(self, values: Any) -> None:
+        """Take o_proj's input, [128, heads, T] in SBUF."""
+        self.values = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=self.values, src=values, engine=nisa.engine.scalar)
+
+    def end(self, out: Any, apart: bool = True, factor: Any = None) -> None:
         """Add the heads, and leave the summand in out, float32 [128, E/128, T].
 
         Args:
-            values: [128, heads, T] in SBUF, o_proj's input.
-            apart: they are this core's part; otherwise both cores have all of them, and each takes its chunks.
+            apart: what was taken is this core's part; otherwise both cores have all of it, and each takes its chunks.
+            factor: float32 [128, T], by which what was taken is still to be multiplied; None: nothing.
         """
-        wide = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=wide, src=values)
-        for chunk in range(out.shape[1]):
-            begun = self.first <= chunk < self.first + self.count
-            if not (begun or apart):
-                continue
+        chunks = out.shape[1]
+        first, count = (0, chunks) if apart else share_of(chunks)
+        sums, residual = self.total, None
+        if factor is not None:
+            residual = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=residual, src=sums, engine=nisa.engine.scalar)
+            sums = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(first, first + count):
             for head in range(self.heads):
                 nisa.nc_matmul(
-                    dst=self.total[:, chunk, :],
+                    dst=sums[:, chunk, :],
                     stationary=self.heads_weight[:, head, chunk * BLOCK : (chunk + 1) * BLOCK],
-                    moving=wide[:, head, :],
-                    accumulate=begun or head > 0,
+                    moving=self.values[:, head, :],
+                    accumulate=factor is None or head > 0,
                 )
-        made = slice(0, out.shape[1]) if apart else slice(self.first, self.first + self.count)
-        if made.stop > made.start:
-            nisa.tensor_copy(dst=out[:, made, :], src=self.total[:, made, :])
+        finish(out, sums, factor, residual)

@@ -77,11 +77,12 @@ def turn_columns(columns: Any, identity: Any) -> Any:
     return rows.reshape((count, chunks * BLOCK))
 
 
-def store_columns(out: Any, columns: Any, first: int, exact: Any) -> None:
+def store_columns(out: Any, columns: Any, first: int, exact: Any, engine: Any = nisa.engine.unknown) -> None:
     """Columns float32 [128, n, T] to HBM [T, N, 128], to blocks `first` and on of each row: runs of 512 bytes.
 
     Args:
         exact: identity [128, 128], float32.
+        engine: that empties PSUM.
     """
     _, chunks, count = columns.shape
     each = max(1, BLOCK // count)  # blocks of all rows that one transpose turns
@@ -90,16 +91,16 @@ def store_columns(out: Any, columns: Any, first: int, exact: Any) -> None:
         turned = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=turned, stationary=columns[:, begin : begin + size, :], moving=exact, is_transpose=True)
         rows = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=rows, src=turned)
+        nisa.tensor_copy(dst=rows, src=turned, engine=engine)
         target = out[:, first + begin : first + begin + size, :].permute((1, 0, 2))
         nisa.dma_copy(dst=target, src=rows)
 
 
-def sum_of_squares(columns: Any) -> Any:
-    """Of columns [128, n, T], over the n values of each row on a partition: float32 [128, T]."""
+def sum_of_squares(columns: Any, out: Any = None) -> Any:
+    """Of columns [128, n, T], over the n values of each row on a partition: float32 [128, T], `out` if given."""
     _, chunks, count = columns.shape
     squares = nl.ndarray((BLOCK, count, chunks), dtype=nl.float32, buffer=nl.sbuf)
-    by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
+    by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf) if out is None else out
     if count == 1:  # the Scalar Engine adds up what it makes
         nisa.activation_reduce(
             dst=squares[:, 0, :], op=nl.square, data=columns[:, :, 0], reduce_op=nl.add, reduce_res=by_partition
@@ -126,10 +127,15 @@ def norm_scalar(columns: Any, ones: Any, eps: float, squares: Any = None) -> Any
     _, chunks, count = columns.shape
     by_partition = sum_of_squares(columns) if squares is None else squares
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=ones, moving=by_partition, accumulate=False)
+    sum_partitions(total, ones, by_partition)
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
     inverse_root(factor, total, chunks * BLOCK, eps)
     return factor
+
+
+def sum_partitions(out: Any, ones: Any, values: Any, accumulate: bool = False) -> None:
+    """Sums over the partitions of values [n, ...], on every partition of out, in PSUM; ones [n, 128] of their dtype."""
+    nisa.nc_matmul(dst=out, stationary=ones, moving=values, is_stationary_onezero=True, accumulate=accumulate)
 
 
 def scaled(columns: Any, weight: Any, factor: Any, dtype: Any) -> Any:

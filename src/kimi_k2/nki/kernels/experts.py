@@ -186,16 +186,22 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         width = 0 if self.beside is None else self.beside.shape[2]
         whole = self.count + width // BLOCK
         result = nl.ndarray((BLOCK, self.count - (-width // BLOCK), tokens), dtype=nl.float32, buffer=nl.sbuf)
-        if width % BLOCK:
+        # One part's sums begin with what is shared; those of several parts have it added.
+        begun = shared is not None and parts_of(columns, self.down.itemsize) == 1
+        if width % BLOCK and not begun:
             nisa.memset(dst=result[:, whole, :], value=0.0)
         halves = in_parts(columns, self.gate_up.itemsize)
         for token in range(tokens):
             one = slice(token, token + 1)
             place = [places[one, slot : slot + 1] for slot in range(self.slots)]
             inner = self._inner(halves[:, :, token, :], place)
-            total = self._down(inner, place, by_slot[:, one], columns)
+            base = (exact, shared[:, :, token]) if begun else None
+            total = self._down(inner, place, by_slot[:, one], columns, base)
             if self.early is not None:
                 self._store_early(token, inner, place, by_slot[:, one])
+            if begun:
+                nisa.tensor_copy(dst=result[:, :, token], src=total)
+                continue
             for rows, blocks in ((BLOCK, slice(0, whole)), (width % BLOCK, slice(whole, whole + 1))):
                 if rows == 0:
                     continue
@@ -294,11 +300,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
         return inner
 
-    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any) -> Any:
+    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any, base: tuple[Any, Any] | None) -> Any:
         """The sum over slots of weight * scale * (down . inner): [128, count], then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
-        Beside narrower weights float32 `columns` say that it is not to be rounded.
+        Beside narrower weights float32 `columns` say that it is not to be rounded. `base`, the identity and what the
+        sum begins with, goes through the Tensor Engine while that waits for weights.
         """
         parts = parts_of(columns, self.down.itemsize)
         groups, count = inner.shape[1], self.count
@@ -317,24 +324,24 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         own = _of_parts(own, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
         beside = 0 if self.beside is None else -(-self.beside.shape[2] // BLOCK)
         total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
+        if base is not None:
+            nisa.nc_matmul(dst=total[:, :, 0], stationary=base[0], moving=base[1], accumulate=False)
         for group in range(groups):
-            if self.beside is not None:
-                self._add_beside(group, place, own[:, group, :], total[:, count:])
             tile = self._down_tiles[group % len(self._down_tiles)]
-            # In two pieces the first one's matmuls do not wait for the second.
-            each = -(-count // 2) if self.apart else count
-            for begin in range(0, count, each):
-                blocks = slice(begin, min(begin + each, count))
-                for row in range(self.stack):
-                    rows = tile[row * self.width : (row + 1) * self.width, blocks, :]
-                    self._load(rows, self.down[:, :, blocks, :], place[group * self.stack + row])
-                for block in range(blocks.start, blocks.stop):
-                    nisa.nc_matmul(
-                        dst=total[:, block, :],
-                        stationary=tile[:, block, :],
-                        moving=moving[:, group, block, :],
-                        accumulate=group > 0,
-                    )
+            for row in range(self.stack):
+                rows = tile[row * self.width : (row + 1) * self.width]
+                self._load(rows, self.down, place[group * self.stack + row])
+            for block in range(count):
+                nisa.nc_matmul(
+                    dst=total[:, block, :],
+                    stationary=tile[:, block, :],
+                    moving=moving[:, group, block, :],
+                    accumulate=group > 0 or base is not None,
+                )
+        # Last what has fewest matmuls, which no transfer hides.
+        for group in range(groups if self.beside is not None else 0):
+            added = group > 0 or base is not None
+            self._add_beside(group, place, own[:, group, :], total[:, count:], added)
         if parts == 1:
             return total[:, :, 0]
         sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
@@ -363,8 +370,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         """Whether the columns beside are float32, where down's are not and what goes into them is in parts."""
         return parts > 1 and self.beside is not None and self.beside.itemsize == 4
 
-    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any) -> None:
-        """The columns beside down's, of one group of experts."""
+    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
+        """The columns beside down's, of one group of experts; added to what is there, or not."""
         columns = self.beside.shape[2]
         tile = nl.ndarray((BLOCK, columns), dtype=self.beside.dtype, buffer=nl.sbuf)
         if self.skips:
@@ -378,7 +385,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 dst=total[0:size, block, :],
                 stationary=tile[:, block * BLOCK : block * BLOCK + size],
                 moving=moving,
-                accumulate=group > 0,
+                accumulate=added,
             )
 
 

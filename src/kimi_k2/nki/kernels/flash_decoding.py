@@ -46,7 +46,7 @@ def attention_queries(
     if nl.program_id() == 0:
         rows = out.reshape((batch * heads, rank + rope))
         rotated = nl.ndarray((batch * heads, rope), dtype=dtype, buffer=nl.sbuf)
-        turn_short_rows(queries.rope[0:rope], identity, rotated)
+        turn_short_rows(queries.rope[0:rope, 0].reshape((rope, batch * heads)), identity, rotated)
         nisa.dma_copy(dst=rows[:, 0:rank], src=turn_columns(queries.latent, identity))
         nisa.dma_copy(dst=rows[:, rank:], src=rotated)
     new_latents, new_keys = store_entries(queries, identity, rank, batch)

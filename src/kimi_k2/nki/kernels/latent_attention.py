@@ -12,7 +12,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, sum_partitions
 from kimi_k2.nki.kernels.exchange import from_other_core
 
 # Added to the score of a slot that is not in use; its exponential is 0 beside any real score.
@@ -21,6 +21,10 @@ MASKED = -30000.0
 _TILES_A_DMA = 8
 # Bytes a partition for caches and their transposes.
 _CACHE_BYTES = 160 * 1024
+# Tiles whose sums come before the weight's, so that the Tensor Engine does not wait for it.
+_TILES_BEFORE_WEIGHT = 1
+# Of e: times a weight it stays finite in float32, and what it is divided by is lost in it.
+LARGEST_POWER = 70.0
 # Tiles from which on an exponential a head costs less than a subtraction for all.
 _MANY_TILES = 32
 
@@ -30,18 +34,29 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
 
     Attributes:
         latent: [128, rank / 128, B * heads], absorbed.
-        rope: [copies * rope, B * heads], rotated, repeated as `copies_of_keys` says.
+        rope: [copies * rope, copies, B, heads], rotated, for `copies_of_keys` tiles: those of tile c lie on its rows,
+            from c * rope on, in column c, with zeros in the others.
         new_latent: [128, rank / 128, B].
-        new_row: [1, B, rank], the same on partition 0.
         new_key: [rope, B], rotated.
+        factor: float32 [128, B], what scores are still to be multiplied by; None: nothing.
     """
 
-    def __init__(self, latent: Any, rope: Any, new_latent: Any, new_row: Any, new_key: Any, heads: int) -> None:
+    def __init__(self, latent: Any, rope: Any, new_latent: Any, new_key: Any, heads: int) -> None:
         self.latent, self.rope, self.heads = latent, rope, heads
-        self.new_latent, self.new_row, self.new_key = new_latent, new_row, new_key
+        self.new_latent, self.new_key = new_latent, new_key
+        self.factor: Any = None
 
     def complete(self) -> None:
         """Make the new entries, where scores of cached slots come first."""
+
+    @classmethod
+    def rows_of_keys(cls, rope: int, batch: int, heads: int, dtype: Any) -> Any:
+        """A tile for `rope`, of zeros."""
+        copies = copies_of_keys(rope)
+        rows = nl.ndarray((copies * rope, copies, batch, heads), dtype=dtype, buffer=nl.sbuf)
+        if copies > 1:
+            nisa.memset(dst=rows, value=0.0, engine=nisa.engine.gpsimd)
+        return rows
 
 
 def copies_of_keys(rope: int) -> int:
@@ -91,20 +106,25 @@ class _Cache(nl.NKIObject):  # type: ignore[misc]
         engine = nisa.engine.scalar if tile % 5 in (1, 4) else nisa.engine.vector
         nisa.tensor_copy(dst=self._turned[tile], src=in_psum, engine=engine)
 
-    def score(self, tile: int, queries: Queries, columns: slice, out: Any) -> None:
-        """Unscaled scores of a tile's slots: out [128, heads] in PSUM."""
+    def take_turned(self, tile: int) -> Any:
+        """A tile's transposed latents [128, rank / 128, slots], which nothing else wants."""
+        return self._turned.pop(tile)
+
+    def score_latents(self, tile: int, queries: Queries, columns: slice, out: Any) -> None:
+        """What latents add to the unscaled scores of a tile's slots: out [128, heads] in PSUM."""
         if tile not in self._turned:
             self.turn(tile)
-        group, place = divmod(tile, self.copies)
-        turned = self._turned.pop(tile)
+        turned = self.take_turned(tile)
         for chunk in range(self.rank // BLOCK):
             nisa.nc_matmul(
                 dst=out, stationary=turned[:, chunk, :], moving=queries.latent[:, chunk, columns], accumulate=chunk > 0
             )
-        rows = slice(place * self.rope, (place + 1) * self.rope)
-        nisa.nc_matmul(
-            dst=out, stationary=self._turned_keys[group][rows], moving=queries.rope[rows, columns], accumulate=True
-        )
+
+    def score_keys(self, group: int, queries: Queries, sequence: int, out: Any) -> None:
+        """What rotary keys add to the scores of a group's tiles: out [128, tiles, heads] in PSUM."""
+        keys = self._turned_keys.pop(group)
+        moving = queries.rope[0 : keys.shape[0], 0 : out.shape[1], sequence, :]
+        nisa.nc_matmul(dst=out, stationary=keys, moving=moving, accumulate=True)
 
 
 class LatentAttention(nl.NKIObject):  # type: ignore[misc]
@@ -127,6 +147,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         self.latents, self.keys, self.lengths, self.own = latents, keys, lengths, own
         self.first, self.count = first, count
         self.identity, self.exact, self.ones = identity, exact, ones
+        self.near_ones = ones if identity.dtype == ones.dtype else all_ones(identity.dtype)
         batch, _, rank = latents.shape
         entry = (rank + keys.shape[2]) * latents.itemsize
         turned = (rank // BLOCK + 1) * BLOCK * latents.itemsize
@@ -137,6 +158,9 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         self._absent = [self._absence(sequence) for sequence in range(batch)] if own is not None else []
         if batch:
             self._load(0, turns_later)
+
+    def turn_latents(self) -> None:
+        """What `turn` can do earlier."""
 
     def turn(self) -> None:
         """Transpose the first cache."""
@@ -156,74 +180,104 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
     def attend(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
         """Sums of latents float32 [128, B, rank / 128, heads]; their weights and maxima [128, B, heads] everywhere."""
         chunks = self.latents.shape[2] // BLOCK
-        parts, _ = self._parts(queries, softmax_scale)
+        parts = self._parts(queries, softmax_scale)
         if nl.num_programs() > 1:
             _join(parts, from_other_core(parts))
         return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
 
     def attend_apart(
-        self, queries: Queries, softmax_scale: float, meanwhile: Callable[[], None] | None = None
+        self, queries: Queries, softmax_scale: float, dtype: Any, meanwhile: Callable[[], None]
     ) -> tuple[Any, Any]:
-        """Sums over this core's slots alone, float32 [128, B, rank / 128, heads], and float32 [128, B, heads].
+        """Sums over this core's slots alone, [128, rank / 128, B, heads] of `dtype`, and float32 [128, B, heads].
 
         Times the second, the sums of both cores add up to softmax times latents. The cores exchange maxima and weights
-        while the Tensor Engine still sums; `meanwhile` is called before it does.
+        while the Tensor Engine still sums; `meanwhile` is called where that waits for the last sequence's maximum.
         """
-        chunks = self.latents.shape[2] // BLOCK
-        parts, shares = self._parts(queries, softmax_scale, True, meanwhile)
-        return parts[:, :, 0:chunks, :], shares
+        batch, _, rank = self.latents.shape
+        chunks, heads = rank // BLOCK, queries.heads
+        sums = nl.ndarray((BLOCK, chunks, batch, heads), dtype=dtype, buffer=nl.sbuf)
+        shares = Shares(batch, heads)
+        for sequence in range(batch):
+            last = sequence == batch - 1
+            cache, scores = self._scored(queries, sequence, softmax_scale)
+            negative = shares.negative[:, sequence, :]
+            self._maximum(scores, negative, meanwhile if last else None)
+            if last:
+                shares.send_maxima()
+            weights = self._weights(scores, negative, queries.latent.dtype)
+            self._sum(
+                cache, weights, queries, sequence, sums[:, :, sequence, :], shares.weights[:, sequence, :],
+                shares.send_weights if last else None,
+            )  # fmt: skip
+        return sums, shares.result()
 
     def attend_alone(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
         """`attend` over this core's slots alone."""
         chunks = self.latents.shape[2] // BLOCK
-        parts, _ = self._parts(queries, softmax_scale)
+        parts = self._parts(queries, softmax_scale)
         return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
 
-    def _parts(
-        self, queries: Queries, softmax_scale: float, apart: bool = False, meanwhile: Callable[[], None] | None = None
-    ) -> tuple[Any, Any]:
-        """[128, B, rank / 128 + 2, heads] float32: sums of latents, their weight, the maximum; shares if `apart`."""
+    def _parts(self, queries: Queries, softmax_scale: float) -> Any:
+        """[128, B, rank / 128 + 2, heads] float32: sums of latents, their weight, the maximum."""
         batch, _, rank = self.latents.shape
         chunks, heads = rank // BLOCK, queries.heads
         parts = nl.ndarray((BLOCK, batch, chunks + 2, heads), dtype=nl.float32, buffer=nl.sbuf)
-        shares = None
         for sequence in range(batch):
-            self._load(sequence)
-            if self.ahead:
-                self._load(sequence + 1)
-            cache, part = self._caches.pop(sequence), parts[:, sequence]
-            weights = self._weights(self._scores(cache, queries, sequence, softmax_scale), queries.latent.dtype, part)
-            if apart and sequence == batch - 1:
-                exchanged = _exchanged(parts[:, :, chunks:, :])
-                if meanwhile is not None:
-                    meanwhile()
-                shares = _shares(parts[:, :, chunks:, :], exchanged)
-            self._sum(cache, weights, queries, sequence, part)
-        return parts, shares
+            cache, scores = self._scored(queries, sequence, softmax_scale)
+            part, negative = parts[:, sequence], nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
+            self._maximum(scores, negative)
+            weights = self._weights(scores, negative, queries.latent.dtype)
+            nisa.tensor_scalar(dst=part[:, chunks + 1, :], data=negative, op0=nl.multiply, operand0=-1.0)
+            self._sum(cache, weights, queries, sequence, part[:, 0:chunks, :], part[:, chunks, :])
+        return parts
+
+    def _scored(self, queries: Queries, sequence: int, softmax_scale: float) -> tuple[Any, Any]:
+        """A sequence's cache, and its `_scores`; the next one's cache is loaded ahead."""
+        self._load(sequence)
+        if self.ahead:
+            self._load(sequence + 1)
+        cache = self._caches.pop(sequence)
+        return cache, self._scores(cache, queries, sequence, softmax_scale)
 
     def _scores(self, cache: Any, queries: Queries, sequence: int, softmax_scale: float) -> Any:
-        """Scaled and masked [128, count + 1, heads] float32; the last column has the new entry on partition 0."""
+        """Scaled and masked [128, count + 1, heads] float32; the last column has the new entry, on every partition."""
         heads, count = queries.heads, self.count
         penalty = self._penalties[sequence]
         columns = slice(sequence * heads, (sequence + 1) * heads)
         scores = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-        a_bank = nl.tile_size.psum_bank_fmax // heads
+        scale = self._scale(queries, sequence, softmax_scale)
+        copies = cache.copies
+        a_bank = nl.tile_size.psum_bank_fmax // heads // copies * copies
         for begin in range(0, count, a_bank):
             many = min(a_bank, count - begin)
             bank = nl.ndarray((BLOCK, many, heads), dtype=nl.float32, buffer=nl.psum)
             for tile in range(many):
-                cache.score(begin + tile, queries, columns, bank[:, tile, :])
+                if begin == 0 and tile == many // 2:  # by now what it waits for is there
+                    queries.complete()
+                cache.score_latents(begin + tile, queries, columns, bank[:, tile, :])
+            for tile in range(0, many, copies):
+                out = bank[:, tile : min(tile + copies, many), :]
+                cache.score_keys((begin + tile) // copies, queries, sequence, out)
             nisa.scalar_tensor_tensor(
                 dst=scores[:, begin : begin + many, :],
                 data=bank,
                 op0=nl.multiply,
-                operand0=softmax_scale,
+                operand0=scale,
                 op1=nl.add,
                 operand1=penalty[:, begin : begin + many].expand_dim(2).broadcast(2, heads),
             )
-        queries.complete()
-        self._score_new(queries, columns, sequence, scores[:, count, :], softmax_scale)
+        self._score_new(queries, columns, sequence, scores[:, count, :], scale)
         return scores
+
+    @staticmethod
+    def _scale(queries: Queries, sequence: int, softmax_scale: float) -> Any:
+        """What scores are multiplied by: a number, or float32 [128, 1]."""
+        if queries.factor is None:
+            return softmax_scale
+        scale = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
+        factor = queries.factor[:, sequence : sequence + 1]
+        nisa.tensor_scalar(dst=scale, data=factor, op0=nl.multiply, operand0=softmax_scale)
+        return scale
 
     def _penalty(self, sequence: int) -> Any:
         """[128, count]: 0 in slots below the length, MASKED from it on."""
@@ -238,128 +292,166 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         )
         return penalty
 
-    def _score_new(self, queries: Queries, columns: slice, sequence: int, out: Any, softmax_scale: float) -> None:
-        """The new entry's score on partition 0 of core 0; MASKED elsewhere."""
-        nisa.memset(dst=out, value=MASKED)
+    def _score_new(self, queries: Queries, columns: slice, sequence: int, out: Any, scale: Any) -> None:
+        """The new entry's score, on core 0; MASKED on the other."""
         if nl.program_id() > 0:
+            nisa.memset(dst=out, value=MASKED, engine=nisa.engine.gpsimd)
             return
-        one, rope = slice(sequence, sequence + 1), queries.new_key.shape[0]
-        score = nl.ndarray((1, queries.heads), dtype=nl.float32, buffer=nl.psum)
-        for chunk in range(queries.latent.shape[1]):
+        one, (rope, chunks) = slice(sequence, sequence + 1), (queries.new_key.shape[0], queries.latent.shape[1])
+        # As stationary operands of 128 equal columns, so that every partition has the score.
+        latent = nl.ndarray((BLOCK, chunks, BLOCK), dtype=queries.new_latent.dtype, buffer=nl.sbuf)
+        key = nl.ndarray((rope, BLOCK), dtype=queries.new_key.dtype, buffer=nl.sbuf)
+        repeated = queries.new_latent[:, :, one].broadcast(2, BLOCK)
+        nisa.tensor_copy(dst=latent, src=repeated, engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=key, src=queries.new_key[:, one].broadcast(1, BLOCK), engine=nisa.engine.gpsimd)
+        score = nl.ndarray((BLOCK, queries.heads), dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(chunks):
             nisa.nc_matmul(
                 dst=score,
-                stationary=queries.new_latent[:, chunk, one],
+                stationary=latent[:, chunk, :],
                 moving=queries.latent[:, chunk, columns],
                 accumulate=chunk > 0,
             )
-        nisa.nc_matmul(
-            dst=score, stationary=queries.new_key[:, one], moving=queries.rope[0:rope, columns], accumulate=True
-        )
+        nisa.nc_matmul(dst=score, stationary=key, moving=queries.rope[0:rope, 0, sequence, :], accumulate=True)
         if self.own is None:
-            nisa.tensor_scalar(dst=out[0:1], data=score, op0=nl.multiply, operand0=softmax_scale)
+            nisa.tensor_scalar(dst=out, data=score, op0=nl.multiply, operand0=scale)
             return
         absent = self._absent[sequence]
-        nisa.tensor_scalar(
-            dst=out[0:1], data=score, op0=nl.multiply, operand0=softmax_scale, op1=nl.add, operand1=absent
-        )
+        nisa.tensor_scalar(dst=out, data=score, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=absent)
 
     def _absence(self, sequence: int) -> Any:
-        """[1, 1]: 0 where the new entry takes part, MASKED where it does not."""
-        absent = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=absent, src=self.own[sequence : sequence + 1], engine=nisa.engine.sync)
+        """[128, 1]: 0 where the new entry takes part, MASKED where it does not."""
+        absent = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
+        everywhere = self.own[sequence].ap(pattern=[[0, BLOCK], [1, 1]])
+        nisa.dma_copy(dst=absent, src=everywhere, engine=nisa.engine.sync)
         nisa.tensor_scalar(dst=absent, data=absent, op0=nl.multiply, operand0=-MASKED, op1=nl.add, operand1=MASKED)
         return absent
 
-    def _weights(self, scores: Any, dtype: Any, part: Any) -> Any:
-        """Exponentials [128, count + 1, heads] of `dtype`; their sum and the maximum into part's last two."""
-        heads, last, count = scores.shape[2], part.shape[1] - 1, self.count
-        top = self._maximum(scores)
+    def _weights(self, scores: Any, negative: Any, dtype: Any) -> Any:
+        """Exponentials [128, count + 1, heads] of `dtype`.
+
+        Args:
+            scores: of `_scores`.
+            negative: float32 [128, heads] in SBUF, what is added to a head's.
+            dtype: of the result.
+        """
+        heads, count = scores.shape[2], self.count
         weights = nl.ndarray((BLOCK, count + 1, heads), dtype=dtype, buffer=nl.sbuf)
         if heads == 1 or count >= _MANY_TILES:
             # The Scalar Engine subtracts a head's maximum itself.
-            negative = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_scalar(dst=negative, data=top, op0=nl.multiply, operand0=-1.0)
             for head in range(heads):
                 bias = negative[:, head : head + 1]
                 nisa.activation(dst=weights[:, :, head], op=nl.exp, data=scores[:, :, head], bias=bias)
         else:
             shifted = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-            tops = top.expand_dim(1).broadcast(1, count + 1)
-            nisa.tensor_tensor(dst=shifted, data1=scores, data2=tops, op=nl.subtract)
+            added = negative.expand_dim(1).broadcast(1, count + 1)
+            nisa.tensor_tensor(dst=shifted, data1=scores, data2=added, op=nl.add)
             nisa.activation(dst=weights, op=nl.exp, data=shifted)
-        # The weight of what is summed: of the rounded exponentials.
-        by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=by_partition, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
-        total = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=total, stationary=self.ones, moving=by_partition, accumulate=False)
-        nisa.tensor_copy(dst=part[:, last - 1, :], src=total)
-        nisa.tensor_copy(dst=part[:, last, :], src=top)
         return weights
 
-    def _sum(self, cache: Any, weights: Any, queries: Queries, sequence: int, part: Any) -> None:
-        """Sums of latents over this core into part [128, rank / 128 + 2, heads]."""
-        heads, chunks, count = queries.heads, part.shape[1] - 2, self.count
-        sums = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.psum)
+    def _sum(
+        self, cache: Any, weights: Any, queries: Queries, sequence: int, sums: Any, total: Any,
+        summed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Sums of latents over this core, [128, rank / 128, heads], and their weight, float32 [128, heads].
+
+        `summed` is called when the weight is known, which is early.
+        """
+        heads, chunks, count = queries.heads, sums.shape[1], self.count
+        # The weight of what is summed: of the rounded exponentials.
+        by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=by_partition, op=nl.add, data=weights[:, 0:count, :].permute((0, 2, 1)), axis=2)
+        # The new entry lies in columns already, and needs no matmul.
+        new = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.sbuf)
+        if nl.program_id() == 0:
+            nisa.tensor_tensor(
+                dst=new,
+                data1=queries.new_latent[:, :, sequence].expand_dim(2).broadcast(2, heads),
+                data2=weights[:, count, :].expand_dim(1).broadcast(1, chunks),
+                op=nl.multiply,
+            )
+        in_psum = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.psum)
         for tile in range(count):
             for chunk in range(chunks):
                 nisa.nc_matmul(
-                    dst=sums[:, chunk, :],
+                    dst=in_psum[:, chunk, :],
                     stationary=cache.tiles[tile][:, chunk * BLOCK : (chunk + 1) * BLOCK],
                     moving=weights[:, tile, :],
                     accumulate=tile > 0,
                 )
+            if tile == min(_TILES_BEFORE_WEIGHT, count) - 1:
+                whole = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
+                sum_partitions(whole, self.ones, by_partition)
+                nisa.tensor_tensor(dst=total, data1=whole, data2=weights[:, count, :], op=nl.add)
+                if summed is not None:
+                    summed()
         if nl.program_id() == 0:
-            for chunk in range(chunks):
-                nisa.nc_matmul(
-                    dst=sums[:, chunk, :],
-                    stationary=queries.new_row[:, sequence, chunk * BLOCK : (chunk + 1) * BLOCK],
-                    moving=weights[0:1, count, :],
-                    accumulate=True,
-                )
-        nisa.tensor_copy(dst=part[:, 0:chunks, :], src=sums)
+            nisa.tensor_tensor(dst=sums, data1=in_psum, data2=new, op=nl.add)
+        else:
+            nisa.tensor_copy(dst=sums, src=in_psum)
 
-    def _maximum(self, scores: Any) -> Any:
-        """The largest score of each head on every partition: [128, heads] in PSUM; exact."""
-        heads = scores.shape[2]
-        by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
+    def _maximum(self, scores: Any, negative: Any, meanwhile: Callable[[], None] | None = None) -> None:
+        """The largest score of each head, times -1, on every partition: float32 [128, heads] in SBUF.
+
+        It is rounded to the cache's dtype: what exponentials are divided by cancels. `meanwhile` is called where the
+        Tensor Engine waits for it.
+        """
+        heads, dtype = scores.shape[2], self.identity.dtype
+        by_partition = nl.ndarray((BLOCK, heads), dtype=dtype, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=by_partition, op=nl.maximum, data=scores.permute((0, 2, 1)), axis=2)
-        turned = nl.ndarray((heads, BLOCK), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=turned, stationary=by_partition, moving=self.exact, is_transpose=True)
-        top = nl.ndarray((heads, 1), dtype=nl.float32, buffer=nl.sbuf)
+        turned = nl.ndarray((heads, BLOCK), dtype=dtype, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=by_partition, moving=self.identity, is_transpose=True)
+        if meanwhile is not None:
+            meanwhile()
+        top = nl.ndarray((heads, 1), dtype=nl.float32 if heads > 1 else dtype, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
-        # Ones times the diagonal matrix of the maxima.
-        diagonal = nl.ndarray((heads, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=diagonal, data=self.exact[0:heads, 0:heads], op0=nl.multiply, operand0=top)
+        moving = top
+        if heads > 1:  # ones times the diagonal matrix of the maxima
+            moving = nl.ndarray((heads, heads), dtype=dtype, buffer=nl.sbuf)
+            nisa.tensor_scalar(dst=moving, data=self.identity[0:heads, 0:heads], op0=nl.multiply, operand0=top)
         spread = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=spread, stationary=self.ones[0:heads, :], moving=diagonal, accumulate=False)
-        return spread
+        sum_partitions(spread, self.near_ones[0:heads, :], moving)
+        nisa.tensor_scalar(dst=negative, data=spread, op0=nl.multiply, operand0=-1.0)
 
 
-def _exchanged(mine: Any) -> Any:
-    """The other core's [128, B, weight | maximum, heads]; None at LNC=1."""
-    return from_other_core(mine) if nl.num_programs() > 1 else None
+class Shares(nl.NKIObject):  # type: ignore[misc]
+    """What a core's sums are to be multiplied by, so that those of both cores add up; as little as is needed is sent.
 
+    Attributes:
+        negative: float32 [128, B, heads], this core's maxima times -1.
+        weights: the same of its sums' weights.
+    """
 
-def _shares(mine: Any, theirs: Any) -> Any:
-    """exp(this core's maximum - that of both) / the weight of both, from [128, B, weight | maximum, heads]."""
-    rows, batch, _, heads = mine.shape
-    shares = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    if theirs is None:
-        nisa.reciprocal(dst=shares, data=mine[:, :, 0, :])
+    def __init__(self, batch: int, heads: int) -> None:
+        shape = (BLOCK, batch, heads)
+        self.negative = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        self.weights = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        self._maxima: Any = None
+        self._others: Any = None
+
+    def send_maxima(self) -> None:
+        """Exchange the maxima with the other core."""
+        if nl.num_programs() > 1:
+            self._maxima = from_other_core(self.negative)
+
+    def send_weights(self) -> None:
+        """Exchange the weights."""
+        if nl.num_programs() > 1:
+            self._others = from_other_core(self.weights)
+
+    def result(self) -> Any:
+        """1 / (weight + the other's weight * exp(its maximum - mine)): float32 [128, B, heads]."""
+        shares = nl.ndarray(self.weights.shape, dtype=nl.float32, buffer=nl.sbuf)
+        if self._others is None:
+            nisa.reciprocal(dst=shares, data=self.weights)
+            return shares
+        nisa.tensor_tensor(dst=shares, data1=self.negative, data2=self._maxima, op=nl.subtract)
+        nisa.tensor_scalar(dst=shares, data=shares, op0=nl.minimum, operand0=LARGEST_POWER)
+        nisa.activation(dst=shares, op=nl.exp, data=shares)
+        nisa.tensor_tensor(dst=shares, data1=shares, data2=self._others, op=nl.multiply)
+        nisa.tensor_tensor(dst=shares, data1=shares, data2=self.weights, op=nl.add)
+        nisa.reciprocal(dst=shares, data=shares)
         return shares
-    top = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=top, data1=mine[:, :, 1, :], data2=theirs[:, :, 1, :], op=nl.maximum)
-    weight = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    other = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    for part, factor in ((mine, shares), (theirs, other)):
-        nisa.tensor_tensor(dst=factor, data1=part[:, :, 1, :], data2=top, op=nl.subtract)
-        nisa.activation(dst=factor, op=nl.exp, data=factor)
-    nisa.tensor_tensor(dst=weight, data1=mine[:, :, 0, :], data2=shares, op=nl.multiply)
-    nisa.tensor_tensor(dst=other, data1=theirs[:, :, 0, :], data2=other, op=nl.multiply)
-    nisa.tensor_tensor(dst=weight, data1=weight, data2=other, op=nl.add)
-    nisa.reciprocal(dst=weight, data=weight)
-    nisa.tensor_tensor(dst=shares, data1=shares, data2=weight, op=nl.multiply)
-    return shares
 
 
 def _join(mine: Any, theirs: Any) -> None:

@@ -9,12 +9,13 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.column_router import EarlyLogits
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, norm_scalar, turn_columns
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
+from kimi_k2.nki.kernels.expanded_attention import MOST_TILES, ExpandedAttention
 from kimi_k2.nki.kernels.flash_decoding import merged_parts
-from kimi_k2.nki.kernels.latent_attention import LatentAttention
+from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection
-from kimi_k2.nki.kernels.residual import OwnColumns
+from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
 
 
 class Layer(NamedTuple):
@@ -73,7 +74,7 @@ class Step(nl.NKIObject):  # type: ignore[misc]
         self.identity = nl.shared_identity_matrix(BLOCK, dtype=dtype)
         self.exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
         self.ones = all_ones()
-        self.group = ncc.ReplicaGroup(groups)
+        self.group, self.summands = ncc.ReplicaGroup(groups), len(groups[0]) * nl.num_programs()
         self.cache_group: Any = None
         self.cache_ranks = 1
         self.own: Any = None
@@ -123,35 +124,54 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         """Load the cache and the early router."""
         layer, step = self.layer, self.step
         first, count = share_of(step.attended // BLOCK)
-        self.core = LatentAttention(
-            layer.latents, layer.keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones,
-            turns_later=True,
-        )  # fmt: skip
+        cache, shared = (layer.latents, layer.keys, step.lengths), (step.identity, step.exact, step.ones)
+        one = layer.latents.shape[0] * layer.w_uk.shape[0] == 1 and step.own is None
+        alike = layer.w_uk_scales is None and layer.w_uk.dtype == layer.latents.dtype
+        if one and alike and count <= MOST_TILES:
+            self.core = ExpandedAttention(*cache, first, count, *shared, self.before.w_uk[0], self.behind.w_uv[0])
+        else:
+            self.core = LatentAttention(*cache, step.own, first, count, *shared, turns_later=True)
         self.early = EarlyLogits(layer.early_residual, layer.early_heads)
 
-    def apply(self, hidden: Any, projected: Any, following: Attention | None = None) -> tuple[Any, Any]:
-        """This core's summand of the output and the router's logits, [128, H/128 + E/128, B]; and the queries.
+    def apply(
+        self, hidden: Any, projected: Any, own: OwnColumns, following: Attention | None = None
+    ) -> tuple[Any, Any]:
+        """This core's summand of the residual behind attention and of the router's logits; and the queries.
+
+        The summand is float32 [128, H/128 + E/128, B].
 
         Args:
             hidden: float32 [128, H/128, B], the residual.
             projected: float32 [128, ceil(N/128), B], down projections without the norm's scalar.
+            own: this rank's columns of a part of the residual; those of both cores add up.
             following: the next layer's, whose cache may be loaded where a collective runs.
         """
         step, (_, chunks, batch) = self.step, hidden.shape
-        scale = norm_scalar(hidden, step.ones, step.eps)
-        queries = self.before.queries_of_sums(projected, scale, step.dtype)
-        own = OwnColumns(hidden, step.exact, step.ranks)
-        sums, shares = self.core.attend_apart(
-            queries, step.softmax_scale, lambda: self.early.begin(own.columns(nl.float32))
-        )
-        blocks, heads = sums.shape[2], sums.shape[3]
-        rounded = nl.ndarray((BLOCK, blocks, batch, heads), dtype=step.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=rounded.permute((0, 2, 1, 3)), src=sums)
-        values = self.behind.values(rounded.reshape((BLOCK, blocks, batch * heads)), shares)
+        expanded = isinstance(self.core, ExpandedAttention)
+        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype, absorb=not expanded)
+        share = residual_share(hidden, step.summands)
+        factor: Any = None
+
+        def take() -> None:
+            self.early.own = own.columns(nl.float32)
+
+        def meanwhile() -> None:
+            take()
+            self.early.begin()
+
+        if expanded:
+            # o_proj does not wait for the other core.
+            values, shares = self.core.attend_values(queries, step.softmax_scale, step.dtype, take, self.early.begin)
+            factor = shares.result()[:, :, 0]
+        else:
+            sums, shares = self.core.attend_apart(queries, step.softmax_scale, step.dtype, meanwhile)
+            blocks, heads = sums.shape[1], sums.shape[3]
+            values = self.behind.values(sums.reshape((BLOCK, blocks, batch * heads)), shares)
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
-        self.early.end(values, summand[:, chunks:, :])
-        self.behind.columns(values, summand[:, 0:chunks, :])
+        self.early.take(values)
+        self.behind.columns(values, summand[:, 0:chunks, :], share, factor)
+        self.early.end(summand[:, chunks:, :], factor=factor)
         return summand, queries
 
 
@@ -176,30 +196,34 @@ class SharedAttention(Attention):
             step.query_tile = nl.ndarray(tiles.shape[1:], dtype=tiles.dtype, buffer=nl.sbuf)
         return step.query_tile
 
-    def apply(self, hidden: Any, projected: Any, following: Attention | None = None) -> tuple[Any, Any]:
-        """As `Attention.apply`; each core has its share of the blocks, and zeros elsewhere."""
+    def apply(
+        self, hidden: Any, projected: Any, own: OwnColumns, following: Attention | None = None
+    ) -> tuple[Any, Any]:
+        """As `Attention.apply`; of o_proj each core has its share of the blocks."""
         step, (_, chunks, batch) = self.step, hidden.shape
-        scale = norm_scalar(hidden, step.ones, step.eps)
-        queries = self.before.queries_of_sums(projected, scale, step.dtype)
+        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype)
         _gather_heads(queries, batch)
         if following is not None:
             following.load_weights()
-        own = OwnColumns(hidden, step.exact, step.ranks)
         parts = self.core.attend_alone(queries, step.softmax_scale)
         exchanged = self._exchange(*parts)
         if following is not None:
             following.load_cache()
-        self.early.begin(own.columns(nl.float32))
+        self.early.own = own.columns(nl.float32)
+        self.early.begin()
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=summand, value=0.0, engine=nisa.engine.gpsimd)
+        share = residual_share(hidden, step.summands)
+        nisa.tensor_copy(dst=summand[:, 0:chunks, :], src=share, engine=nisa.engine.gpsimd)
 
         sums, logs = self._parts(exchanged, batch)
         values = self.behind.values(merged_parts(sums, logs, step.exact, step.dtype))
-        self.early.end(values, summand[:, chunks:, :], apart=False)
+        self.early.take(values)
         first = self.behind.first
-        count = self.behind.o_proj.shape[2] // BLOCK
-        self.behind.columns(values, summand[:, first : first + count, :])
+        mine = slice(first, first + self.behind.o_proj.shape[2] // BLOCK)
+        self.behind.columns(values, summand[:, mine, :], share[:, mine, :])
+        self.early.end(summand[:, chunks:, :], apart=False)
         return summand, queries
 
     def _exchange(self, sums: Any, total: Any, top: Any) -> Any:
@@ -255,16 +279,22 @@ def _gather_heads(queries: Any, batch: int) -> None:
     if nl.num_programs() == 1:
         return
     rows, chunks, _ = queries.latent.shape
-    each, copies = queries.heads, queries.rope.shape[0]
+    used, copies, _, each = queries.rope.shape
     mine = nl.ndarray((rows, chunks + 1, batch, each), dtype=queries.latent.dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=mine[:, 0:chunks].reshape((rows, chunks, batch * each)), src=queries.latent)
-    if copies < rows:
+    if used < rows:
         nisa.memset(dst=mine[:, chunks], value=0.0, engine=nisa.engine.gpsimd)
-    nisa.tensor_copy(dst=mine[0:copies, chunks].reshape((copies, batch * each)), src=queries.rope)
+    places = [slice(copy * used // copies, (copy + 1) * used // copies) for copy in range(copies)]
+    for copy, place in enumerate(places):
+        nisa.tensor_copy(dst=mine[place, chunks], src=queries.rope[place, copy])
     theirs = from_other_core(mine)
-    whole = nl.ndarray((rows, chunks + 1, batch, 2, each), dtype=queries.latent.dtype, buffer=nl.sbuf)
-    first, second = (mine, theirs) if nl.program_id() == 0 else (theirs, mine)
-    nisa.tensor_copy(dst=whole[:, :, :, 0, :], src=first)
-    nisa.tensor_copy(dst=whole[:, :, :, 1, :], src=second, engine=nisa.engine.scalar)
-    flat = whole.reshape((rows, chunks + 1, batch * 2 * each))
-    queries.latent, queries.rope, queries.heads = flat[:, 0:chunks], flat[0:copies, chunks], 2 * each
+    whole = nl.ndarray((rows, chunks, batch, 2, each), dtype=queries.latent.dtype, buffer=nl.sbuf)
+    rope = Queries.rows_of_keys(used // copies, batch, 2 * each, queries.latent.dtype)
+    both = (mine, theirs) if nl.program_id() == 0 else (theirs, mine)
+    for core, (part, engine) in enumerate(zip(both, (nisa.engine.vector, nisa.engine.scalar), strict=True)):
+        nisa.tensor_copy(dst=whole[:, :, :, core, :], src=part[:, 0:chunks], engine=engine)
+        for copy, place in enumerate(places):
+            target = rope[place, copy, :, core * each : (core + 1) * each]
+            nisa.tensor_copy(dst=target, src=part[place, chunks], engine=engine)
+    queries.latent = whole.reshape((rows, chunks, batch * 2 * each))
+    queries.rope, queries.heads = rope, 2 * each

@@ -8,7 +8,7 @@ loads what does not depend on it and transposes the next cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import nki
@@ -21,7 +21,7 @@ from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.experts import RoutedExperts
 from kimi_k2.nki.kernels.layer_attention import Attention, Layer, SharedAttention, Step
 from kimi_k2.nki.kernels.projections import turn_short_rows, write_entries
-from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum
+from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum, residual_share
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 
@@ -55,12 +55,13 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
             apart=True, beside=layer.next_experts,
         )  # fmt: skip
 
-    def apply(self, hidden: Any, logits: Any) -> Any:
-        """This core's summand of the output and the next down projections, float32 [128, H/128 + ceil(N/128), T].
+    def apply(self, hidden: Any, logits: Any, meanwhile: Callable[[], None]) -> Any:
+        """This core's summand of the residual and the next down projections, float32 [128, H/128 + ceil(N/128), T].
 
         Args:
             hidden: float32 [128, H/128, T], the residual.
             logits: float32 [128, E/128, T], without the norm's scalar.
+            meanwhile: called where the engines wait for the chosen experts.
         """
         step, (_, chunks, tokens) = self.step, hidden.shape
         scale = norm_scalar(hidden, step.ones, step.eps)
@@ -72,11 +73,15 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         kept = self.routed.kept(self.router.weights(scores, index)[:, mine], held)
 
         # While the chosen experts are on their way.
+        meanwhile()
         inner = self.shared.activated(columns[:, self.first : self.first + self.count, :])
         extra = 0 if self.next is None else self.next.blocks
         base = nl.ndarray((BLOCK, chunks + extra, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=base, value=0.0, engine=nisa.engine.gpsimd)
-        nisa.tensor_copy(dst=base[:, self.first : self.first + self.count, :], src=self.shared.outer(inner))
+        share = residual_share(hidden, step.summands)
+        nisa.tensor_copy(dst=base[:, 0:chunks, :], src=share, engine=nisa.engine.gpsimd)
+        mine = slice(self.first, self.first + self.count)
+        nisa.tensor_tensor(dst=base[:, mine, :], data1=self.shared.outer(inner), data2=share[:, mine, :], op=nl.add)
         if own is not None:
             self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
         return self.routed.sum(columns, places, kept, base, step.exact)
@@ -137,6 +142,7 @@ def decode_layers(
     stream = _copied(load_columns(hidden, step.exact))
     downs = _load_downs(projected, step.exact)
     chunks = stream.shape[1]
+    own_part = OwnColumns(residual_share(stream, nl.num_programs()), step.exact, ranks)
     rank, rope = layers[0].latents.shape[2], layers[0].keys.shape[2]
     entries = [
         nl.ndarray((len(layers), hidden.shape[0], size), dtype=step.dtype, buffer=nl.shared_hbm)
@@ -151,32 +157,32 @@ def decode_layers(
             following.load_weights()
         attention.core.turn()
         if moved is not None:
+            own_part = OwnColumns(moved.columns[:, 0:chunks, :], step.exact, ranks)  # without the other core's part
             total = moved.result()
-            stream, downs = _added(stream, total[:, 0:chunks, :]), total[:, chunks:, :]
-        summand, queries = attention.apply(stream, downs, following)
+            stream, downs = total[:, 0:chunks, :], total[:, chunks:, :]
+        summand, queries = attention.apply(stream, downs, own_part, following)
         attended = Sum(summand, step.group)
         write_entries(queries, step.identity, entries[0][number], entries[1][number])
         if following is not None and following.core is None:
             following.load_cache()
         total = attended.result()
-        stream = _added(stream, total[:, 0:chunks, :])
-        moved, attention = Sum(experts.apply(stream, total[:, chunks:, :]), step.group), following
-    stream = _added(stream, moved.result()[:, 0:chunks, :])
+        meanwhile = _nothing if following is None else following.core.turn_latents
+        moved = Sum(experts.apply(total[:, 0:chunks, :], total[:, chunks:, :], meanwhile), step.group)
+        attention = following
+    stream = moved.result()[:, 0:chunks, :]
     out = nl.ndarray((hidden.shape[0], chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
     first, count = share_of(chunks)
     store_columns(out, stream[:, first : first + count, :], first, step.exact)
     return out, entries[0], entries[1]
 
 
+def _nothing() -> None:
+    """In the last layer nothing is to be turned."""
+
+
 def _copied(columns: Any) -> Any:
     out = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=out, src=columns)
-    return out
-
-
-def _added(one: Any, other: Any) -> Any:
-    out = nl.ndarray(one.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=out, data1=one, data2=other, op=nl.add)
     return out
 
 

@@ -21,7 +21,9 @@ def load_weight(tiles: Any, tile: Any = None) -> Any:
     return tile
 
 
-def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = None, out: Any = None) -> Any:
+def project(
+    columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = None, out: Any = None, beside: Any = None
+) -> Any:
     """weight^T . columns: [min(N, 128), ceil(N / 128), T] of `dtype`, summed in float32.
 
     Args:
@@ -32,6 +34,7 @@ def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = No
         dtype: of the result.
         factor: float32 [128, T] in SBUF, by which each token's sums are multiplied.
         out: where the result goes, of `dtype`, in SBUF; None: a new tile.
+        beside: what is added then, of the result's shape in SBUF; None: nothing.
     """
     count, width = columns.shape[2], weight.shape[2]
     rows, pieces = min(width, BLOCK), -(-width // BLOCK)
@@ -42,17 +45,16 @@ def project(columns: Any, weight: Any, scales: Any, dtype: Any, factor: Any = No
     if parts > 1:
         columns = in_parts(columns, weight.itemsize, _PARTS).reshape((*columns.shape[:2], count * parts))
         sums = joined(project(columns, weight, scales, nl.float32), parts)
-        if factor is None:
-            nisa.tensor_copy(dst=result, src=sums)
-        else:
-            _multiply(result, sums, factor)
+        finish(result, sums, factor, beside)
         return result
     if scales is None:
-        _summed(columns, weight, factor, result)
+        _summed(columns, weight, factor, result, beside)
         return result
     _scaled(columns, weight, scales, result)
     if factor is not None:
         _multiply(result, result, factor)
+    if beside is not None:
+        nisa.tensor_tensor(dst=result, data1=result, data2=beside, op=nl.add)
     return result
 
 
@@ -63,7 +65,26 @@ def _multiply(out: Any, sums: Any, factor: Any) -> None:
     nisa.tensor_tensor(dst=out, data1=sums, data2=factors, op=nl.multiply)
 
 
-def _summed(columns: Any, weight: Any, factor: Any, result: Any) -> None:
+def finish(out: Any, sums: Any, factor: Any, beside: Any) -> None:
+    """Sums [n, pieces, T] into SBUF, as `project` has it."""
+    rows, _, count = out.shape
+    if factor is None:
+        if beside is None:
+            nisa.tensor_copy(dst=out, src=sums)
+        else:
+            nisa.tensor_tensor(dst=out, data1=sums, data2=beside, op=nl.add)
+    elif beside is None:
+        _multiply(out, sums, factor)
+    elif count == 1:
+        nisa.scalar_tensor_tensor(
+            dst=out, data=sums, op0=nl.multiply, operand0=factor[0:rows], op1=nl.add, operand1=beside
+        )
+    else:
+        _multiply(out, sums, factor)
+        nisa.tensor_tensor(dst=out, data1=out, data2=beside, op=nl.add)
+
+
+def _summed(columns: Any, weight: Any, factor: Any, result: Any, beside: Any) -> None:
     rows, pieces, count = result.shape
     chunks = weight.shape[1]
     many = nl.tile_size.psum_bank_fmax // count
@@ -79,10 +100,8 @@ def _summed(columns: Any, weight: Any, factor: Any, result: Any) -> None:
                     moving=columns[:, chunk, :],
                     accumulate=chunk > 0,
                 )
-        if factor is None:
-            nisa.tensor_copy(dst=result[:, begin : begin + size, :], src=sums)
-        else:
-            _multiply(result[:, begin : begin + size, :], sums, factor)
+        mine = slice(begin, begin + size)
+        finish(result[:, mine, :], sums, factor, None if beside is None else beside[:, mine, :])
 
 
 def _scaled(columns: Any, weight: Any, scales: Any, result: Any) -> None:

@@ -83,23 +83,22 @@ def _queries(query: Any, new_latents: Any, new_keys: Any, identity: Any, rank: i
     batch, heads, size = query.shape
     chunks, copies, count = rank // BLOCK, copies_of_keys(rope), batch * heads
     latent = nl.ndarray((BLOCK, chunks, count), dtype=query.dtype, buffer=nl.sbuf)
-    rotated = nl.ndarray((copies * rope, count), dtype=query.dtype, buffer=nl.sbuf)
+    rotated = Queries.rows_of_keys(rope, batch, heads, query.dtype)
+    turned = nl.ndarray((rope, count), dtype=query.dtype, buffer=nl.sbuf)
     rows = query.reshape((count, size))
     for begin in range(0, count, BLOCK):
         many = min(BLOCK, count - begin)
         loaded = nl.ndarray((many, size), dtype=query.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=loaded, src=rows[begin : begin + many])
         nisa.tensor_copy(dst=latent[:, :, begin : begin + many], src=turn_rows(loaded[:, 0:rank], identity))
-        for copy in range(copies):
-            turn_short_rows(
-                loaded[:, rank:size], identity, rotated[copy * rope : (copy + 1) * rope, begin : begin + many]
-            )
+        turn_short_rows(loaded[:, rank:size], identity, turned[:, begin : begin + many])
+    for copy in range(copies):
+        target = rotated[copy * rope : (copy + 1) * rope, copy]
+        nisa.tensor_copy(dst=target, src=turned.reshape((rope, batch, heads)))
     new_rows = nl.ndarray((batch, rank), dtype=new_latents.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=new_rows, src=new_latents)
-    new_row = nl.ndarray((1, batch, rank), dtype=new_latents.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=new_row, src=new_latents.reshape((1, batch, rank)))
     key_rows = nl.ndarray((batch, rope), dtype=new_keys.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=key_rows, src=new_keys)
     new_key = nl.ndarray((rope, batch), dtype=new_keys.dtype, buffer=nl.sbuf)
     turn_short_rows(key_rows, identity, new_key)
-    return Queries(latent, rotated, turn_rows(new_rows, identity), new_row, new_key, heads)
+    return Queries(latent, rotated, turn_rows(new_rows, identity), new_key, heads)

@@ -17,6 +17,7 @@ from kimi_k2.nki.kernels.columns import (
     rms_norm,
     store_columns,
     sum_of_squares,
+    sum_partitions,
     turn_columns,
     turn_rows,
 )
@@ -59,101 +60,140 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         columns = turn_rows(rows[:, 0 : self.q_size + self.rank], self.identity)
         chunks = self.q_size // BLOCK
         query = rms_norm(columns[:, 0:chunks, :], self.q_gain, self.eps, self.ones)
-        absorbed, rotated = self._heads(query)
+        nope, unrotated = self._heads(query)
+        absorbed, rotated = self._absorbed(nope), self._rotated(unrotated)
         latent = rms_norm(columns[:, chunks:, :], self.kv_gain, self.eps, self.ones)
         unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         turn_short_rows(rows[:, self.q_size + self.rank :], self.identity, unrotated)
         new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         self._rotate(unrotated, new_key)
-        new_row = _on_one_partition(turn_columns(latent, self.identity))
-        return Queries(absorbed, rotated, latent, new_row, new_key, self.heads)
+        return Queries(absorbed, rotated, latent, new_key, self.heads)
 
-    def queries_of_sums(self, sums: Any, scale: Any, dtype: Any) -> Queries:
+    def queries_of_sums(self, sums: Any, hidden: Any, eps: float, dtype: Any, absorb: bool = True) -> Queries:
         """From down projections that lack their norm's scalar.
+
+        Everything up to the scores is linear, so that no matmul waits for the scalars of the three norms.
 
         Args:
             sums: float32 [128, (q_rank + rank) / 128 + 1, B] in SBUF: q_a, kv_a's latents and rotary key as columns.
-            scale: float32 [128, B], the norm's scalar on every partition.
+            hidden: float32 [128, H/128, B] in SBUF, what was projected.
+            eps: of the norm before the down projections.
             dtype: of the result.
+            absorb: otherwise `latent` is what W_UK would be given, [128, heads, B].
         """
         chunks, batch = self.q_size // BLOCK, sums.shape[2]
-        # q_b is linear, so it does not wait for the scalars of the two norms.
         query = nl.ndarray((BLOCK, chunks, batch), dtype=dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=query, data1=sums[:, 0:chunks, :], data2=self.q_gain.broadcast(2, batch), op=nl.multiply)
-        absorbed, rotated = self._heads(query, self._factor(sums[:, 0:chunks, :], scale))
-        return _LateQueries(self, absorbed, rotated, sums[:, chunks:, :], scale)
+        squares = self._squares(sums, hidden)
+        nope, unrotated = self._heads(query)
+        factors = self._factors(squares, hidden.shape[1] * BLOCK, eps)
+        absorbed, rotated = self._absorbed(nope) if absorb else nope, self._rotated(unrotated)
+        return _LateQueries(self, absorbed, rotated, sums, factors, dtype)
 
-    def entries(self, sums: Any, scale: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        """New latents as columns [128, rank / 128, B] and on one partition [1, B, rank], and rotated keys [rope, B].
+    def entries(self, sums: Any, factors: tuple[Any, Any, Any], dtype: Any) -> tuple[Any, Any]:
+        """New latents as columns [128, rank / 128, B], and rotated keys [rope, B].
 
         Args:
             sums: float32 [128, rank / 128 + 1, B], kv_a without its norm's scalar.
-            scale: float32 [128, B], that scalar.
+            factors: of `_factors`.
             dtype: of the result.
         """
         chunks, batch = self.rank // BLOCK, sums.shape[2]
+        scale, _, factor = factors
         unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         key = sums[0 : self.rope, chunks, :]
-        nisa.tensor_tensor(dst=unrotated, data1=key, data2=scale[0 : self.rope], op=nl.multiply)
-        factor = self._factor(sums[:, 0:chunks, :], scale)
+        nisa.tensor_tensor(
+            dst=unrotated, data1=key, data2=scale[0 : self.rope], op=nl.multiply, engine=nisa.engine.gpsimd
+        )
+        new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
+        self._rotate(unrotated, new_key)
         weighted = nl.ndarray((BLOCK, chunks, batch), dtype=nl.float32, buffer=nl.sbuf)
         gain = self.kv_gain.broadcast(2, batch)
         nisa.tensor_tensor(dst=weighted, data1=sums[:, 0:chunks, :], data2=gain, op=nl.multiply)
         latent = nl.ndarray(weighted.shape, dtype=dtype, buffer=nl.sbuf)
         factors = factor.expand_dim(1).broadcast(1, chunks)
         nisa.tensor_tensor(dst=latent, data1=weighted, data2=factors, op=nl.multiply)
-        new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
-        self._rotate(unrotated, new_key)
-        return latent, _on_one_partition(turn_columns(latent, self.identity)), new_key
+        return latent, new_key
 
-    def _factor(self, columns: Any, scale: Any) -> Any:
-        """scale * rsqrt(mean((scale * x)^2) + eps) of columns x [128, n, B]: float32 [128, B]."""
-        _, chunks, batch = columns.shape
-        total = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=total, stationary=self.ones, moving=sum_of_squares(columns), accumulate=False)
-        factor = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=factor, data1=total, data2=scale, op=nl.multiply)
-        nisa.tensor_tensor(dst=factor, data1=factor, data2=scale, op=nl.multiply)
-        inverse_root(factor, factor, chunks * BLOCK, self.eps)
-        nisa.tensor_tensor(dst=factor, data1=factor, data2=scale, op=nl.multiply)
-        return factor
+    def _squares(self, sums: Any, hidden: Any) -> Any:
+        """Sums of squares of q_a, kv_a's latents and the hidden state on each partition: float32 [128, 3, B]."""
+        blocks, latents = self.q_size // BLOCK, self.rank // BLOCK
+        squares = nl.ndarray((BLOCK, 3, sums.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
+        given = (sums[:, 0:blocks, :], sums[:, blocks : blocks + latents, :], hidden)
+        for place, columns in enumerate(given):
+            sum_of_squares(columns, squares[:, place, :])
+        return squares
 
-    def _heads(self, query: Any, factor: Any = None) -> tuple[Any, Any]:
-        """Absorbed queries [128, rank / 128, B * heads], and rotated ones [copies * rope, B * heads].
+    def _factors(self, squares: Any, size: int, eps: float) -> tuple[Any, Any, Any]:
+        """The norm's scalar s = rsqrt(mean(h^2) + eps), and s * rsqrt(mean((s * x)^2) + eps) for q_a and kv_a.
+
+        Each float32 [128, B].
 
         Args:
-            query: columns [128, q_rank / 128, B].
-            factor: float32 [128, B], what the columns still have to be multiplied by; None: nothing.
+            squares: of `_squares`.
+            size: of the hidden states.
+            eps: of their norm.
         """
+        batch = squares.shape[2]
+        total = nl.ndarray((BLOCK, 3, batch), dtype=nl.float32, buffer=nl.psum)
+        sum_partitions(total, self.ones, squares)
+        scale = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
+        inverse_root(scale, total[:, 2, :], size, eps)
+        # That is rsqrt(mean(x^2) + eps / s^2), and 1 / s^2 = mean(h^2) + eps.
+        guard = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=guard, data=total[:, 2, :], op0=nl.multiply, operand0=self.eps / size, op1=nl.add,
+            operand1=self.eps * eps,
+        )  # fmt: skip
+        factors = nl.ndarray((BLOCK, 2, batch), dtype=nl.float32, buffer=nl.sbuf)
+        for place, size in enumerate((self.q_size, self.rank)):
+            nisa.scalar_tensor_tensor(
+                dst=factors[:, place, :], data=total[:, place, :], op0=nl.multiply, operand0=1.0 / size, op1=nl.add,
+                operand1=guard,
+            )  # fmt: skip
+        nisa.activation(dst=factors, op=nl.rsqrt, data=factors)
+        return scale, factors[:, 0, :], factors[:, 1, :]
+
+    def _heads(self, query: Any) -> tuple[Any, Any]:
+        """q_b of columns [128, q_rank / 128, B]: [128, heads, B] without position, and [rope, heads, B] unrotated."""
         batch, dtype, heads, rope = query.shape[2], query.dtype, self.heads, self.rope
-        absorbed = nl.ndarray((BLOCK, self.rank // BLOCK, batch, heads), dtype=dtype, buffer=nl.sbuf)
         plain = heads * BLOCK
         rows = self.q_b_rows
-        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype, factor)
-        for head in range(heads):
-            target = absorbed[:, :, :, head]
-            project(nope[:, head : head + 1, :], self.w_uk[head], self.uk_rows[head], dtype, out=target)
+        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype)
         unrotated = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
         # Two heads' rotary rows fill the Tensor Engine's columns.
         each = 2 if rows is None and heads % 2 == 0 and 2 * rope == BLOCK else 1
         for head in range(0, heads, each):
             piece = self.q_b[:, :, plain + head * rope : plain + (head + each) * rope]
             if each == 1:
-                project(query, piece, self._rotary_scales(head), dtype, factor, unrotated[:, head : head + 1, :])
+                project(query, piece, self._rotary_scales(head), dtype, out=unrotated[:, head : head + 1, :])
                 continue
-            both = project(query, piece, None, dtype, factor)
+            both = project(query, piece, None, dtype)
             for number in range(each):
                 mine = both[number * rope : (number + 1) * rope, 0, :]
                 nisa.tensor_copy(dst=unrotated[:, head + number, :], src=mine)
+        return nope, unrotated
+
+    def _absorbed(self, nope: Any) -> Any:
+        """W_UK of [128, heads, B]: columns [128, rank / 128, B * heads]."""
+        (_, heads, batch), chunks = nope.shape, self.rank // BLOCK
+        absorbed = nl.ndarray((BLOCK, chunks, batch, heads), dtype=nope.dtype, buffer=nl.sbuf)
+        for head in range(heads):
+            target = absorbed[:, :, :, head]
+            project(nope[:, head : head + 1, :], self.w_uk[head], self.uk_rows[head], nope.dtype, out=target)
+        return absorbed.reshape((BLOCK, chunks, batch * heads))
+
+    def _rotated(self, unrotated: Any) -> Any:
+        """[rope, heads, B] rotated, as `Queries.rope`."""
+        (rope, heads, batch), dtype = unrotated.shape, unrotated.dtype
         turned = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
         self._rotate(unrotated.reshape((rope, heads * batch)), turned.reshape((rope, heads * batch)))
-        copies, count = copies_of_keys(rope), batch * heads
-        rotated = nl.ndarray((copies * rope, batch, heads), dtype=dtype, buffer=nl.sbuf)
-        for copy in range(copies):
+        rotated = Queries.rows_of_keys(rope, batch, heads, dtype)
+        for copy in range(copies_of_keys(rope)):
             engine = nisa.engine.scalar if copy % 2 else nisa.engine.vector
-            target = rotated[copy * rope : (copy + 1) * rope]
+            target = rotated[copy * rope : (copy + 1) * rope, copy]
             nisa.tensor_copy(dst=target, src=turned.permute((0, 2, 1)), engine=engine)
-        return absorbed.reshape((BLOCK, self.rank // BLOCK, count)), rotated.reshape((copies * rope, count))
+        return rotated
 
     def _rotary_scales(self, head: int) -> Any:
         """Scales of a head's rotary rows, on the partitions where the result lies: [rope, 1, q_rank / 128]."""
@@ -183,15 +223,18 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
 class _LateQueries(Queries):
     """Queries whose new entries are made when they are asked for."""
 
-    def __init__(self, before: QueryProjection, latent: Any, rope: Any, sums: Any, scale: Any) -> None:
-        super().__init__(latent, rope, None, None, None, before.heads)
-        self._before, self._sums, self._scale = before, sums, scale
+    def __init__(
+        self, before: QueryProjection, latent: Any, rope: Any, sums: Any, factors: tuple[Any, Any, Any], dtype: Any
+    ) -> None:
+        super().__init__(latent, rope, None, None, before.heads)
+        self._before, self._factors, self._dtype = before, factors, dtype
+        self._sums = sums[:, before.q_size // BLOCK :, :]
+        self.factor = factors[1]
 
     def complete(self) -> None:
         """Make the new entries."""
         if self.new_key is None:
-            made = self._before.entries(self._sums, self._scale, self.latent.dtype)
-            self.new_latent, self.new_row, self.new_key = made
+            self.new_latent, self.new_key = self._before.entries(self._sums, self._factors, self._dtype)
 
 
 class OutputProjection(nl.NKIObject):  # type: ignore[misc]
@@ -230,9 +273,12 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
         store_columns(out, self.columns(values), self.first, self.exact)
         return out
 
-    def columns(self, values: Any, out: Any = None) -> Any:
-        """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given."""
-        return project(values, self.o_proj, self.o_rows, nl.float32, out=out)
+    def columns(self, values: Any, out: Any = None, beside: Any = None, factor: Any = None) -> Any:
+        """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given.
+
+        Multiplied by `factor` [128, B], and `beside` of the result's shape added, where they are given.
+        """
+        return project(values, self.o_proj, self.o_rows, nl.float32, factor, out, beside)
 
 
 def load_scales(scales: Any) -> Any:
@@ -250,7 +296,7 @@ def turn_short_rows(rows: Any, identity: Any, out: Any) -> None:
 
 def store_entries(queries: Queries, identity: Any, rank: int, batch: int) -> tuple[Any, Any]:
     """The new entries as new tensors in HBM, [B, rank] and [B, rope]; core 0 writes them."""
-    rope, dtype = queries.new_key.shape[0], queries.new_row.dtype
+    rope, dtype = queries.new_key.shape[0], queries.new_key.dtype
     new_latents = nl.ndarray((batch, rank), dtype=dtype, buffer=nl.shared_hbm)
     new_keys = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.shared_hbm)
     write_entries(queries, identity, new_latents, new_keys)
@@ -261,10 +307,9 @@ def write_entries(queries: Queries, identity: Any, new_latents: Any, new_keys: A
     """The new entries into HBM, [B, rank] and [B, rope]; core 0 writes them."""
     if nl.program_id() > 0:
         return
-    (batch, rank), rope = new_latents.shape, new_keys.shape[1]
-    key_rows = nl.ndarray((batch, rope), dtype=new_keys.dtype, buffer=nl.sbuf)
+    key_rows = nl.ndarray(new_keys.shape, dtype=new_keys.dtype, buffer=nl.sbuf)
     turn_short_rows(queries.new_key, identity, key_rows)
-    nisa.dma_copy(dst=new_latents.reshape((1, batch, rank)), src=queries.new_row)
+    nisa.dma_copy(dst=new_latents, src=turn_columns(queries.new_latent, identity))
     nisa.dma_copy(dst=new_keys, src=key_rows)
 
 
@@ -275,13 +320,3 @@ def _pair_swap(identity: Any, size: int) -> Any:
     for element in range(2):
         nisa.tensor_copy(dst=swap[:, :, element], src=pairs[:, :, 1 - element])
     return swap.reshape((size, size))
-
-
-def _on_one_partition(rows: Any) -> Any:
-    """[B, n] as [1, B, n] on partition 0."""
-    batch, size = rows.shape
-    if batch == 1:
-        return rows.reshape((1, 1, size))
-    moved = nl.ndarray((1, batch, size), dtype=rows.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=moved, src=rows)
-    return moved

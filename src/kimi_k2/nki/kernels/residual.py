@@ -33,6 +33,13 @@ class Sum(nl.NKIObject):  # type: ignore[misc]
         return self.columns
 
 
+def residual_share(columns: Any, summands: int) -> Any:
+    """What each core of each rank adds to a sum of so many, so that the residual is in it: of the columns' shape."""
+    share = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=share, data=columns, op0=nl.multiply, operand0=1.0 / summands, engine=nisa.engine.gpsimd)
+    return share
+
+
 class OwnColumns(nl.NKIObject):  # type: ignore[misc]
     """This rank's share of a row of columns. Where it lies depends on the rank's number, so it goes through HBM.
 
@@ -46,7 +53,7 @@ class OwnColumns(nl.NKIObject):  # type: ignore[misc]
         _, chunks, tokens = columns.shape
         self.exact, each = exact, chunks * BLOCK // ranks
         table = nl.ndarray((tokens, chunks, BLOCK), dtype=nl.float32, buffer=nl.private_hbm)
-        store_columns(table, columns, 0, exact)
+        store_columns(table, columns, 0, exact, nisa.engine.scalar)
         self.rows = nl.ndarray((tokens, each), dtype=nl.float32, buffer=nl.sbuf)
         nisa.dma_copy(
             dst=self.rows, src=table.reshape((tokens, ranks, each)).select(1, ncc.rank_id()), engine=nisa.engine.scalar
