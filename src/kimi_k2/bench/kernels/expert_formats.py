@@ -20,6 +20,9 @@ from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP, PreparedW4A16, restore_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
+# FP8 experts that differ; the others repeat them, as drawing 17 GB of a layer at TP1 takes seconds.
+DIFFERENT = 7
+
 # x [T, H], indices [T, k], weights [T, k] to [T, H].
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -79,7 +82,11 @@ class Fp8Experts(RandomExperts):
     @classmethod
     def draw(cls, experts: int, inter: int) -> Self:
         """See RandomExperts."""
-        return cls(moe.random_experts(experts, inter, HIDDEN))
+        few = moe.random_experts(min(experts, DIFFERENT), inter, HIDDEN)
+        first, first_scale, second, second_scale = (
+            part.repeat(-(-experts // part.shape[0]), 1, 1)[:experts] for part in few
+        )
+        return cls((first, first_scale, second, second_scale))
 
     def ours(self, tokens: int, top_k: int) -> Operation:
         """See RandomExperts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ LAYOUTS = ("TP8", "EP8", "TP4", "EP4", "TP2", "TP1")
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same")
 TOKENS = tuple(2**power for power in range(17))
 CHECKED_TOKENS = 4
+MOVED = 1e9  # bytes that a case's inputs read together at least, or as many sets as there are
 # Two roundings to e4m3 give 4e-2; a call with arguments in a wrong order gives about 1.
 MOST_ERROR = 0.1
 
@@ -87,11 +89,17 @@ def replays_of(tokens: int) -> int:
     return 25 if tokens <= 512 else 9 if tokens <= 4096 else 5
 
 
-def draw_inputs(case: Case, routing: Routing, tokens: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens with their routings, int32 indices, so many that what they read does not fit the L2."""
+def draw_inputs(
+    case: Case, routing: Routing, tokens: int, seed: int, bytes_each: float = 0.0
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens with their routings, int32 indices, so many that what they read does not fit the L2.
+
+    Args:
+        bytes_each: of an expert; a token's experts are the least that a call reads.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
-    sets = []
-    for _ in range(24 if tokens <= 8 else 6 if tokens <= 512 else 2):
+    sets, enough = [], max(2, math.ceil(MOVED / max(1.0, case.top_k * bytes_each)))
+    for _ in range(min(enough, 24 if tokens <= 8 else 6 if tokens <= 512 else 2)):
         x = torch.randn(tokens, HIDDEN, device="cuda", generator=generator).bfloat16()
         indices, weights = routing.draw(tokens, case.top_k, case.experts, generator)
         sets.append((x, indices.int().contiguous(), weights.contiguous()))
@@ -106,7 +114,7 @@ def compare(
     Raises:
         KernelError: an implementation's result is not that of the experts.
     """
-    sets = draw_inputs(case, Routing.parse(routing), tokens, seed=tokens)
+    sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
     few = [part[:CHECKED_TOKENS] for part in sets[0]]
     wanted = experts.reference(few[0], few[1], few[2])
     microseconds, errors, absent = {}, {}, {}

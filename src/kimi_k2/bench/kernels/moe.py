@@ -122,7 +122,7 @@ def candidates(tokens: int, top_k: int, inter: int) -> list[ExpertChoice]:
         slabs = (1, 2) if inter > 512 else (1, 2, 4)
         found += [ExpertChoice(True, 16, a, b, c) for a in splits1 for b in splits2 for c in slabs]
     if tokens >= 8:
-        rows = (32,) if tokens <= 512 else (32, 64) if tokens <= 1024 else (64, 128, 256)
+        rows = (32,) if tokens < 128 else (32, 64) if tokens <= 1024 else (64, 128, 256)
         each = (1, 2, 7) if tokens > 1024 else (1, 2) if inter > 512 else (1, 2, 4, 7)
         found += [ExpertChoice(False, r, 1, 1, c) for r in rows for c in each]
     return found

@@ -19,7 +19,7 @@ from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, expert_mode
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 # Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
 MOST_SKEWED = 512
 # Every launch is timed over this many replays, and those within SLACK of the best again over more: few for calls of
