@@ -111,6 +111,18 @@ def test_fake_shapes() -> None:
         assert value_rows(torch.empty(2, 8, 512, dtype=BF16), torch.empty(8, 128, 512, dtype=BF16)).shape == (2, 1024)
 
 
+def test_pairs_are_taken_one_by_one_while_their_intermediates_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank of TP8, TP4, TP2, TP1, EP8 and EP4: experts per token and their width."""
+    monkeypatch.setattr(moe_decode, "is_hopper", lambda device: True)
+    monkeypatch.setattr(moe_decode, "find_nvcc", lambda: "nvcc")
+
+    def most(top_k: int, inter: int) -> int:
+        return sum(moe_decode.supports(n, top_k, 7168, inter, torch.device("cuda")) for n in range(1, 10))
+
+    sizes = (8, 256), (8, 512), (8, 1024), (8, 2048), (1, 2048), (2, 2048)
+    assert [most(*size) for size in sizes] == [4, 2, 1, 1, 4, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -21,8 +21,10 @@ from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.experts.fp8 import BLOCK, check_arguments
 from kimi_k2.kernels.experts.launch import fill
 
-# Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, 8 tokens: 85.7 us against 99.4).
+# Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, TP8, 8 tokens: 85.7 us against
+# 99.4; TP4, four: 84.2 against 96.5, 35.7 against 91.8 where all go to the same experts).
 MAX_TOKENS = 4
+MAX_ROWS = 8192  # of all pairs' intermediates, from two tokens on
 MAX_SLOTS = 17
 # What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
@@ -45,6 +47,7 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
     return (
         is_hopper(device)
         and 0 < tokens <= MAX_TOKENS
+        and (tokens == 1 or tokens * top_k * inter <= MAX_ROWS)
         and top_k < MAX_SLOTS
         and hidden in HIDDEN
         and inter % BLOCK == 0
