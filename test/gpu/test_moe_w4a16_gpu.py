@@ -117,6 +117,25 @@ def test_few_experts_in_more_parts(tokens: int, choice: list[int] | None, inter:
             assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores, choice=choice)), "not deterministic"
 
 
+@pytest.mark.parametrize("w2_bf16", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k"), [(2, 8), (3, 8), (5, 4), (6, 8), (6, 16)])
+def test_pairs_that_share_an_expert(tokens: int, top_k: int, w2_bf16: bool) -> None:
+    """All tokens' experts the same, some the same and some pairs invalid, or one expert for every pair."""
+    torch.manual_seed(tokens * top_k)
+    weights = random_weights(256)
+    prepared = prepare_w4a16(*weights, w2_bf16=w2_bf16)
+    x = torch.randn(tokens, H, device="cuda").bfloat16()
+    same, scores = random_routing(tokens, top_k, E, same=True)
+    some = random_routing(tokens, top_k, E)[0]
+    some[:, 0], some[0, 1], some[tokens - 1, top_k - 1] = 7, -1, 7
+    crowded = torch.full_like(same, 5)
+    for indices in (same, some, crowded):
+        exact = reference(x, weights, indices, scores)
+        out = moe_w4a16(x, *prepared, indices, scores)
+        assert distance(out, exact) < 1.02 * distance(reference(x, weights, indices, scores, like_bf16=True), exact)
+        assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores)), "not deterministic"
+
+
 @pytest.mark.parametrize("inter", [256, 512])
 @pytest.mark.parametrize(
     ("most", "choice"), [(16, [1, 16, 1, 1, 1]), (16, [1, 16, 2, 2, 4]), (32, [0, 32, 1, 1, 1]), (32, [0, 32, 1, 1, 4])]

@@ -231,13 +231,14 @@ def test_record_is_as_long_as_cuda_has_it() -> None:
 
 
 def test_pairs_are_taken_one_by_one_while_warps_have_experts() -> None:
-    """Up to six tokens; to two where a rank holds few of a token's experts, or the second stage is in bfloat16."""
+    """Up to six tokens of narrow experts; of few experts a token no more tokens than these; two in bfloat16."""
 
-    def most(held: float, w2_bf16: bool = False) -> int:
-        return sum(takes_decode(tokens, 8, held, 7168, 512, w2_bf16) for tokens in range(1, 20))
+    def most(held: float, inter: int = 256, w2_bf16: bool = False) -> int:
+        return sum(takes_decode(tokens, 8, held, 7168, inter, w2_bf16) for tokens in range(1, 20))
 
-    assert (most(8), most(4), most(2), most(1)) == (6, 6, 2, 2)
-    assert (most(8, True), most(1, True)) == (2, 2)
+    assert (most(8), most(4), most(2), most(1)) == (6, 6, 2, 1)
+    assert (most(8, 512), most(8, 1024), most(8, 2048), most(1, 2048)) == (3, 1, 1, 1)
+    assert (most(8, 256, True), most(8, 1024, True), most(1, 256, True)) == (2, 2, 2)
     assert not takes_decode(1, 8, 8, 512, 512, False)
 
 

@@ -38,11 +38,12 @@ IN_FLIGHT = {16: 6, 32: 6, 64: 5, 128: 3}
 MOST_ITEMS = 132
 # Bytes of a token's 128 columns as e4m3 values, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
-# Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 (H200, INT4: 55 us against
-# 61 at four tokens, 79 to 84 against 81 at six, as the card is cool or hot). Of a token with few experts, under expert
-# parallelism, some warps have none: 44 against 38 us at three tokens of EP8, 73 against 63 at four of EP4.
+# Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 and, in INT4, by the
+# intermediate size: H200, TP4, 55 us against 62 at four tokens, but 52 against 37 where all go to the same experts.
 DECODE_TOKENS = {False: 6, True: 2}
-FEW_EXPERTS, DECODE_TOKENS_OF_FEW = 4, 2
+DECODE_ROWS = 1536  # tokens times intermediate size
+# Of a token with fewer experts, under expert parallelism, some warps have none: no more INT4 tokens than that.
+FEW_EXPERTS = 4
 DECODE_HIDDEN = (1024, 7168)
 DECODE_POINTERS = (
     "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
@@ -162,7 +163,9 @@ def takes_decode(tokens: int, top_k: int, held: float, hidden: int, inter: int, 
     """
     fits = top_k <= 16 and hidden in DECODE_HIDDEN and top_k * inter * 2 <= moe_decode.SHARED_BYTES
     most = DECODE_TOKENS[w2_bf16]
-    return fits and tokens <= (most if held >= FEW_EXPERTS else min(most, DECODE_TOKENS_OF_FEW))
+    if not w2_bf16:
+        most = max(1, min(most, DECODE_ROWS // inter, most if held >= FEW_EXPERTS else int(held)))
+    return fits and tokens <= most
 
 
 @kernel_operation("moe_w4a16")
