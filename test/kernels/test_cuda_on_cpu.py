@@ -71,7 +71,7 @@ CASES = [(1, 11, columns, fp8, True, True) for columns in DECODE_COLUMNS for fp8
     (3, 9, 2048, False, True, True), (8, 20, 7168, True, True, True), (5, 33, 1536, True, False, True),
     (7, 20, 256, True, False, False), (3, 1041, 7168, True, True, True),
     (5, 20, 512, True, True, True), (4, 9, 2304, True, True, False), (6, 11, 4096, True, False, True),
-    (8, 33, 2048, True, True, False),
+    (8, 33, 2048, True, True, False), (13, 35, 1536, True, True, False),
 ]  # fmt: skip
 
 
@@ -80,14 +80,14 @@ def test_product(
     library: ctypes.CDLL, tokens: int, rows: int, columns: int, fp8: bool, with_norm: bool, with_delta: bool
 ) -> None:
     torch.manual_seed(columns)
-    x = torch.randn(tokens, columns).bfloat16()
+    x = torch.randn(tokens, columns + 64).bfloat16()[:, :columns]  # rows may be strided
     delta = torch.randn(tokens, columns).bfloat16() if with_delta else None
     norm = (torch.rand(columns) + 0.5).bfloat16() if with_norm else None
     weight = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     scale = torch.rand(-(-rows // 128), columns // 128) * 0.01 + 0.01 if fp8 else None
     out, total = unwritten(tokens, rows), unwritten(tokens, columns) if with_delta else None
     pointers = [pointer(t) for t in (x, delta, weight, scale, norm, out, total)]
-    assert library.kimi_linear_decode(*pointers, tokens, rows, columns, ctypes.c_float(1e-6), None) == 0
+    assert library.kimi_linear_decode(*pointers, tokens, rows, columns, x.stride(0), ctypes.c_float(1e-6), None) == 0
     summed = x if delta is None else x + delta
     if total is not None:
         assert torch.equal(total, summed)
@@ -109,7 +109,7 @@ def test_product_of_values_outside_float16(library: ctypes.CDLL) -> None:
     scale = torch.tensor([[2.0**-60, 2.0**60, 2.0**-30, 2.0**-17, 2.0**30, 1.0, 1e-4, 1.0]])
     out, given = unwritten(2, 3), x.bfloat16()
     pointers = [pointer(t) for t in (given, None, weight, scale, None, out, None)]
-    assert library.kimi_linear_decode(*pointers, 2, 3, 1024, ctypes.c_float(1e-6), None) == 0
+    assert library.kimi_linear_decode(*pointers, 2, 3, 1024, 1024, ctypes.c_float(1e-6), None) == 0
     assert distance(out, given.double() @ dense(weight, scale).T) < 3e-3
 
 
@@ -214,11 +214,11 @@ def test_absorbed_queries(library: ctypes.CDLL) -> None:
         assert torch.equal(alone[0][0], out[one]) and torch.equal(alone[1][0], cache[one])
 
 
-@pytest.mark.parametrize("splits", [1, 16, 37, 128])
-def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
-    """Parts that were never written, and a token without context."""
+@pytest.mark.parametrize(("splits", "heads"), [(1, 2), (16, 2), (37, 2), (128, 2), (128, 17), (5, 17)])
+def test_joined_values(library: ctypes.CDLL, splits: int, heads: int) -> None:
+    """Parts that were never written, and a token without context; clusters of eight blocks and of four."""
     torch.manual_seed(splits)
-    tokens, heads = 2, 2
+    tokens = 2
     parts, sums = torch.randn(tokens, heads, splits, 512), torch.randn(tokens, heads, splits) * 3
     sums[1, 1] = -torch.inf
     sums[0, :, splits // 2 :: 3] = -torch.inf
@@ -230,17 +230,17 @@ def test_joined_values(library: ctypes.CDLL, splits: int) -> None:
     share = torch.nan_to_num((sums.double() * 0.6931471805599453).softmax(-1))
     latent = torch.einsum("bhs,bhsr->bhr", share, parts.double().nan_to_num())
     assert distance(out, torch.einsum("bhr,hvr->bhv", latent, w_uv.double()).flatten(1)) < 4e-3
-    assert not out[1, 128:].any()
+    assert not out[1, 128:256].any()
 
 
-@pytest.mark.parametrize("some_parts", [0, 5])
-def test_joined_values_of_a_plan(library: ctypes.CDLL, some_parts: int) -> None:
+@pytest.mark.parametrize(("some_parts", "heads"), [(0, 2), (5, 2), (0, 5)])
+def test_joined_values_of_a_plan(library: ctypes.CDLL, some_parts: int, heads: int) -> None:
     """Requests of many parts, one and none, whose items lie one after another, all heads of an item together.
 
     With `some_parts` in the steps of another kernel: three kinds of requests, by their parts.
     """
     torch.manual_seed(3)
-    heads, counts = 2, [37, 1, 0, 128, 4, 5, 32]
+    counts = [37, 1, 0, 128, 4, 5, 32]
     items = sum(counts)
     parts, sums = torch.randn(items, heads, 512), torch.randn(items, heads) * 3
     plan = torch.full((2 * len(counts), 4), -1, dtype=torch.int32)

@@ -204,6 +204,8 @@ MEASURED = {
     (2, 7168, 2304): {64: Choice(1, 32, 1)},
     (1, 1536, 1536): {64: Choice(1, 32, 1)},
     (1, 512, 7168): {64: Choice(1, 32, 4)},
+    (1, 4608, 7168): {64: Choice(1, 64, 2)},
+    (1, 7168, 2304): {128: Choice(1, 64, 1)},
 }
 _MEASURED_SMS = 132
 
@@ -243,7 +245,7 @@ def fixed_launch(terms: int, tokens: int, rows: int, columns: int, sms: int, dec
     return of(tokens, min(clusters, key=loss))[1]
 
 
-def _check(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
+def expect_operands(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
     """The empty result, if the arguments are what the kernel takes."""
     if x.dim() != 3 or x.shape[0] not in (1, 2) or weight.dim() != 2 or x.shape[2] % BLOCK or weight.shape[0] % 8:
         raise KernelError(
@@ -276,7 +278,7 @@ def block_gemm(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out = _check(x, scale, weight, weight_scale_inv)
+    out = expect_operands(x, scale, weight, weight_scale_inv)
     (terms, tokens, columns), rows = x.shape, weight.shape[0]
     if not tokens:
         return out
@@ -289,4 +291,4 @@ def block_gemm(
     return out
 
 
-block_gemm.fake(_check)
+block_gemm.fake(expect_operands)

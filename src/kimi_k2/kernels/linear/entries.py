@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_gemm, fused_linear
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_gemm, fused_linear, wide_gemm
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
 from kimi_k2.ops.registry import batch_invariant, is_decoding
@@ -18,8 +18,9 @@ BLOCK = (128, 128)
 # Up to here the tokens need no launch before the GEMM's; up to so many with a weight of BIG values, which is multiplied
 # as long as it is read.
 FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, few_gemm.BIG
-# Up to here two terms beat dequantizing the weight for cuBLAS.
-MANY = 256
+FEW_OF_NARROW = fused_linear.DECODE_TOKENS_NARROW
+# Up to here two terms beat dequantizing the weight for cuBLAS: of some shapes of a TP8 rank further than of others.
+MANY, MANY_OF = 256, {(2112, 7168): 512, (7168, 1024): 1024, (7168, 2304): 1024, (7168, 256): 1024}
 ONE_ORDER = "one order of the columns: parts by the weight's shape"
 
 
@@ -38,8 +39,9 @@ def _quantizable(x: Tensor, rows: int, columns: int) -> bool:
 def _fits_two_terms(x: Tensor, rows: int, columns: int) -> bool:
     if batch_invariant():
         return _quantizable(x, rows, columns)
-    fewest = FEW_OF_BIG if rows * columns >= BIG else FEW
-    return fewest < x.numel() // x.shape[-1] <= MANY and _quantizable(x, rows, columns)
+    fewest = FEW_OF_BIG if rows * columns >= BIG else FEW_OF_NARROW if columns == fused_linear.NARROW else FEW
+    many = MANY_OF.get((rows, columns), MANY)
+    return fewest < x.numel() // x.shape[-1] <= many and _quantizable(x, rows, columns)
 
 
 def _supports_few(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
@@ -67,7 +69,8 @@ def _supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = No
 def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """`fused_linear` with or without the norm."""
     stored = weight.tensors["weight"], weight.tensors.get("weight_scale_inv")
-    out: Tensor = fused_linear.fused_linear(x.contiguous(), *stored, norm_weight, eps)
+    given = x if block_gemm.takes_rows(x) else x.contiguous()
+    out: Tensor = fused_linear.fused_linear(given, *stored, norm_weight, eps)
     return out
 
 
@@ -115,11 +118,16 @@ def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -
         and (one := _multiply_one(quantized[0], weight, scale, tokens, quantized[1])) is not None
     ):
         return one
-    choice = None
-    if batch_invariant():
-        sms = hopper(weight.device.index, "block_gemm")[1]
-        choice = list(block_gemm.fixed_launch(terms, tokens, rows, columns, sms, is_decoding()))
-    out: Tensor = block_gemm.block_gemm(*quantized, weight, scale, choice)
+    size = terms, tokens, rows, columns, hopper(weight.device.index, "block_gemm")[1]
+    invariant = batch_invariant()
+    choice = block_gemm.fixed_launch(*size, is_decoding()) if invariant else block_gemm.choose_launch(*size)
+    # `wide_gemm` sums the columns in one part, and in batch-invariant mode their number is given.
+    fits = choice.cluster == 1 or not invariant
+    out: Tensor
+    if fits and wide_gemm.is_faster(*size, choice):
+        out = wide_gemm.wide_gemm(*quantized, weight, scale)
+    else:
+        out = block_gemm.block_gemm(*quantized, weight, scale, list(choice))
     return out
 
 

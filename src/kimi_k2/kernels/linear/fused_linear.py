@@ -1,10 +1,11 @@
 """FP8-block and BF16 GEMMs for few tokens, bound by reading the weight once (replaces `model.linear`).
 
-Up to 8 tokens (4 with a BF16 weight, 2 with a tall one) go to csrc/linear_decode.cu, where Triton left half of the
-time and more on the table. The rest is Triton: a program takes a strip of rows and walks the input dimension: e4m3
-weights are scaled and rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and summed in float32.
-Long inputs are split over programs, whose float32 parts a second launch adds in a fixed order. RMSNorm can be part of
-the GEMM: the weight of the norm multiplies the tokens, and each program computes the statistics itself.
+Up to 8 tokens (16 of a q_b, 4 with a BF16 weight, 2 with a tall one) go to csrc/linear_decode.cu, where Triton left
+half of the time and more on the table. The rest is Triton: a program takes a strip of rows and walks the input
+dimension: e4m3 weights are scaled and rounded to bfloat16, multiplied on the tensor cores with up to 16 tokens, and
+summed in float32. Long inputs are split over programs, whose float32 parts a second launch adds in a fixed order.
+RMSNorm can be part of the GEMM: the weight of the norm multiplies the tokens, and each program computes the statistics
+itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import capability, has_triton, is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.linear.block_gemm import takes_rows
 
 BLOCK = 128
 MAX_TOKENS = 16
@@ -27,6 +29,8 @@ DECODE_TOKENS, DECODE_TOKENS_BF16 = 8, 4
 # Rows of a bf16 weight from which on the kernel takes two tokens: a head of 20,480 rows took it 126 us for three,
 # where cuBLAS behind a norm takes 83.
 TALL, DECODE_TOKENS_TALL = 16384, 2
+# Of an FP8 weight of this width the kernel takes more tokens.
+NARROW, DECODE_TOKENS_NARROW = 1536, 16
 DECODE_COLUMNS = (256, 512, 1024, 1536, 2048, 2304, 4096, 7168)
 
 
@@ -70,8 +74,8 @@ def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weig
     stored = torch.bfloat16 if weight_scale_inv is None else torch.float8_e4m3fn
     if x.dtype != torch.bfloat16 or weight.dtype != stored:
         raise KernelError(f"x is {x.dtype} and weight {weight.dtype}, expected torch.bfloat16 and {stored}")
-    if not weight.is_contiguous() or not x.is_contiguous():
-        raise KernelError("x and weight must be contiguous")
+    if not weight.is_contiguous() or not takes_rows(x):
+        raise KernelError("weight must be contiguous, and rows of x whole 16 bytes side by side")
     grid = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
     scale = weight_scale_inv
     if scale is not None and (tuple(scale.shape) != grid or scale.dtype != torch.float32):
@@ -81,7 +85,7 @@ def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weig
 
 
 def _check_delta(x: Tensor, delta: Tensor) -> None:
-    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous():
+    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous() or not x.is_contiguous():
         raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
 
 
@@ -102,7 +106,7 @@ def fused_linear(
     """RMSNorm(x) W^T, or x W^T without `norm_weight`.
 
     Args:
-        x: bfloat16 [T, K], T up to 16, K a multiple of 128.
+        x: bfloat16 [T, K], T up to 16, K a multiple of 128; rows may be strided.
         weight: e4m3 [N, K] with `weight_scale_inv` float32 [ceil(N/128), K/128], or bfloat16 [N, K] without.
         norm_weight: bfloat16 [K]. With an FP8 weight and up to 8 tokens the quotient is applied to the sums, unrounded;
             else it is rounded to bfloat16 before the norm's weight is applied, as the plain norm does.
@@ -122,7 +126,7 @@ def fused_linear(
     if not splits and takes_decode(x, weight):
         _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
         return out
-    kernels = _kernels()
+    kernels, x = _kernels(), x.contiguous()
     if not splits:
         splits, block_rows = choose_launch(rows, columns)
     parts = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
@@ -144,6 +148,8 @@ def takes_decode(x: Tensor, weight: Tensor) -> bool:
     most = DECODE_TOKENS
     if weight.dtype == torch.bfloat16:
         most = DECODE_TOKENS_BF16 if weight.shape[0] < TALL else DECODE_TOKENS_TALL
+    elif x.shape[1] == NARROW:
+        most = DECODE_TOKENS_NARROW
     few = x.shape[0] <= most and x.shape[1] in DECODE_COLUMNS
     return few and is_hopper(x.device) and find_nvcc() is not None
 
@@ -159,7 +165,7 @@ def _launch_decode(
     total: Tensor | None = None,
 ) -> None:
     tensors = (x, delta, weight, scale, norm_weight, out, total)
-    sizes = x.shape[0], weight.shape[0], weight.shape[1]
+    sizes = x.shape[0], weight.shape[0], weight.shape[1], x.stride(0)
     launch("linear/linear_decode", "kimi_linear_decode", "fused_linear", x.device, *tensors, *sizes, float(eps))
 
 

@@ -1,6 +1,7 @@
-// y = RMSNorm(x + delta) W^T for up to eight tokens and e4m3 weights with one float32 scale a 128x128 block, norm and
-// delta optional. A warp takes SETS times 16 / SEGMENTS rows and STEPS steps of their columns; SPLIT warps share rows,
-// in each of the CLUSTER blocks that share the columns, so that a block converts only its part of the tokens.
+// y = RMSNorm(x + delta) W^T for up to eight or sixteen tokens and e4m3 weights with one float32 scale a 128x128 block,
+// norm and delta optional. A warp takes SETS times 16 / SEGMENTS rows and STEPS steps of their columns; SPLIT warps
+// share rows, in each of the CLUSTER blocks that share the columns, so that a block converts only its part of the
+// tokens.
 //
 // All weights are on their way to shared memory before the tokens are waited for, each lane's to places of its own.
 // Held in registers they would unroll the loop, and a launch of a microsecond or two waits longer for the instructions
@@ -26,7 +27,8 @@ struct GemmMemory {
   static_assert(kColumns % 128 == 0 && 128 % kRows == 0, "whole scale blocks");
   uint4 fp8[STEPS][SETS * 2][kBlockThreads];
   uint4 token[TOKENS][kGroups + 1];  // so that two tokens' columns lie in different banks
-  float factor[kColumns / 128][8];   // of 128 columns of a token: the weight's scale and what undoes the token's
+  float factor[kColumns / 128]
+              [TOKENS < 8 ? 8 : TOKENS];  // of 128 columns of a token: the weight's scale and what undoes the token's
   float squares[TOKENS][kBlockWarps], parts[kBlockWarps][TOKENS][kWarpRows];
   float sums[CLUSTER][TOKENS][kRows], all_squares[CLUSTER][TOKENS];  // of every block, in the first one's memory
 };
@@ -49,9 +51,11 @@ __device__ __forceinline__ void convert(const LinearArguments& a, int rank, bool
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int v = thread + i * kLanes, t = (base + b) * Memory::kAtOnce + token;
-        const int64_t at = int64_t(t) * (Memory::kWidth / 8) + rank * Memory::kGroups + v;
+        const int column = rank * Memory::kGroups + v;
+        const int64_t at = int64_t(t) * (Memory::kWidth / 8) + column;
         const bool here = v < Memory::kGroups && t < a.tokens;
-        value[b][i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.x) + at) : make_uint4(0, 0, 0, 0);
+        const __nv_bfloat16* x = a.x + int64_t(t) * a.x_stride;
+        value[b][i] = here ? __ldcg(reinterpret_cast<const uint4*>(x) + column) : make_uint4(0, 0, 0, 0);
         if (a.delta != nullptr)
           delta[b][i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
       }

@@ -87,11 +87,16 @@ int by_columns(const LinearArguments& a, void* stream) {
   }
 }
 
+// The width for which two terms of e4m3 (block_gemm.cuh) are slower for so many tokens, too.
+int by_columns_of_more(const LinearArguments& a, void* stream) {
+  return a.columns == 1536 ? start_gemm<16, 2, 1, 2, 12, 1>(a, stream) : host::kNoInstance;
+}
+
 }  // namespace decode
 
 extern "C" int kimi_linear_decode(const void* x, const void* delta, const void* weight, const void* scale,
                                   const void* norm, void* out, void* total, int tokens, int rows, int columns,
-                                  float eps, void* stream) {
+                                  int x_stride, float eps, void* stream) {
   const decode::LinearArguments a{static_cast<const __nv_bfloat16*>(x),
                                   static_cast<const __nv_bfloat16*>(delta),
                                   weight,
@@ -102,6 +107,7 @@ extern "C" int kimi_linear_decode(const void* x, const void* delta, const void* 
                                   tokens,
                                   rows,
                                   columns,
+                                  x_stride,
                                   eps};
   if (scale == nullptr) {
     if (tokens == 1) return decode::by_columns_bf16<1>(a, stream);
@@ -110,5 +116,6 @@ extern "C" int kimi_linear_decode(const void* x, const void* delta, const void* 
   }
   if (tokens == 1) return decode::by_columns<1>(a, stream);
   if (tokens <= 4) return decode::by_columns<4>(a, stream);
-  return tokens <= 8 ? decode::by_columns<8>(a, stream) : host::kNoInstance;
+  if (tokens <= 8) return decode::by_columns<8>(a, stream);
+  return tokens <= 16 ? decode::by_columns_of_more(a, stream) : host::kNoInstance;
 }

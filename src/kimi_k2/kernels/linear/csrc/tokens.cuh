@@ -13,6 +13,7 @@ struct LinearArguments {
   __nv_bfloat16* out;
   __nv_bfloat16* total;  // x + delta, written by the first block or the first cluster's
   int tokens, rows, columns;
+  int x_stride;  // values from one token to the next one
   float eps;
 };
 
@@ -44,7 +45,8 @@ __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, 
     for (int i = 0; i < kEach; ++i) {
       const int v = thread + i * kThreads, at = t * kGroups + v;
       const bool here = v < kGroups && t < a.tokens;
-      value[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.x) + at) : make_uint4(0, 0, 0, 0);
+      const __nv_bfloat16* x = a.x + int64_t(t) * a.x_stride;
+      value[i] = here ? __ldcg(reinterpret_cast<const uint4*>(x) + v) : make_uint4(0, 0, 0, 0);
       if (a.delta != nullptr)
         delta[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
     }

@@ -1,0 +1,235 @@
+// y = x W^T on the tensor cores for many tokens, what block_gemm.cuh computes and with the same bits: x in e4m3 in one
+// or two TERMS, with a float32 scale a token and 128 columns, W in e4m3 with one a 128x128 block, sums in float32, y in
+// bf16.
+//
+// Here the tokens are the 64-row operand, 64 of them a warpgroup, and 128 rows of W the wide one: a thread has two
+// tokens, so that two factors scale a whole block of 128 columns, and a block's products are under way while those of
+// the block before are added. A tile is 128 tokens by 128 rows of W. Every thread block takes one tile after the other;
+// its ring is filled for the next one while this one's values leave through the copy engine.
+//
+// In one run on an H200 pairs of thread blocks that share W's way to their shared memory by multicast were up to 10 %
+// slower, and tiles of 256 rows, whose sums leave registers for one block's products alone, up to 1.8 times.
+#pragma once
+#include "common/csrc/decode_ptx.cuh"
+#include "common/csrc/wgmma.cuh"
+
+namespace linear {
+
+using namespace ptx;
+
+struct WideArguments {
+  const float* token_scale;   // [columns / 128, token_stride]
+  const float* weight_scale;  // [ceil(rows / 128), columns / 128]
+  int tokens, rows, columns, token_stride;
+};  // x is e4m3 [TERMS, tokens, columns]
+
+constexpr int kWideTokens = 128, kWideRows = 128, kWideWarps = 8, kWideThreads = 128 + 32 * kWideWarps;
+constexpr int kWideFeed = 40, kWideMultiply = 232;  // registers of a thread
+static_assert(128 * kWideFeed + 32 * kWideWarps * kWideMultiply <= 65536 / kWideThreads / 8 * 8 * kWideThreads,
+              "setmaxnreg would not return");
+constexpr int kWideStripe = 16;  // tiles of rows that share their tokens' way through the L2
+
+template <int TERMS, int STAGES>
+struct WideMemory {
+  static constexpr int kBytes = kWideRows * 128 + TERMS * kWideTokens * 128 + kWideTokens * 4;  // of a stage
+  alignas(1024) unsigned char w[STAGES][kWideRows * 128];
+  alignas(1024) unsigned char x[STAGES][TERMS][kWideTokens * 128];
+  alignas(1024) unsigned char staged[kWideWarps][2][16 * 128];  // a warp's 16 tokens of 64 rows each on their way out
+  alignas(128) float scale[STAGES][kWideTokens];
+  alignas(8) uint64_t full[STAGES], empty[STAGES];
+};
+
+struct WideTile {
+  int row, token;  // first ones
+};
+
+// Stripes of kWideStripe tiles of rows, one after the other; in a stripe, tiles of the same tokens follow each other.
+struct WideTiles {
+  int rows, tokens;
+  __device__ __forceinline__ explicit WideTiles(const WideArguments& a)
+      : rows((a.rows + kWideRows - 1) / kWideRows), tokens((a.tokens + kWideTokens - 1) / kWideTokens) {}
+  __device__ __forceinline__ int count() const { return rows * tokens; }
+  __device__ __forceinline__ WideTile at(int tile) const {
+    const int stripe = tile / (kWideStripe * tokens), inside = tile % (kWideStripe * tokens);
+    const int width = min(kWideStripe, rows - stripe * kWideStripe);
+    return {(stripe * kWideStripe + inside % width) * kWideRows, inside / width * kWideTokens};
+  }
+};
+
+// One thread: every tile's blocks of columns into the ring.
+template <int TERMS, int STAGES>
+__device__ __forceinline__ void feed_wide(const WideArguments& a, WideMemory<TERMS, STAGES>& m,
+                                          const CUtensorMap& weights, const CUtensorMap& tokens) {
+  const WideTiles tiles(a);
+  const int blocks = a.columns / 128;
+  auto request_weights = [&](int st, int row, int kb) {
+    mbar_arrive_expect_tx(&m.full[st], m.kBytes);
+    tma_load_2d(smem_u32(m.w[st]), &weights, &m.full[st], kb * 128, row, kEvictNormal);
+  };
+  auto request_tokens = [&](int st, int token, int kb) {
+#pragma unroll
+    for (int i = 0; i < TERMS; ++i)  // a ragged last tile ends in the next term's first tokens, which nobody stores
+      tma_load_2d(smem_u32(m.x[st][i]), &tokens, &m.full[st], kb * 128, i * a.tokens + token, kEvictNormal);
+    bulk_load(m.scale[st], a.token_scale + (size_t)kb * a.token_stride + token, kWideTokens * 4, &m.full[st],
+              kEvictNormal);
+  };
+  int seq = 0;
+  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
+    const WideTile tile = tiles.at(t);
+    int kb = 0;
+    if (seq == 0) {  // the weights do not depend on the launch before this one
+      seq = kb = min(STAGES, blocks);
+      for (int i = 0; i < seq; ++i) request_weights(i, tile.row, i);
+      pdl_wait();
+      for (int i = 0; i < seq; ++i) request_tokens(i, tile.token, i);
+    }
+    for (; kb < blocks; ++kb, ++seq) {
+      const int st = seq % STAGES;
+      if (seq >= STAGES) mbar_wait(&m.empty[st], ((seq / STAGES) - 1) & 1);
+      request_weights(st, tile.row, kb);
+      request_tokens(st, tile.token, kb);
+    }
+  }
+}
+
+// A warp's 16 tokens of a tile, through shared memory. A lane has tokens g and g + 8: acc[4 j + k] and [4 j + 2 + k]
+// are of row 8 j + 2 q + k.
+__device__ __forceinline__ void store_wide(unsigned char (*staged)[16 * 128], const CUtensorMap& out, int row,
+                                           int token, const float (&acc)[64]) {
+  const int lane = threadIdx.x & 31, mine = (lane & 7) + ((lane >> 3) & 1) * 8;
+  const uint32_t put = smem_u32(staged[0]) + mine * 128 + (((lane >> 4) ^ (mine & 7)) << 4);
+  if (lane == 0) bulk_wait_read();  // the tile before has left
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const float* of = acc + h * 32 + 4 * j;
+      stmatrix_x4((put + h * 2048) ^ (j << 4), pack_bf16(of[0], of[1]), pack_bf16(of[2], of[3]),
+                  pack_bf16(of[4], of[5]), pack_bf16(of[6], of[7]));
+    }
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) tma_store_2d(&out, smem_u32(staged[h]), row + h * 64, token);
+    bulk_commit();
+  }
+}
+
+// One of two warpgroups: 64 tokens of every tile.
+template <int TERMS, int STAGES>
+__device__ __forceinline__ void multiply_wide(const WideArguments& a, WideMemory<TERMS, STAGES>& m,
+                                              const CUtensorMap& out) {
+  const WideTiles tiles(a);
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x & 31, group = __shfl_sync(0xffffffffu, warp / 4, 0);
+  const int blocks = a.columns / 128, mine = warp * 16 + (lane >> 2);
+  const uint64_t left0 = desc_sw128(smem_u32(m.x[0][0]) + group * 8192), right0 = desc_sw128(smem_u32(m.w[0]));
+  auto release = [&](int st) {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(&m.empty[st]);
+  };
+  int st = 0, phase = 0;
+  auto advance = [&] {
+    st = st == STAGES - 1 ? 0 : st + 1;
+    phase ^= st == 0;
+  };
+  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
+    const WideTile tile = tiles.at(t);
+    if (tile.token + group * 64 >= a.tokens) {  // no tokens of this warpgroup's
+      for (int kb = 0; kb < blocks; ++kb, advance()) {
+        mbar_wait(&m.full[st], phase);
+        release(st);
+      }
+      continue;
+    }
+    const float* scales = a.weight_scale + (size_t)(tile.row / kWideRows) * blocks;
+    float acc[64], next = __ldg(scales);
+#pragma unroll
+    for (int k = 0; k < 64; ++k) acc[k] = 0.f;
+    // Two blocks of columns: the next one's products are under way while this one is added.
+    float sum[2][64], c[2][2];
+    int at[2];
+    auto begin = [&](int b) {
+      at[b] = __shfl_sync(0xffffffffu, st, 0);
+      mbar_wait(&m.full[at[b]], phase);
+      c[b][0] = m.scale[at[b]][mine], c[b][1] = m.scale[at[b]][mine + 8];
+      const uint64_t left = left0 + at[b] * (sizeof(m.x[0]) >> 4), right = right0 + at[b] * (sizeof(m.w[0]) >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int term = 0; term < TERMS; ++term)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          WgmmaE4m3<kWideRows>::go(sum[b], left + term * (kWideTokens * 128 >> 4) + 2 * k, right + 2 * k, term + k > 0);
+      wgmma_commit();
+      advance();
+    };
+    auto finish = [&](int b, int kb) {
+      const float s0 = c[b][0] * next, s1 = c[b][1] * next;
+      next = __ldg(scales + min(kb + 1, blocks - 1));
+      release(at[b]);
+      fence_regs(sum[b]);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        acc[4 * j] += sum[b][4 * j] * s0;
+        acc[4 * j + 1] += sum[b][4 * j + 1] * s0;
+        acc[4 * j + 2] += sum[b][4 * j + 2] * s1;
+        acc[4 * j + 3] += sum[b][4 * j + 3] * s1;
+      }
+    };
+    begin(0);
+    int kb = 0;
+    for (; kb + 2 < blocks; kb += 2) {
+      begin(1);
+      wgmma_wait<1>();
+      finish(0, kb);
+      begin(0);
+      wgmma_wait<1>();
+      finish(1, kb + 1);
+    }
+    if (kb + 1 < blocks) {
+      begin(1);
+      wgmma_wait<1>();
+      finish(0, kb);
+      wgmma_wait<0>();
+      finish(1, kb + 1);
+    } else {
+      wgmma_wait<0>();
+      finish(0, kb);
+    }
+    const int token = tile.token + warp * 16;
+    if (token < a.tokens) store_wide(m.staged[warp], out, tile.row, token, acc);
+  }
+  if (lane == 0) bulk_wait();
+}
+
+template <int TERMS, int STAGES>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    wide_gemm(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens,
+              const __grid_constant__ CUtensorMap out, const WideArguments a) {
+  using Memory = WideMemory<TERMS, STAGES>;
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Memory& m = *reinterpret_cast<Memory*>(raw);
+  if (threadIdx.x == 0) {
+    if (smem_u32(raw) & 1023) __trap();
+    prefetch_tensormap(&weights);
+    prefetch_tensormap(&tokens);
+    prefetch_tensormap(&out);
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(&m.full[i], 1);
+      mbar_init(&m.empty[i], kWideWarps);
+    }
+    fence_mbar_init();
+  }
+  pdl_launch();
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    reg_dealloc<kWideFeed>();
+    if (threadIdx.x == 0) feed_wide(a, m, weights, tokens);
+  } else {
+    reg_alloc<kWideMultiply>();
+    multiply_wide(a, m, out);
+  }
+}
+
+}  // namespace linear

@@ -1,0 +1,45 @@
+"""The FP8-block GEMM for many tokens: the bits of `block_gemm`, and float64. Needs a Hopper GPU and nvcc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.linear.block_gemm import block_gemm, padded, quantize_groups
+from kimi_k2.kernels.linear.wide_gemm import wide_gemm
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [(1, 72, 128), (64, 2112, 640), (129, 576, 1024), (300, 1536, 1536), (5000, 2112, 256), (3000, 4608, 1152)],
+)
+def test_product(tokens: int, rows: int, columns: int, terms: int) -> None:
+    """Ragged rows and tokens, a warpgroup without tokens, one block of columns, more tiles than blocks."""
+    torch.manual_seed(rows)
+    for _ in range(2):
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        weight = (torch.randn(rows, columns, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weight_scale = (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
+        fp8, scale = quantize_groups(x, terms=terms)
+        scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
+        out = wide_gemm(fp8, scale, weight, weight_scale)
+        wide = weight.double() * weight_scale.double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
+        restored = fp8.double().sum(0) * scale[:, :tokens].T.double().repeat_interleave(128, 1)
+        wanted = restored @ wide.T
+        assert (out.double() - wanted).norm() / wanted.norm() < 2.5e-3, (tokens, rows, columns)
+        assert torch.equal(out, block_gemm(fp8, scale, weight, weight_scale, [1, 64, 1])), (tokens, rows, columns)
+
+
+def test_refusals() -> None:
+    fp8, scale = quantize_groups(torch.randn(20, 512, device="cuda").bfloat16())
+    weight, weight_scale = torch.zeros(256, 512, device="cuda").to(torch.float8_e4m3fn), torch.ones(2, 4, device="cuda")
+    assert scale.shape[1] == padded(20)
+    with pytest.raises(KernelError, match="scale is"):
+        wide_gemm(fp8, scale[:, :20].contiguous(), weight, weight_scale)
+    with pytest.raises(KernelError, match="N of 8"):
+        wide_gemm(fp8, scale, weight[:255], weight_scale)
