@@ -23,7 +23,10 @@ CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 # Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each of them, which took 22 us
 # for 64 of eight heads.
 ABSORB_APART = 17
-ABSORB_TOKENS = 16  # of a program where any number of sequences has the same kernel
+ABSORB_TOKENS = 16  # of a program that multiplies several tokens together
+ABSORB_WIDTH = 32  # columns of such a program
+# Sequences that go by such programs, in one launch with the rest; fewer are multiplied one by one.
+ABSORB_GROUPS = range(5, 129)
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -112,6 +115,15 @@ def absorb_and_store(
     batch, heads = q.shape[0], w_uk.shape[0]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
+    # Triton's ranges are powers of two.
+    if not invariant and batch in ABSORB_GROUPS and heads & (heads - 1) == 0:
+        _kernels().absorb_groups[(heads * (RANK // ABSORB_WIDTH) + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
+            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, batch, kv_a.stride(0), capacity,
+            0 if pages else capacity, eps, stored,
+            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        return query
     apart = invariant or batch >= ABSORB_APART
     programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
     if batch:

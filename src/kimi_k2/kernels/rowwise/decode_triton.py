@@ -47,20 +47,31 @@ def absorb(  # type: ignore[no-untyped-def]
         tl.store(place, (even * c - odd * s).to(query.dtype.element_ty))
         tl.store(place + 1, (odd * c + even * s).to(query.dtype.element_ty))
     else:
-        position = tl.load(positions + batch)
-        slot = tl.where(position < capacity, position, -1)
-        column = tl.arange(0, RANK)
-        # Masks of the stored shape: Triton 3.9's interpreter takes no scalar one.
-        row_here, pair_here = slot + column >= column, slot + pair >= pair
-        latent = tl.load(kv + batch * kv_stride + column).to(tl.float32)
-        quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
-        entry = cache + (batch.to(tl.int64) * stride + position) * (RANK + ROPE)
-        entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
-        tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
-        source = kv + batch * kv_stride + RANK + 2 * pair
-        even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
-        tl.store(entry + RANK + 2 * pair, ((even * c - odd * s) * stored).to(cache.dtype.element_ty), pair_here)
-        tl.store(entry + RANK + 2 * pair + 1, ((odd * c + even * s) * stored).to(cache.dtype.element_ty), pair_here)
+        _store_entry(
+            kv, norm, positions, cache, batch, c, s, kv_stride, capacity, stride, eps, stored, ROPE=ROPE, RANK=RANK
+        )
+
+
+@triton.jit
+def _store_entry(  # type: ignore[no-untyped-def]
+    kv, norm, positions, cache, token, c, s, kv_stride, capacity, stride, eps, stored,
+    ROPE: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """A token's cache entry, with the cosines and sines of its position."""
+    pair, column = tl.arange(0, ROPE // 2), tl.arange(0, RANK)
+    position = tl.load(positions + token)
+    slot = tl.where(position < capacity, position, -1)
+    # Masks of the stored shape: Triton 3.9's interpreter takes no scalar one.
+    row_here, pair_here = slot + column >= column, slot + pair >= pair
+    latent = tl.load(kv + token * kv_stride + column).to(tl.float32)
+    quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
+    entry = cache + (token.to(tl.int64) * stride + position) * (RANK + ROPE)
+    entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
+    tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
+    source = kv + token * kv_stride + RANK + 2 * pair
+    even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
+    tl.store(entry + RANK + 2 * pair, ((even * c - odd * s) * stored).to(cache.dtype.element_ty), pair_here)
+    tl.store(entry + RANK + 2 * pair + 1, ((odd * c + even * s) * stored).to(cache.dtype.element_ty), pair_here)
 
 
 @triton.jit
@@ -70,9 +81,22 @@ def absorb_tokens(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """WIDTH columns of one head's latent queries, TOKENS tokens together, absent ones zero."""
+    job, group = tl.program_id(0), tl.program_id(1)
+    _absorb_together(
+        q, w_uk, query, batch, job, group,
+        HEADS=HEADS, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=WIDTH, TOKENS=TOKENS, OVERLAP=OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _absorb_together(  # type: ignore[no-untyped-def]
+    q, w_uk, query, batch, job, group,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     parts: tl.constexpr = RANK // WIDTH
-    head, column = tl.program_id(0) // parts, tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
-    row, token = tl.arange(0, NOPE), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
+    row, token = tl.arange(0, NOPE), group * TOKENS + tl.arange(0, TOKENS)
     here = (token < batch)[:, None]
     w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :])
     if OVERLAP:
@@ -81,6 +105,40 @@ def absorb_tokens(  # type: ignore[no-untyped-def]
     a = tl.load(q + (token[:, None] * HEADS + head) * (NOPE + ROPE) + row[None, :], here, 0.0)
     place = query + (token[:, None] * HEADS + head) * (RANK + ROPE) + column[None, :]
     tl.store(place, tl.dot(a, w).to(query.dtype.element_ty), here)
+
+
+@triton.jit
+def absorb_groups(  # type: ignore[no-untyped-def]
+    q, kv, norm, cos, sin, positions, w_uk, query, cache, batch, kv_stride, capacity, stride, eps, stored,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`absorb` for groups of TOKENS tokens: programs of WIDTH columns of one head, then one a token for the rest."""
+    job, group = tl.program_id(0), tl.program_id(1)
+    jobs: tl.constexpr = HEADS * (RANK // WIDTH)
+    if job < jobs:
+        _absorb_together(
+            q, w_uk, query, batch, job, group,
+            HEADS=HEADS, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=WIDTH, TOKENS=TOKENS, OVERLAP=OVERLAP,
+        )  # fmt: skip
+        return
+    token = group * TOKENS + job - jobs
+    if token >= batch:
+        return
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair, head = tl.arange(0, ROPE // 2), tl.arange(0, HEADS)
+    c = tl.load(cos + token * (ROPE // 2) + pair).to(tl.float32)
+    s = tl.load(sin + token * (ROPE // 2) + pair).to(tl.float32)
+    source = q + (token * HEADS + head[:, None]) * (NOPE + ROPE) + NOPE + 2 * pair[None, :]
+    even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
+    place = query + (token * HEADS + head[:, None]) * (RANK + ROPE) + RANK + 2 * pair[None, :]
+    tl.store(place, (even * c[None, :] - odd * s[None, :]).to(query.dtype.element_ty))
+    tl.store(place + 1, (odd * c[None, :] + even * s[None, :]).to(query.dtype.element_ty))
+    _store_entry(
+        kv, norm, positions, cache, token, c, s, kv_stride, capacity, stride, eps, stored, ROPE=ROPE, RANK=RANK
+    )
 
 
 @triton.jit
