@@ -1,16 +1,23 @@
 // The parts of MLA attention joined, and W_UV behind them, in one launch at decode: out[b, h, v] = W_UV[h, v, :] .
 // latent. A cluster of eight blocks owns a head of one token: each block joins 64 of the 512 columns, passes them to
 // the others through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before
-// attention has ended.
+// attention has ended. Of more tokens than let all such clusters run at once, four blocks do.
 #include "common/csrc/decode.cuh"
 #include "mla_gather.cuh"
 #include "mla_plan.cuh"
 
 namespace decode {
 
-constexpr int kJoined = 512, kJoinBlocks = 8, kJoinWide = kJoined / kJoinBlocks, kWidth = 128;
-constexpr int kMaxParts = 128, kGroups = 16;  // groups of 16 threads, each with every 16th part
-constexpr int kRowsEach = kWidth / kJoinBlocks / kWarps;
+constexpr int kJoined = 512, kWidth = 128, kMaxParts = 128;
+
+// What a cluster's number of blocks gives: columns of a block, threads that have them all, groups of such threads, each
+// with every kGroups-th part, and a warp's rows.
+template <int BLOCKS>
+struct JoinShape {
+  static constexpr int kWide = kJoined / BLOCKS, kLanes = kWide / 4, kGroups = kThreads / kLanes;
+  static constexpr int kRowsEach = kWidth / BLOCKS / kWarps;
+  static_assert(kLanes == 16 || kLanes == 32, "a warp has two groups or one");
+};
 
 struct JoinArguments {
   // By a plan [items, heads, 512], else [tokens, heads, splits, 512], normalised; and base-2 logarithms of the parts'
@@ -24,11 +31,12 @@ struct JoinArguments {
   int some_parts;  // of `mla::merge_class`
 };
 
-constexpr int kJoinLanes = kJoinWide / 4;
+template <int BLOCKS>
 struct JoinMemory {
+  static constexpr int kLanes = JoinShape<BLOCKS>::kLanes;
   union {
-    float4 parts[kWarps][kJoinWide / 4];
-    float others[mla::merge_groups(0) - 1][4 + 2][kJoinLanes];
+    float4 parts[kWarps][kLanes];
+    float others[mla::merge_groups(0) - 1][4 + 2][kLanes];
   };
   uint4 latent[kJoined / 8];
 };
@@ -36,12 +44,13 @@ struct JoinMemory {
 // How a context's parts are joined: as there are `splits`, by a plan, or by a plan in the steps of merge_planned.
 enum Join { kEven, kPlanned, kUniform };
 
-// The first kJoinLanes threads: four columns each of the joined parts, as merge_planned adds them.
-template <int GROUPS>
-__device__ __forceinline__ bool join_uniform(const JoinArguments& a, JoinMemory& m, int64_t begin, int count, int rank,
-                                             float (&joined)[4]) {
-  const int group = threadIdx.x / kJoinLanes, lane = threadIdx.x % kJoinLanes;
-  const uint4* from = reinterpret_cast<const uint4*>(a.parts + begin * kJoined + rank * kJoinWide) + lane;
+// The first kLanes threads: four columns each of the joined parts, as merge_planned adds them.
+template <int GROUPS, int BLOCKS>
+__device__ __forceinline__ bool join_uniform(const JoinArguments& a, JoinMemory<BLOCKS>& m, int64_t begin, int count,
+                                             int rank, float (&joined)[4]) {
+  using Shape = JoinShape<BLOCKS>;
+  const int group = threadIdx.x / Shape::kLanes, lane = threadIdx.x % Shape::kLanes;
+  const uint4* from = reinterpret_cast<const uint4*>(a.parts + begin * kJoined + rank * Shape::kWide) + lane;
   mla::Gathered<4> mine;
   if (group < GROUPS)
     mine.template take<GROUPS, mla::kUniformTogether>(
@@ -63,13 +72,15 @@ __device__ __forceinline__ bool join_uniform(const JoinArguments& a, JoinMemory&
   return true;
 }
 
-template <Join JOIN>
+template <Join JOIN, int BLOCKS>
 __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a) {
   DECODE_DYNAMIC_SHARED(uint4, raw);
-  JoinMemory& m = *reinterpret_cast<JoinMemory*>(raw);
+  JoinMemory<BLOCKS>& m = *reinterpret_cast<JoinMemory<BLOCKS>*>(raw);
+  using Shape = JoinShape<BLOCKS>;
   constexpr bool PLANNED = JOIN != kEven;
+  constexpr int kRowsEach = Shape::kRowsEach, kGroups = Shape::kGroups, kTurns = 32 / kGroups;
   const int rank = blockIdx.x, head = blockIdx.y;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / 16;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / Shape::kLanes;
   pdl_launch();
   cluster_arrive();
   const int row = (rank * kWarps + warp) * kRowsEach;
@@ -88,16 +99,16 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
   if constexpr (JOIN == kUniform) {
     float joined[4];
     const int kind = mla::merge_class(count, a.some_parts);
-    const bool mine = kind == 0   ? join_uniform<mla::merge_groups(0)>(a, m, begin, count, rank, joined)
-                      : kind == 1 ? join_uniform<mla::merge_groups(1)>(a, m, begin, count, rank, joined)
-                                  : join_uniform<mla::merge_groups(2)>(a, m, begin, count, rank, joined);
+    const bool mine = kind == 0   ? join_uniform<mla::merge_groups(0), BLOCKS>(a, m, begin, count, rank, joined)
+                      : kind == 1 ? join_uniform<mla::merge_groups(1), BLOCKS>(a, m, begin, count, rank, joined)
+                                  : join_uniform<mla::merge_groups(2), BLOCKS>(a, m, begin, count, rank, joined);
     cluster_wait();  // the others have begun, so that their shared memory is theirs
     if (mine) {
       const __nv_bfloat162 two[2] = {__floats2bfloat162_rn(joined[0], joined[1]),
                                      __floats2bfloat162_rn(joined[2], joined[3])};
 #pragma unroll
-      for (int other = 0; other < kJoinBlocks; ++other)
-        reinterpret_cast<uint2*>(map_shared_rank(m.latent, other))[rank * kJoinLanes + thread] =
+      for (int other = 0; other < BLOCKS; ++other)
+        reinterpret_cast<uint2*>(map_shared_rank(m.latent, other))[rank * Shape::kLanes + thread] =
             *reinterpret_cast<const uint2*>(two);
     }
   } else {
@@ -107,7 +118,8 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
     for (int i = 0; i < kMaxParts / 32; ++i)
       share[i] = i * 32 + lane < count ? __ldcg(a.sums + begin + (i * 32 + lane) * step) : -INFINITY;
     float4 value[kMaxParts / kGroups];
-    const float4* from = reinterpret_cast<const float4*>(a.parts + begin * kJoined + rank * kJoinWide) + thread % 16;
+    const float4* from =
+        reinterpret_cast<const float4*>(a.parts + begin * kJoined + rank * Shape::kWide) + thread % Shape::kLanes;
 #pragma unroll
     for (int i = 0; i < kMaxParts / kGroups; ++i)
       if (group + i * kGroups < count) value[i] = __ldcg(from + int64_t(group + i * kGroups) * step * (kJoined / 4));
@@ -123,24 +135,26 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
     float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < kMaxParts / kGroups; ++i) {
-      const float weight = __shfl_sync(kAll, share[i / 2], group + i % 2 * 16);
+      const float weight = __shfl_sync(kAll, share[i / kTurns], group + i % kTurns * kGroups);
       if (weight > 0 && group + i * kGroups < count) {
         sum[0] += value[i].x * weight, sum[1] += value[i].y * weight;
         sum[2] += value[i].z * weight, sum[3] += value[i].w * weight;
       }
     }
+    if (Shape::kLanes == 16)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
-    if (lane < 16) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
+      for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(kAll, sum[j], 16);
+    if (lane < Shape::kLanes) m.parts[warp][lane] = float4{sum[0], sum[1], sum[2], sum[3]};
     __syncthreads();
     cluster_wait();  // the others have begun, so that their shared memory is theirs
     const float inverse = whole > 0 ? 1.f / whole : 0.f;
-    const float* columns = reinterpret_cast<const float*>(m.parts) + 2 * lane;
+    // Warp w writes 64 columns to block w, of four blocks the warps w and w + 4.
+    const int first = warp / BLOCKS * 64 + 2 * lane;
+    const float* columns = reinterpret_cast<const float*>(m.parts) + first;
     float two[2] = {};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) two[0] += columns[w * kJoinWide], two[1] += columns[w * kJoinWide + 1];
-    // Warp w writes to block w.
-    reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp))[rank * (kJoinWide / 2) + lane] =
+    for (int w = 0; w < kWarps; ++w) two[0] += columns[w * Shape::kWide], two[1] += columns[w * Shape::kWide + 1];
+    reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp % BLOCKS))[(rank * Shape::kWide + first) / 2] =
         __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
   }
   cluster_arrive();
@@ -166,6 +180,13 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
   }
 }
 
+template <int BLOCKS>
+int start_join(const JoinArguments& a, void* stream) {
+  const auto kernel = a.requests == nullptr ? join_values<kEven, BLOCKS> : join_values<kPlanned, BLOCKS>;
+  const dim3 grid(BLOCKS, a.heads, a.tokens);
+  return launch(kernel, grid, kThreads, sizeof(JoinMemory<BLOCKS>), a, stream, BLOCKS);
+}
+
 }  // namespace decode
 
 // With `plan`, of [tokens] contexts and at most 128 parts each, `splits` is not used; with `some_parts` too, parts are
@@ -185,8 +206,8 @@ extern "C" int kimi_join_values(const float* parts, const float* sums, const voi
                         heads,
                         splits,
                         some_parts};
-  return launch(!plan        ? join_values<kEven>
-                : some_parts ? join_values<kUniform>
-                             : join_values<kPlanned>,
-                dim3(kJoinBlocks, heads, tokens), kThreads, sizeof(JoinMemory), a, stream, kJoinBlocks);
+  if (plan && some_parts)
+    return launch(join_values<kUniform, 8>, dim3(8, heads, tokens), kThreads, sizeof(JoinMemory<8>), a, stream, 8);
+  constexpr int kMostOfEight = 32;  // heads of all tokens whose clusters of eight run at once, two blocks an SM
+  return tokens * heads <= kMostOfEight ? start_join<8>(a, stream) : start_join<4>(a, stream);
 }
