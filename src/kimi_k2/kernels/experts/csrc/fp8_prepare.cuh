@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       a.count2[tid] = 0;  // fp8_slab.cuh counts a slab's halves of tiles there
     if (tid < kMaxExperts) count[tid] = 0;
     __syncthreads();
+    int e[kBatch];
     for (int p = tid; p < pairs; p += kBatch * 1024) {
-      int e[kBatch];
       local_experts(a, p, pairs, e);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       }
       if (lane == 31) warp_sum[warp] = v;
       __syncthreads();
-      int base = 0;
-      for (int w = 0; w < warp; ++w) base += warp_sum[w];
+      int base = lane < warp ? warp_sum[lane] : 0;
+#pragma unroll
+      for (int d = 16; d; d >>= 1) base += __shfl_xor_sync(0xffffffffu, base, d);
       v += base;
       __syncthreads();
     }
@@ -75,8 +76,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       a.tiles[cells - tiles + i] = make_int4(tid, start + off, max(0, min(even, n - off)), 0);
     __syncthreads();
     for (int p = tid; p < pairs; p += kBatch * 1024) {
-      int e[kBatch];
-      local_experts(a, p, pairs, e);
+      if (pairs > kBatch * 1024) local_experts(a, p, pairs, e);  // else they are known still
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int pair = p + i * 1024;
