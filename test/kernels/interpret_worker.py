@@ -18,6 +18,7 @@ from kimi_k2.kernels.attention import flash_prefill, mla_decode, mla_prefill
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.linear import fused_linear_triton
 from kimi_k2.kernels.rowwise import decode_triton as rope_cache_triton
+from kimi_k2.kernels.rowwise import gated_triton
 from kimi_k2.kernels.rowwise import prefill_triton as rowwise_triton
 
 
@@ -135,7 +136,7 @@ def absorb(codes: float, shared: bool = False) -> dict[str, float]:
         torch.tensor([4, -1, 0]),
     )
     query, cache = torch.empty(batch, heads, 576), torch.randn(batch, 5, 576)
-    before = cache.double()
+    before, second = cache.double(), cache.clone()
     capacity, stride = (15, 0) if shared else (5, 5)
     if shared:
         positions = torch.tensor([14, -1, 6])
@@ -155,9 +156,16 @@ def absorb(codes: float, shared: bool = False) -> dict[str, float]:
     rope_cache_triton.absorb_tokens[(heads * 8, 1)](
         q, w_uk, together, batch, HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, TOKENS=16, OVERLAP=False
     )
+    grouped = torch.empty_like(query)
+    rope_cache_triton.absorb_groups[(heads * 16 + 16, 1)](
+        q, kv, norm, cos, sin, positions, w_uk, grouped, second, batch, kv.stride(0), capacity, stride, 1e-6, codes,
+        HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=32, TOKENS=16, OVERLAP=False,
+    )  # fmt: skip
     kind = f"codes={codes}{' shared' if shared else ''}"
     return {
         f"absorb tokens together {kind}": error(together, wanted),
+        f"absorb query in groups {kind}": error(grouped, wanted),
+        f"absorb cache in groups {kind}": error(second, before),
         f"absorb query {kind}": error(query, wanted),
         f"absorb cache {kind}": error(cache, before),
     }
@@ -167,7 +175,14 @@ def add_norm() -> dict[str, float]:
     x, delta, weight = torch.randn(2, 300), torch.randn(2, 300), torch.rand(300)
     total, out = torch.empty_like(x), torch.empty_like(x)
     rope_cache_triton.add_norm[(2,)](x, delta, weight, total, out, 300, 1e-6, WIDTH=512)
+    gate_up, gated = torch.randn(2, 600) * 3, torch.empty(2, 300)
+    gated_triton.silu_and_mul[(2, 2)](gate_up, gated, 300, WIDTH=256, OVERLAP=False)
+    both = torch.empty_like(x)
+    gated_triton.add[(3,)](x, delta, both, 600, WIDTH=256, OVERLAP=False)
+    gate, up = gate_up.double().chunk(2, -1)
     return {
+        "silu_and_mul": error(gated, gate * gate.sigmoid() * up),
+        "add": error(both, x.double() + delta.double()),
         "add_norm sum": error(total, x.double() + delta.double()),
         "add_norm": error(out, normed(x + delta, weight)),
     }
