@@ -1,4 +1,4 @@
-"""Time of the GEMMs of a TP8 rank with the norm before them, beside cuBLAS on a BF16 weight of the same shape.
+"""Time of the GEMMs of a TP8 rank with the norm before them, if any, beside cuBLAS on a BF16 weight of the same shape.
 
 Where vLLM is installed, DeepGEMM too, with the quantization of its input; neither has a norm to do.
 """
@@ -18,10 +18,14 @@ from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.linear.block_gemm import block_gemm, quantize_groups
 from kimi_k2.kernels.linear.fused_linear import fused_linear
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm
+from kimi_k2.ops import registry
+from kimi_k2.ops.linear import project
+from kimi_k2.ops.weights import Weight
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
+Way = Callable[[Tensor, Tensor], object]
 SHAPES = {
     "q_a|kv_a": (2112, 7168),
     "q_b": (1536, 1536),
@@ -31,14 +35,18 @@ SHAPES = {
     "dense gate|up": (4608, 7168),
     "dense down": (7168, 2304),
 }
-MANY = (16, 32, 64, 128, 256, 1024, 4096, 8192)
+# Linears that a norm comes before and is part of.
+NORMED = ("q_a|kv_a", "q_b")
+FEW = 8
+TOKENS = (1, FEW, 16, 32, 64, 128, 256, 1024, 4096, 8192)
+E4M3 = "fp8_linear=e4m3"
 SPLITS = (1, 2, 4, 7, 8, 14, 28)
 BLOCK = 128
 # Of the peer: rounding its input to e4m3 gives 2.6e-2.
 MOST_ERROR = 0.05
 
 
-def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Callable[[Tensor, Tensor], object]]]:
+def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Way]]:
     """(name, GEMM of x [T, K] and weight [N, K]) if vLLM and DeepGEMM are installed; checked on this weight.
 
     Raises:
@@ -71,51 +79,50 @@ def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Callable[[Te
 
 
 def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
-    """Each shape at 1 and 8 tokens and, quantized, at more; `sweep` adds every launch of few tokens."""
+    """Each shape at 1 to 8192 tokens, by the table's choice and with e4m3 pinned; `sweep` adds every Triton launch."""
     for name, (count, columns) in SHAPES.items():
         sets = max(8, min(64, 2**28 // (count * columns)))
         weights = [(torch.randn(count, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
         scale = torch.rand(-(-count // 128), columns // 128, device="cuda") * 1e-3
-        norm = torch.ones(columns, device="cuda").bfloat16()
-        for tokens in (1, 8):
-            x = torch.randn(tokens, columns, device="cuda").bfloat16()
-            launches = {"ours": (0, 16)}
-            if sweep:
-                launches |= {
-                    f"splits {s}, rows {r}": (s, r) for s in SPLITS for r in (16, 32, 64) if columns // 128 % s == 0
-                }
-            for label, (splits, strip) in launches.items():
-                calls = [partial(fused_linear, x, w, scale, norm, 1e-6, splits, strip) for w in weights]
+        norm = torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None
+        others = dict(deep_gemm(weights[0], scale)) if with_peers else {}
+        for tokens in TOKENS:
+            x, used = torch.randn(tokens, columns, device="cuda").bfloat16(), weights[: _sets(tokens, sets)]
+            for label, microseconds in _times(x, used, scale, norm, others, with_peers=with_peers, sweep=sweep):
                 moved, flops = count * columns, 2 * tokens * count * columns
-                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", label, graph_median(calls), moved, flops)
-            if with_peers:
-                wide = [w.bfloat16() for w in weights]
-                seconds = graph_median([partial(torch.mm, x, w.t()) for w in wide])
-                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", "cuBLAS BF16", seconds, 2 * moved, flops)
-                for label, peer in deep_gemm(weights[0], scale):
-                    seconds = graph_median([partial(peer, x, w) for w in weights])
-                    yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", label, seconds, moved, flops)
-        yield from _many(name, weights, scale, norm, with_peers)
+                kind = "FP8 GEMM" if norm is None else "norm + FP8 GEMM"
+                yield Row(kind, f"{name}, T={tokens}", label, microseconds, moved, flops)
 
 
-def _many(name: str, weights: list[Tensor], scale: Tensor, norm: Tensor, with_peers: bool) -> Iterator[Row]:
-    """Counts of tokens that are quantized, together with the norm, and what was before; cuBLAS has no norm to do."""
-    count, columns = weights[0].shape
+def _sets(tokens: int, most: int) -> int:
+    return most if tokens <= FEW else 8 if tokens < 1024 else 2
 
-    def quantized(terms: int, x: Tensor, weight: Tensor) -> None:
-        block_gemm(*quantize_groups(x, norm, terms=terms), weight, scale)
 
-    def dequantized(x: Tensor, weight: Tensor) -> None:
-        torch.mm(row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
+def _times(
+    x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None, others: dict[str, Way], *,
+    with_peers: bool, sweep: bool,
+) -> Iterator[tuple[str, float]]:  # fmt: skip
+    """(way, microseconds); cuBLAS has no norm to do."""
 
-    others = dict(deep_gemm(weights[0], scale)) if with_peers else {}
-    for tokens in MANY:
-        x, used = torch.randn(tokens, columns, device="cuda").bfloat16(), weights[: 8 if tokens < 1024 else 2]
-        ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
-        ways |= {"two terms": partial(quantized, 2), "e4m3": partial(quantized, 1), "dequantized, cuBLAS": dequantized}
-        ways |= others
-        for label, way in ways.items():
-            if with_peers or label != "dequantized, cuBLAS":
-                microseconds = graph_median([partial(way, x, w) for w in used])
-                moved, flops = count * columns, 2 * tokens * count * columns
-                yield Row("norm + FP8 GEMM", f"{name}, T={tokens}", label, microseconds, moved, flops)
+    def by_table(weight: Tensor) -> None:
+        project(x, Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat()), norm)
+
+    def dequantized(weight: Tensor) -> None:
+        torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
+
+    for label, pins in (("ours", None), ("e4m3", E4M3)):
+        registry.pin(pins)
+        yield label, graph_median([partial(by_table, weight) for weight in weights])
+    registry.pin()
+    if sweep and len(x) <= FEW:
+        for splits, strip in ((s, r) for s in SPLITS for r in (16, 32, 64) if x.shape[1] // BLOCK % s == 0):
+            calls = [partial(fused_linear, x, weight, scale, norm, 1e-6, splits, strip) for weight in weights]
+            yield f"splits {splits}, rows {strip}", graph_median(calls)
+    if with_peers:
+        if len(x) <= FEW:
+            wide = [weight.bfloat16() for weight in weights]
+            yield "cuBLAS BF16", graph_median([partial(torch.mm, x, weight.t()) for weight in wide])
+        else:
+            yield "dequantized, cuBLAS", graph_median([partial(dequantized, weight) for weight in weights])
+    for label, way in others.items():
+        yield label, graph_median([partial(way, x, weight) for weight in weights])
