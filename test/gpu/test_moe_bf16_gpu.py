@@ -53,7 +53,7 @@ def test_matches_float64(tokens: int, inter: int) -> None:
     assert torch.equal(out, moe_bf16(x, *held, indices, scores)), "not deterministic"
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(64, 2), (300, 1), (300, 2), (1500, 1), (5000, 1)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(12, 1), (32, 1), (64, 2), (300, 1), (300, 2), (1500, 1), (5000, 1)])
 def test_crowded_experts(tokens: int, top_k: int) -> None:
     """Those with far more pairs than an even routing gives have tiles of their own."""
     held, x = weights(256), torch.randn(tokens, HIDDEN, device="cuda").bfloat16()

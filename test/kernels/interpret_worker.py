@@ -296,16 +296,18 @@ def main() -> None:
     errors |= absorb(1.0) | absorb(2.5) | absorb(1.0, shared=True)
     one = {rows: [moe_bf16.Pass(moe_bf16.Launch(rows, 32, 4, 1))] for rows in (16, 32)}
     two = [*one[16], moe_bf16.Pass(moe_bf16.Launch(32, 64, 4, 1), 20)]
+    alike = [*one[16], moe_bf16.Pass(moe_bf16.Launch(16, 32, 4, 1), 9)]
     errors |= {
         f"experts rows={rows} parallel={p}": experts(one[rows], p) for rows, p in ((16, False), (16, True), (32, True))
     }
     errors["experts sorted by three launches"] = experts(one[16], True, most_few=0)
     errors |= {f"experts in two passes, parallel={p}": experts(two, p, most_few=30) for p in (False, True)}
+    errors["experts in two passes of equal rows"] = experts(alike, False)
     errors |= {
         f"order of {n} pairs, {len(passes)} passes, parallel={p}, few={few}": sorted_pairs(n, passes, p, few)
         for n, passes, p, few in (
             (1, one[16], False, 1024), (37, one[16], True, 1024), (100, one[32], False, 1024), (100, two, True, 1024),
-            (37, one[16], True, 0), (1500, two, False, 0),
+            (100, alike, False, 1024), (37, one[16], True, 0), (1500, two, False, 0),
         )
     }  # fmt: skip
     print(json.dumps(errors | add_norm() | rowwise()))
