@@ -39,12 +39,15 @@ def test_bytes_and_descriptors_of_a_dma() -> None:
     assert costed(rows, data, rates=rates).busy["dma"] == pytest.approx(128 * 4096 / 368e9)
 
 
-@pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", 1), ("float32", 4)])
-def test_a_matmul_takes_its_columns(dtype: str, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "passes", "hint"), [("bfloat16", 1, False), ("float32", 4, False), ("float32", 2, True)]
+)
+def test_a_matmul_takes_its_columns(dtype: str, passes: int, hint: bool) -> None:
     def kernel(left: NkiTensor, right: NkiTensor) -> None:
         a, b = nl.load(left), nl.load(right)
-        nisa.nc_matmul(nl.ndarray((64, 512), dtype=nl.float32, buffer=nl.psum), a, b)
-        nisa.nc_matmul(nl.ndarray((64, 8), dtype=nl.float32, buffer=nl.psum), a, b[:, 0:8])
+        for columns in (512, 8):
+            out = nl.ndarray((64, columns), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_matmul(out, a, b[:, 0:columns], is_stationary_onezero=hint)
 
     left, right = (np.zeros((128, n), dtype) for n in (64, 512))
     cost = costed(kernel, left, right)

@@ -117,6 +117,12 @@ def matmul_of_integers(_: NkiTensor) -> None:
     nisa.nc_matmul(psum(8, 8), sbuf(64, 8, dtype="int32"), sbuf(64, 8))
 
 
+def no_ones_and_zeros(_: NkiTensor) -> None:
+    tile = sbuf(64, 8)
+    nisa.memset(tile[:, 3:4], 2.0)
+    nisa.nc_matmul(psum(8, 8), sbuf(64, 8), tile, is_stationary_onezero=True, is_moving_onezero=True)
+
+
 def double_row_of_bfloat16(_: NkiTensor) -> None:
     tile = sbuf(64, 2, 8, dtype="bfloat16")
     nisa.nc_matmul(psum(8, 8), tile, tile, perf_mode=nisa.matmul_perf_mode.double_row)
@@ -284,6 +290,7 @@ WRONG: dict[Body, tuple[str, str, str, type[errors.NkiError]]] = {
     matmul_over_two_banks: ("nki.isa.nc_matmul", "dst", "one PSUM bank", errors.ShapeError),
     matmul_of_mixed_widths: ("nki.isa.nc_matmul", "moving", "32 bits wide", errors.DtypeError),
     matmul_of_integers: ("nki.isa.nc_matmul", "stationary", "bfloat16", errors.DtypeError),
+    no_ones_and_zeros: ("nki.isa.nc_matmul", "moving", "ones and zeros", errors.NkiError),
     double_row_of_bfloat16: ("nki.isa.nc_matmul", "stationary", "float8_e4m3", errors.DtypeError),
     accumulate_onto_memset: ("nki.isa.nc_matmul", "dst", "undefined on Trainium2", errors.NkiError),
     accumulate_onto_nothing: ("nki.isa.nc_matmul", "dst", "accumulate=False", errors.UnwrittenError),

@@ -65,12 +65,10 @@ def nc_matmul(
         contracted=stationary.shape[0],
         onezero=is_stationary_onezero or is_moving_onezero,
     )
-    for operand, hint, values in (
-        ("stationary", is_stationary_onezero, left),
-        ("moving", is_moving_onezero, right),
-    ):
-        holds = not hint or bool(((values == 0) | (values == 1)).all())
-        call.need(holds, operand, f"ones and zeros only, as is_{operand}_onezero says", "other values")
+    hinted = (("stationary", is_stationary_onezero, left), ("moving", is_moving_onezero, right))
+    for operand, hint, values in hinted:
+        if hint and not ((values == 0) | (values == 1)).all():
+            raise call.fail(operand, f"ones and zeros, as is_{operand}_onezero says", "other values", NkiError)
     if is_transpose:
         _transpose(call, dst, stationary, left, right)
         return

@@ -40,23 +40,12 @@ class ExpandedAttention(LatentAttention):
         self._head_keys: Any = None
         self._head_values: Any = None
 
-    def turn_latents(self) -> None:
-        """Transpose the cache; `turn` does so where this has not."""
-        cache, chunks = self._caches[0], self.w_uv.shape[1]
-        dtype = cache.tiles[0].dtype
-        self._turned_uk = nl.ndarray((BLOCK, chunks, BLOCK), dtype=dtype, buffer=nl.sbuf)
-        in_psum = nl.ndarray((BLOCK, chunks, BLOCK), dtype=dtype, buffer=nl.psum)
-        for chunk in range(chunks):
-            piece = self.w_uk[:, 0, chunk * BLOCK : (chunk + 1) * BLOCK]
-            nisa.nc_matmul(dst=in_psum[:, chunk, :], stationary=piece, moving=self.identity, is_transpose=True)
-        nisa.tensor_copy(dst=self._turned_uk, src=in_psum)
-        super().turn()
-
     def turn(self) -> None:
         """Make keys [128, tiles, slots] and values [slots, tiles, 128] of the cache."""
-        if self._turned_uk is None:
-            self.turn_latents()
         cache, chunks = self._caches[0], self.w_uv.shape[1]
+        self._turned_uk = self._turned_weight(chunks, cache.tiles[0].dtype)
+        # All tiles first, so that the Tensor Engine does not wait for what it has transposed.
+        super().turn()
         shape, dtype = (BLOCK, self.count, BLOCK), cache.tiles[0].dtype
         self._head_keys, self._head_values = (nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf) for _ in range(2))
         a_bank = nl.tile_size.psum_bank_fmax // BLOCK
@@ -82,6 +71,16 @@ class ExpandedAttention(LatentAttention):
             mine = slice(begin, begin + many)
             nisa.tensor_copy(dst=self._head_keys[:, mine, :], src=keys, engine=nisa.engine.scalar)
             nisa.tensor_copy(dst=self._head_values[:, mine, :], src=values, engine=nisa.engine.vector)
+
+    def _turned_weight(self, chunks: int, dtype: Any) -> Any:
+        """W_UK transposed, [128, rank / 128, 128]."""
+        turned = nl.ndarray((BLOCK, chunks, BLOCK), dtype=dtype, buffer=nl.sbuf)
+        in_psum = nl.ndarray(turned.shape, dtype=dtype, buffer=nl.psum)
+        for chunk in range(chunks):
+            piece = self.w_uk[:, 0, chunk * BLOCK : (chunk + 1) * BLOCK]
+            nisa.nc_matmul(dst=in_psum[:, chunk, :], stationary=piece, moving=self.identity, is_transpose=True)
+        nisa.tensor_copy(dst=turned, src=in_psum)
+        return turned
 
     def attend_values(
         self, queries: Any, softmax_scale: float, dtype: Any, first: Callable[[], None], then: Callable[[], None]

@@ -159,9 +159,6 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         if batch:
             self._load(0, turns_later)
 
-    def turn_latents(self) -> None:
-        """What `turn` can do earlier."""
-
     def turn(self) -> None:
         """Transpose the first cache."""
         if self.turns_first:

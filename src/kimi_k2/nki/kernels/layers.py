@@ -8,7 +8,7 @@ loads what does not depend on it and transposes the next cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import nki
@@ -55,13 +55,12 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
             apart=True, beside=layer.next_experts,
         )  # fmt: skip
 
-    def apply(self, hidden: Any, logits: Any, meanwhile: Callable[[], None]) -> Any:
+    def apply(self, hidden: Any, logits: Any) -> Any:
         """This core's summand of the residual and the next down projections, float32 [128, H/128 + ceil(N/128), T].
 
         Args:
             hidden: float32 [128, H/128, T], the residual.
             logits: float32 [128, E/128, T], without the norm's scalar.
-            meanwhile: called where the engines wait for the chosen experts.
         """
         step, (_, chunks, tokens) = self.step, hidden.shape
         scale = norm_scalar(hidden, step.ones, step.eps)
@@ -73,7 +72,6 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         kept = self.routed.kept(self.router.weights(scores, index)[:, mine], held)
 
         # While the chosen experts are on their way.
-        meanwhile()
         inner = self.shared.activated(columns[:, self.first : self.first + self.count, :])
         extra = 0 if self.next is None else self.next.blocks
         base = nl.ndarray((BLOCK, chunks + extra, tokens), dtype=nl.float32, buffer=nl.sbuf)
@@ -166,18 +164,13 @@ def decode_layers(
         if following is not None and following.core is None:
             following.load_cache()
         total = attended.result()
-        meanwhile = _nothing if following is None else following.core.turn_latents
-        moved = Sum(experts.apply(total[:, 0:chunks, :], total[:, chunks:, :], meanwhile), step.group)
+        moved = Sum(experts.apply(total[:, 0:chunks, :], total[:, chunks:, :]), step.group)
         attention = following
     stream = moved.result()[:, 0:chunks, :]
     out = nl.ndarray((hidden.shape[0], chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
     first, count = share_of(chunks)
     store_columns(out, stream[:, first : first + count, :], first, step.exact)
     return out, entries[0], entries[1]
-
-
-def _nothing() -> None:
-    """In the last layer nothing is to be turned."""
 
 
 def _copied(columns: Any) -> Any:
