@@ -20,7 +20,7 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 FAULTS = Path(__file__).with_name("decode_layers_faults.py")
-LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
+LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2), "TP2xEP2": (2, 2), "TP4": (4, 1)}
 SIZES: dict[str, Any] = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "kv_lora_rank": 128, "q_lora_rank": 128,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32, "moe_intermediate_size": 64,
@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
 # A rank has at most 128 columns of the residual, and 32 or 64 of an expert.
 CAPTURE = {"tensor_capture_config": {"modules_to_capture": ["layers.1"]}, "on_device_sampling_config": {}}
 OF_LAYOUT: dict[str, dict[str, Any]] = {"TP1": {"hidden_size": 128}, "TP2xEP2": {"moe_intermediate_size": 128}}
+OF_LAYOUT["TP4"] = {"moe_intermediate_size": 128}
 
 
 def config_of(layout: str, **more: Any) -> KimiK2Config:
@@ -88,6 +89,24 @@ def test_prefill_and_16_steps(
     assert result["kernels"]["decode_layers"] == DECODE_STEPS
     assert result["kernels"]["attention_decode"] == DECODE_STEPS
     assert "selective_experts" not in result["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "fmt", "tiles", "batch"), [(2, "bf16", "bf16", 1), (4, "fp8", "fp8", 4), (2, "bf16", "bf16", 4)]
+)
+def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, tiles: str, batch: int) -> None:
+    """Groups of ranks share a cache; each rank makes the queries of its whole group."""
+    checkpoint, case = stored("TP4", fmt), sequences(batch, 512)
+    split = {"flash_decoding_enabled": True, "num_cores_per_group": cores, "seq_len": SLOTS * cores}
+    given = options("TP4", 2, fmt, batch, attention_tiles=tiles, **split)
+    job = {"checkpoint": checkpoint, "neuron_config": given, "cases": [case]}
+    result = launch(job, tmp_path, WORKER, timeout=1500)
+    (logits,), plain = result["logits"], expected_logits(plain_model(checkpoint), case)
+    print(f"\ngroups of {cores}: to the plain model {float((logits - plain).abs().max()):.1e}, {result['kernels']}")
+    torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
+    assert torch.equal(logits.argmax(-1), plain.argmax(-1))
+    assert result["kernels"]["decode_layers"] == DECODE_STEPS
+    assert "attention_decode" not in result["kernels"]
 
 
 @SLOW

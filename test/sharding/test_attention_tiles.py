@@ -104,6 +104,40 @@ def test_tiles_hold_the_checkpoints_values(
         assert same(by_inputs(weight, scale), o[:, rank * own * 128 : (rank + 1) * own * 128])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("group", [8, 4, 2])
+def test_tiles_of_a_group_are_those_of_its_ranks(
+    sources: dict[str, Path], tmp_path: Path, kind: Any, group: int
+) -> None:
+    """Every rank of a group has what its ranks have of q_b and W_UK, one half of the heads for each core."""
+    layout = Layout(8, experts="bf16", attention_tiles=kind, query_group=group)
+    Presharder(sources["fp8"], tmp_path, layout).run()
+    assert len(list(verify(tmp_path))) == 8
+    assert made_layout(tmp_path).query_group == group
+    files = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(8)]
+    assert not any("layers.0." in name and ".group_" in name for name in files[0])  # a dense layer
+    each = group // 2
+    for rank, file in enumerate(files):
+        q_b, q_b_scale = held(file, "group_q_b")
+        w_uk, w_uk_scale = held(file, "group_w_uk")
+        assert q_b.shape == (2, 128, 2, each * (NOPE + ROPE))
+        for core in range(2):
+            for place in range(each):
+                owner = files[rank // group * group + core * each + place]
+                (own, own_scale), (own_uk, own_uk_scale) = held(owner, "q_b"), held(owner, "w_uk")
+                plain, first = slice(place * NOPE, (place + 1) * NOPE), each * NOPE + place * ROPE
+                assert torch.equal(q_b[core, :, :, plain], own[:, :, :NOPE])
+                assert torch.equal(q_b[core, :, :, first : first + ROPE], own[:, :, NOPE:])
+                assert torch.equal(w_uk[core, place], own_uk[0])
+                if q_b_scale is None or own_scale is None or w_uk_scale is None or own_uk_scale is None:
+                    assert kind == "bf16"
+                    continue
+                assert torch.equal(q_b_scale[core, :, place], own_scale[:, 0])
+                rows = q_b_scale[core, :, each:].transpose(0, 1).flatten(0, 1)
+                assert torch.equal(rows[place * ROPE : (place + 1) * ROPE], own_scale[:ROPE, 1])
+                assert torch.equal(w_uk_scale[core, place], own_uk_scale[0])
+
+
 def test_the_whole_state_dict_is_what_ranks_hold(sources: dict[str, Path], tmp_path: Path) -> None:
     config = KimiK2Config.from_pretrained(sources["fp8"])
     layout = Layout(4, experts="bf16", attention_tiles="fp8")
@@ -144,3 +178,18 @@ def test_what_is_refused(sources: dict[str, Path], tmp_path: Path, fmt: str, giv
     with pytest.raises(ConfigError) as caught:
         Presharder(sources[fmt], tmp_path, Layout(2, **{"experts": "bf16", **given}))
     assert caught.value.field == "attention_tiles"
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("query_group", {"query_group": 2}),
+        ("query_group", {"query_group": 3, "attention_tiles": "fp8"}),
+        ("num_attention_heads", {"query_group": 2, "attention_tiles": "fp8"}),
+    ],
+    ids=["without tiles", "an odd group", "two heads a rank"],
+)
+def test_groups_that_are_refused(sources: dict[str, Path], tmp_path: Path, field: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Presharder(sources["fp8"], tmp_path, Layout(4, **{"experts": "bf16", **given}))
+    assert caught.value.field == field

@@ -78,7 +78,8 @@ def cpu_deployment(
     cores = math.gcd(preset.cache_ranks, ranks)
     kernels = preset.neuron_config.nki_kernels
     # Positions divide among the ranks of a group, and among the tiles of both cores.
-    step = math.lcm(cores, ATTENTION_TILE if "attention" in kernels else 1)
+    layers = preset.neuron_config.decode_layers_kernel
+    step = cores * ATTENTION_TILE if layers else math.lcm(cores, ATTENTION_TILE if "attention" in kernels else 1)
     length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,
@@ -90,6 +91,7 @@ def cpu_deployment(
         early_router=preset.neuron_config.early_router,
         early_qkv_a=preset.neuron_config.early_qkv_a,
         attention_tiles=preset.neuron_config.attention_tiles,
+        decode_layers_kernel=layers,
         nki_kernels=kernels,
     )
     changed = {

@@ -12,20 +12,12 @@ from math import prod
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
+from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
 from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once, held_as
 from kimi_k2.plan.target import Target
-from kimi_k2.sharding.attention_tiles import in_place_of_linears
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
-# What both cores of the attention kernel read, as they do its queries' weights.
-_BY_BOTH_CORES = (".q_a_layernorm.weight", ".kv_a_layernorm.weight")
-# The same of the kernel of whole layers, of MoE layers.
-_OF_LAYERS_BY_BOTH_CORES = (
-    ".early_router.heads_weight", ".router.e_score_correction_bias", ".post_attention_layernorm.weight",
-    ".self_attn.tiles.o.weight", ".self_attn.tiles.o.scale",
-)  # fmt: skip
-CORES = 2  # of LNC
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)
 
@@ -53,14 +45,8 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
                 counts.read[tensor.name] *= config.moe_intermediate_size * config.n_shared_experts // plan.layout.ranks
             elif tensor.name.endswith(".shared_experts.down_proj.scale"):
                 counts.read[tensor.name] *= PARTITIONS
-    if plan.layout.attention_tiles:
-        for name in counts.read:
-            if name.endswith(_BY_BOTH_CORES) or any(part in name for part in (".tiles.q_b.", ".tiles.w_u")):
-                counts.read[name] *= CORES
-    if target.decode_layers:
-        for tensor in plan.tensors:
-            if config.is_moe_layer(tensor.layer) and tensor.name.endswith(_OF_LAYERS_BY_BOTH_CORES):
-                counts.read[tensor.name] *= CORES
+    for tensor in plan.tensors:
+        counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -145,18 +131,15 @@ def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
     """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
-    if not in_place_of_linears(layout.attention_tiles):
-        unused = (*unused, ".self_attn.tiles.")
     if decode:
         unused = ("router.linear_router.",) if layout.early_router else ()
-        if layout.attention_tiles:
-            unused = (*unused, ".q_b_proj.", ".kv_b_proj.", ".o_proj.")
         if layout.early_qkv_a:  # the first layer's down projections follow no layer
             unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
 
     def read(tensor: PlannedTensor) -> bool:
         first = decode and tensor.layer == 0 and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight"))
-        return first or not any(part in tensor.name for part in unused)
+        kept = reads_attention(plan.config, layout, tensor, decode)
+        return first or (kept and not any(part in tensor.name for part in unused))
 
     return replace(plan, tensors=tuple(filter(read, plan.tensors)))
 
@@ -288,12 +271,20 @@ def _summed(config: KimiK2Config, tokens: int, columns: int, cores: int = 0) -> 
 
 
 def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[Collective, int]:
-    """A layer's gathers of queries and of log-sum-exps over a group, and the scatter of the heads' sums."""
+    """A layer's gathers of queries and of log-sum-exps over a group, and the scatter of the heads' sums.
+
+    In the kernel of whole layers one all-to-all of both cores' parts.
+    """
     cores, layers = target.cache_ranks, config.num_hidden_layers
     if cores == 1:
         return {}
     heads = tokens * config.num_attention_heads // target.layout.ranks
     found: dict[Collective, int] = {}
+    if target.decode_layers:
+        inside = _moe_layers(config)
+        parts = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
+        found[Collective("all-to-all", cores, parts)] = inside
+        layers -= inside
     for kind, size in (
         ("all-gather", heads * cores * config.cache_dim * BF16),
         ("all-gather", heads * cores * cores * FLOAT32),

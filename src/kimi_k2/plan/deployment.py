@@ -219,6 +219,7 @@ class Deployment(_Part):
             early_router=self.neuron_config.early_router,
             early_qkv_a=self.neuron_config.early_qkv_a,
             attention_tiles=self.neuron_config.attention_tiles,
+            query_group=self.cache_ranks if self.neuron_config.decode_layers_kernel and self.cache_ranks > 1 else 0,
         )
 
     def neuron_arguments(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kimi_k2.sharding.planned import ShardingPlan
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80, 15  # percent of the DMA engines' peak; microseconds of a collective
 _OTHER_COLLECTIVES = 3  # of the embedding, and of sampling
 # With one kernel a layer, the first layer's down projections have no layer before them.
-_FIRST_LAYER = {"folded": 1}
+_FIRST_LAYER = {"folded": 1, "folded_fp8": 1}
 _CORES = 2
 ASSUMPTIONS = (
     "modelled, not measured; nothing here has run on Trainium",
@@ -40,11 +40,12 @@ _FORMS = {
     "plain": "kernel by kernel: shared expert and router in BF16",
     "early": "kernel by kernel: shared expert in FP8; the router's logits ride in attention's all-reduce, in float32",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
+    "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
 }
 # Which of them the class runs.
 _OF_THE_CLASS = (
-    "4,096 slots: the step of the class, which runs its MoE layers so (decode_layers_kernel); its flash decoding runs"
-    " without kernels"
+    "this is the step of the class, which runs its MoE layers so (decode_layers_kernel): with the whole cache on each"
+    " rank, and with flash decoding over groups of 16"
 )
 _NOT_OF_THE_CLASS = (
     "one kernel a layer is what the class runs with decode_layers_kernel, which this deployment leaves out"
@@ -65,7 +66,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     forms: tuple[str, ...] = ("early", "folded") if layout.early_router else ("plain",)
     notes = (_NOT_OF_THE_CLASS,) if layout.early_router else ()
     if target.decode_layers:
-        forms, notes = ("folded",), (_OF_THE_CLASS,)
+        forms, notes = ("folded_fp8" if layout.attention_tiles == "fp8" else "folded",), (_OF_THE_CLASS,)
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     return {

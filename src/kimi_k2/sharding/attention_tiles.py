@@ -23,6 +23,9 @@ from kimi_k2.sharding.planned import PlannedTensor
 
 NAME = "self_attn.tiles"
 SOURCES = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj")
+# Queries' weights of all heads of a group of ranks that share a cache, one half of them for each core of LNC=2.
+OF_GROUP = ("group_q_b", "group_w_uk")
+CORES = 2
 Cut = tuple[tuple[int, ...], int]  # a shape, and the dimension that ranks cut
 
 
@@ -73,6 +76,29 @@ def shapes(config: KimiK2Config, ranks: int) -> dict[str, tuple[Cut, Cut]]:
     }
 
 
+def group_shapes(config: KimiK2Config, group: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Whole shapes of OF_GROUP's weights and scales, a core's part after the other, `group` ranks of one head each."""
+    p, rope, rank = PARTITIONS, config.qk_rope_head_dim, config.kv_lora_rank
+    own = group // CORES
+    parts, chunks = config.num_attention_heads // own, config.q_lora_rank // p
+    return {
+        "group_q_b": ((parts, p, chunks, own * (p + rope)), (parts, p, own + -(-own * rope // p), chunks)),
+        "group_w_uk": ((parts, own, p, 1, rank), (parts, own, p, rank // p, 1)),
+    }
+
+
+def group_tensors(
+    config: KimiK2Config, root: str, layer: int, group: int, kind: AttentionTiles, dtype: torch.dtype
+) -> Iterator[PlannedTensor]:
+    """OF_GROUP's tensors of a layer: each group's on all of its ranks."""
+    groups = config.num_attention_heads // group
+    for name, (shape, scale) in group_shapes(config, group).items():
+        held = torch.float8_e4m3fn if kind == "fp8" else dtype
+        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", held, shape, layer, None, 1, group, groups)
+        if kind == "fp8":
+            yield PlannedTensor(f"{root}.{NAME}.{name}.scale", torch.float32, scale, layer, None, 1, group, groups)
+
+
 def attention_tiles_tensors(
     config: KimiK2Config, root: str, layer: int, ranks: int, kind: AttentionTiles, dtype: torch.dtype
 ) -> Iterator[PlannedTensor]:
@@ -93,6 +119,7 @@ def make_tiles(
     ranks: int,
     kind: AttentionTiles,
     dtype: torch.dtype,
+    group: int = 0,
 ) -> dict[str, Tensor]:
     """Tiles and scales, by name and suffix, of one of SOURCES.
 
@@ -104,6 +131,7 @@ def make_tiles(
         ranks: that divide the heads; the rows of q_b lie in their order.
         kind: what the tiles are held in.
         dtype: of float tiles.
+        group: ranks that share a cache, whose queries each of them makes; 0 without.
     """
     scale: Tensor | None = None
     if kind == "fp8":
@@ -117,7 +145,10 @@ def make_tiles(
     bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.dtype.itemsize])
     make = _q_b if module.endswith("q_b_proj") else _kv_b if module.endswith("kv_b_proj") else _o
     made: dict[str, Tensor] = {}
-    for name, (tile, factors) in make(config, bits, scale, ranks).items():
+    tiles = make(config, bits, scale, ranks)
+    if group and make is not _o:
+        tiles |= _of_group(config, make(config, bits, scale, config.num_attention_heads * CORES // group), group)
+    for name, (tile, factors) in tiles.items():
         made[f"{name}.weight"] = tile.contiguous().view(weight.dtype)
         if factors is not None:
             made[f"{name}.scale"] = factors.contiguous()
@@ -158,6 +189,19 @@ def _kv_b(config: KimiK2Config, weight: Tensor, scale: Tensor | None, _: int) ->
         "w_uk": (w_uk.unsqueeze(2), uk_scale),
         "w_uv": (w_uv.unflatten(2, (-1, p)).permute(0, 3, 2, 1), uv_scale),
     }
+
+
+def _of_group(config: KimiK2Config, tiles: Made, group: int) -> Made:
+    """OF_GROUP's of q_b or W_UK, made for as many ranks as there are cores' halves of groups."""
+    halves = config.num_attention_heads * CORES // group
+
+    def apart(tile: Tensor, dim: int) -> Tensor:
+        parts: Tensor = tile.unflatten(dim, (halves, -1)).movedim(dim, 0)
+        return parts
+
+    name, dims = ("q_b", (2, 1)) if "q_b" in tiles else ("w_uk", (0, 0))
+    tile, scale = tiles[name]
+    return {f"group_{name}": (apart(tile, dims[0]), None if scale is None else apart(scale, dims[1]))}
 
 
 def _o(config: KimiK2Config, weight: Tensor, scale: Tensor | None, _: int) -> Made:

@@ -176,8 +176,10 @@ class Converter:
     def _attention_tiles(self, name: str, stored: Stored) -> list[Part]:
         kind, dtype = self.layout.attention_tiles, self.layout.dtype
         source = format_holding(self.config.quantization, stored)
-        made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype)
         root = name.rpartition(".self_attn.")[0]
+        shared = self.config.is_moe_layer(int(root.rpartition(".")[2]))  # the kernel of whole layers has those alone
+        group = self.layout.query_group if shared else 0
+        made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype, group)
         return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
 
     def _folded(self, following: Tensor, down: Stored) -> Tensor:

@@ -84,7 +84,7 @@ class LayerSink:
         """Write whole tensors, to every rank its cut of them."""
         for part in parts:
             self._check(part, self.planned[part.name].shape)
-        shared = {part.name: tensor_bytes(part.tensor) for part in parts if self.planned[part.name].dim is None}
+        shared = {part.name: tensor_bytes(part.tensor) for part in parts if self._is_of_all(part.name)}
         digests = {name: self.digest() for name in shared}  # once for all ranks
         for name, data in shared.items():
             digests[name].update(data)
@@ -101,6 +101,10 @@ class LayerSink:
                         self._digests[rank][part.name] = digests[part.name]
 
         self._over_ranks(write, pool)
+
+    def _is_of_all(self, name: str) -> bool:
+        """Whether every rank holds all of a tensor."""
+        return self.planned[name].dim is None and self.planned[name].expert_groups == 1
 
     def _check(self, part: Part, shape: tuple[int, ...]) -> None:
         dtype = self.planned[part.name].dtype
@@ -159,6 +163,8 @@ def _shares(experts: list[Part]) -> list[list[memoryview]]:
 
 def _cut(tensor: PlannedTensor, whole: Tensor, rank: int) -> Tensor:
     """A rank's slice, contiguous."""
-    assert tensor.dim is not None
+    if tensor.dim is None:  # of a group of ranks, whole
+        held = tensor.experts_of(rank)
+        return whole[held.start : held.stop]
     pieces = [whole.narrow(tensor.dim, cut.start, cut.stop - cut.start) for cut in tensor.cuts(rank)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, tensor.dim)

@@ -33,6 +33,8 @@ class Layout:
             tiles.
         attention_tiles: write attention's weights in the decode kernel's tiles, in this format; "fp8" beside the
             ordinary ones (`sharding.attention_tiles`); neuron only.
+        query_group: ranks that share a cache, each of which makes the queries of all their heads in the kernel of whole
+            layers: write weights for it; 0 without. One head a rank; needs attention_tiles.
     """
 
     moe_tp: int
@@ -44,6 +46,7 @@ class Layout:
     early_router: bool = False
     early_qkv_a: bool = False
     attention_tiles: AttentionTiles = ""
+    query_group: int = 0
 
     def __post_init__(self) -> None:
         for field in ("moe_tp", "moe_ep"):
@@ -55,6 +58,9 @@ class Layout:
         for field in ("early_router", "early_qkv_a", "attention_tiles"):
             if (given := getattr(self, field)) and self.target != "neuron":
                 raise ConfigError(f"expected {type(given)()!r} for {self.target}, got {given!r}", field=field)
+        if self.query_group and (not self.attention_tiles or self.query_group % 2):
+            expected = "0 without attention_tiles" if not self.attention_tiles else "an even number"
+            raise ConfigError(f"expected {expected}, got {self.query_group}", field="query_group")
         if self.attention_tiles not in get_args(AttentionTiles):
             expected = " or ".join(map(repr, get_args(AttentionTiles)))
             raise ConfigError(f"expected {expected}, got {self.attention_tiles!r}", field="attention_tiles")

@@ -53,7 +53,7 @@ def _config_digest(config: KimiK2Config) -> str:
 
 
 # Fields of Layout that are written where they are set.
-_ADDED = ("early_router", "early_qkv_a", "attention_tiles")
+_ADDED = ("early_router", "early_qkv_a", "attention_tiles", "query_group")
 
 
 def _options(layout: Layout) -> dict[str, Any]:

@@ -42,6 +42,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
         if layout.attention_tiles:
             check_sizes(config)
             check_stored(config, layout.attention_tiles)
+        if layout.query_group and layout.ranks > 1 and config.num_attention_heads != layout.ranks:
+            expected = f"one head a rank ({layout.ranks}) with query_group"
+            raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")
         if layout.early_qkv_a:
             check_experts(experts)
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))

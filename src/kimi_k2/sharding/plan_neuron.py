@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.attention_tiles import SOURCES, attention_tiles_tensors, in_place_of_linears
+from kimi_k2.sharding.attention_tiles import SOURCES, attention_tiles_tensors, group_tensors, in_place_of_linears
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat
@@ -29,6 +29,8 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
             yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
     if layout.attention_tiles:
         yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles, dtype)
+        if layout.query_group and config.is_moe_layer(layer):
+            yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles, dtype)
     if layout.early_qkv_a and precedes_another(config, layer):
         sizes = (ranks, layout.moe_tp, layout.moe_ep)
         yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)

@@ -30,6 +30,7 @@ def whole_state_dict(
     early_router: bool = False,
     early_qkv_a: bool = False,
     attention_tiles: AttentionTiles = "",
+    query_group: int = 0,
     ranks: int = 1,
 ) -> dict[str, Tensor]:
     """Every tensor of NeuronKimiK2Model that a checkpoint holds, uncut.
@@ -43,6 +44,7 @@ def whole_state_dict(
         early_router: with the early router's weights.
         early_qkv_a: with those of early down projections.
         attention_tiles: with attention's tiles, in this format.
+        query_group: of `Layout`.
         ranks: that will divide the heads, in whose order attention's tiles lie.
 
     Raises:
@@ -60,6 +62,7 @@ def whole_state_dict(
         early_router=early_router,
         early_qkv_a=early_qkv_a,
         attention_tiles=attention_tiles,
+        query_group=query_group,
     )
     planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
     state: dict[str, Tensor] = {}
@@ -98,6 +101,7 @@ def load_whole_state_dict(
     early_router: bool = False,
     early_qkv_a: bool = False,
     attention_tiles: AttentionTiles = "",
+    query_group: int = 0,
     ranks: int = 1,
 ) -> dict[str, Tensor]:
     """`whole_state_dict` of an open checkpoint."""
@@ -110,5 +114,6 @@ def load_whole_state_dict(
         early_router=early_router,
         early_qkv_a=early_qkv_a,
         attention_tiles=attention_tiles,
+        query_group=query_group,
         ranks=ranks,
     )

@@ -38,14 +38,16 @@ def over_positions(heads: Tensor, shared: Tensor, dimension: int) -> Tensor:
 class KimiK2Attention(nn.Module):
     """MLA of one layer; `num_heads` is this rank's share, in CPU mode too."""
 
-    def __init__(self, config: KimiK2InferenceConfig) -> None:
+    def __init__(self, config: KimiK2InferenceConfig, moe: bool = False) -> None:
         super().__init__()
         hf, neuron = config.hf, config.neuron_config
         self.hf = hf
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
         self.flash_decoding = neuron.flash_decoding_enabled
         self.sequence_parallel = neuron.sequence_parallel_enabled
-        self.kernel = AttentionKernel(neuron.logical_nc_config) if "attention" in neuron.nki_kernels else None
+        # Of a part of the cache the kernel of whole layers alone takes care.
+        on_kernel = "attention" in neuron.nki_kernels and not self.flash_decoding
+        self.kernel = AttentionKernel(neuron.logical_nc_config) if on_kernel else None
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
@@ -54,8 +56,9 @@ class KimiK2Attention(nn.Module):
         )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
-        self.tiles = AttentionTiles(config) if neuron.attention_tiles else None
-        self.block = AttentionBlockKernel(neuron.logical_nc_config) if self.tiles is not None else None
+        self.tiles = AttentionTiles(config, moe) if neuron.attention_tiles else None
+        in_tiles = on_kernel and self.tiles is not None
+        self.block = AttentionBlockKernel(neuron.logical_nc_config) if in_tiles else None
         self.tiles_alone = in_place_of_linears(neuron.attention_tiles)
         if not self.tiles_alone:
             column = {"bias": False, "gather_output": False, "dtype": dtype}
@@ -135,7 +138,8 @@ class KimiK2Attention(nn.Module):
         q_rope = apply_rotary_interleaved(q_rope, cos_cache.unsqueeze(2), sin_cache.unsqueeze(2))
         k_rope = apply_rotary_interleaved(k_rope, cos_cache, sin_cache)
 
-        q_latent = torch.einsum("bshn,hnr->bhsr", q_nope, self._w_uk())
+        w_uk, w_uv = self._kv_b()
+        q_latent = torch.einsum("bshn,hnr->bhsr", q_nope, w_uk)
         q_rope = q_rope.transpose(1, 2)
 
         def scores(keys: Tensor, latents: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ class KimiK2Attention(nn.Module):
                 query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask.sum(dim=(1, 2, 3))
                 summed = self.kernel(query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
                 return (
-                    self._output(summed, adapter_ids, early),
+                    self._output(summed, w_uv, adapter_ids, early),
                     self._entries(k_rope, latent),
                     cos_cache,
                     sin_cache,
@@ -174,7 +178,7 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights[..., :past], latents, 1) + over_positions(weights[..., past:], active[1], 1)
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
-        return self._output(summed, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
+        return self._output(summed, w_uv, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
 
     def _in_one_kernel(
         self,
@@ -211,21 +215,21 @@ class KimiK2Attention(nn.Module):
         nope, rope = q.split([self.hf.qk_nope_head_dim, self.hf.qk_rope_head_dim], dim=-1)
         return nope, rope
 
-    def _w_uk(self) -> Tensor:
-        """[h, nope, rank]."""
-        return self.tiles.absorbed() if self.tiles is not None and self.tiles_alone else self._kv_b()[0]
-
-    def _kv_b(self) -> tuple[Tensor, Tensor]:
-        """W_UK and W_UV, [h, nope, rank] and [h, v, rank]."""
+    def _kv_b(self) -> tuple[Tensor, Tensor | None]:
+        """W_UK and W_UV, [h, nope, rank] and [h, v, rank]; the second is None where it lies in tiles alone."""
+        if self.tiles is not None and self.tiles_alone:
+            return self.tiles.absorbed(), None
         sizes = [self.hf.qk_nope_head_dim, self.hf.v_head_dim]
         w_uk, w_uv = self.kv_b_proj.weight.view(self.num_heads, sum(sizes), self.hf.kv_lora_rank).split(sizes, dim=1)
         return w_uk, w_uv
 
-    def _output(self, summed: Tensor, adapter_ids: Tensor | None, early: EarlyLogits | None) -> Tensor:
-        """Sums of latents float32 [B, h, S, rank] to [B, S, H], summed over the ranks."""
-        if self.tiles is not None and self.tiles_alone:
+    def _output(
+        self, summed: Tensor, w_uv: Tensor | None, adapter_ids: Tensor | None, early: EarlyLogits | None
+    ) -> Tensor:
+        """Sums of latents float32 [B, h, S, rank] to [B, S, H], summed over the ranks; `w_uv` of `_kv_b`."""
+        if w_uv is None:
+            assert self.tiles is not None
             return self.tiles.output(self.tiles.values(summed), early, self.sequence_parallel)
-        _, w_uv = self._kv_b()
         values = torch.einsum("bhsr,hvr->bshv", summed.to(w_uv.dtype), w_uv).flatten(2)
         out: Tensor = project(self.o_proj, values, adapter_ids) if early is None else self.o_proj(values, early)
         return out

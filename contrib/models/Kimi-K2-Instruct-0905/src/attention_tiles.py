@@ -17,7 +17,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 )
 from torch import Tensor, nn
 
-from kimi_k2.sharding.attention_tiles import shapes
+from kimi_k2.sharding.attention_tiles import CORES, OF_GROUP, group_shapes, shapes
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 
 from .config import KimiK2InferenceConfig
@@ -43,9 +43,12 @@ def in_order_of_tiles(values: Tensor) -> Tensor:
 
 
 class AttentionTiles(nn.Module):
-    """This rank's tiles, each with `weight` and, in FP8, `scale`: q_b, w_uk, w_uv and o."""
+    """This rank's tiles, each with `weight` and, in FP8, `scale`: q_b, w_uk, w_uv and o.
 
-    def __init__(self, config: KimiK2InferenceConfig) -> None:
+    A MoE layer whose cache a group of ranks shares has OF_GROUP too, for the kernel of whole layers.
+    """
+
+    def __init__(self, config: KimiK2InferenceConfig, moe: bool = False) -> None:
         super().__init__()
         neuron = config.neuron_config
         ranks, fp8 = neuron.tp_degree, neuron.attention_tiles == "fp8"
@@ -57,6 +60,10 @@ class AttentionTiles(nn.Module):
                 (tuple(size // ranks if place == dim else size for place, size in enumerate(shape)), dim)
                 for shape, dim in cuts
             )
+            self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
+        group = neuron.query_group if moe else 0
+        for name, whole in group_shapes(config.hf, group).items() if group else ():
+            weight, scale = (((CORES, *shape[1:]), 0) for shape in whole)
             self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +100,18 @@ class AttentionTiles(nn.Module):
             out = reduce_from_tensor_model_parallel_region(part, process_group=group)
         return out.to(values.dtype)
 
+    def of_group(self) -> dict[str, Tensor]:
+        """OF_GROUP by the kernel's names; empty where there are none."""
+        found: dict[str, Tensor] = {}
+        for name in OF_GROUP:
+            tile = getattr(self, name, None)
+            if tile is not None:
+                field = name.removeprefix("group_")
+                found[field] = tile.weight
+                if tile.scale is not None:
+                    found[f"{field}_scales"] = tile.scale
+        return found
+
     def _held(self, name: str) -> Tensor:
         tile = self.get_submodule(name)
         assert isinstance(tile, TileWeights)
@@ -104,6 +123,8 @@ class AttentionTiles(nn.Module):
         absent: dict[str, None] = {}
         for name, held in self.named_children():
             assert isinstance(held, TileWeights)
+            if name in OF_GROUP:
+                continue
             tensors[f"{name}_tiles"] = held.weight
             if held.scale is None:
                 absent[f"{name}_scales"] = None

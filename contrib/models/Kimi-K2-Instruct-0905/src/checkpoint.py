@@ -11,6 +11,7 @@ from torch import Tensor
 from kimi_k2.checkpoint.names import IGNORED
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.attention_tiles import CORES, OF_GROUP
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.whole import load_whole_state_dict, whole_state_dict
 
@@ -55,5 +56,11 @@ def convert_state_dict(
 
 
 def _ranked(state: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
-    """With the rank numbers that NxD cuts like a weight."""
-    return {"rank_util.rank": torch.arange(world_size, dtype=torch.int32), **state}
+    """With the rank numbers that NxD cuts like a weight, and what groups of ranks share once for each rank."""
+    numbers = torch.arange(world_size, dtype=torch.int32)
+    for name, held in state.items():
+        if name.split(".")[-2] in OF_GROUP:
+            group = world_size * CORES // len(held)
+            copies = held.unflatten(0, (-1, CORES)).view(torch.uint8 if held.dtype.itemsize == 1 else held.dtype)
+            state[name] = copies.repeat_interleave(group, dim=0).flatten(0, 1).view(held.dtype)
+    return {"rank_util.rank": numbers, **state}

@@ -94,7 +94,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
-        options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles)
+        options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles, decode_layers_kernel)
         if early_router:
             options.check_early_router(self)
         options.check_attention_tiles(attention_tiles, nki_kernels)
@@ -105,6 +105,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             options.check_decode_layers(self, nki_kernels, {**given, "shared_expert_tiles": shared_expert_tiles})
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
+        if decode_layers_kernel and self.num_cores_per_group > 1:
+            options.check_shared_cache(self, self.num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.nki_kernels = list(nki_kernels)
         self.expert_tiles = expert_tiles
@@ -113,6 +115,11 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.attention_tiles = attention_tiles
         self.decode_layers_kernel = decode_layers_kernel
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
+
+    @property
+    def query_group(self) -> int:
+        """Ranks that share a cache, each of which makes the queries of all their heads; 0 where none does."""
+        return self.num_cores_per_group if self.decode_layers_kernel and self.num_cores_per_group > 1 else 0
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:
@@ -191,7 +198,7 @@ class KimiK2InferenceConfig(InferenceConfig):
         if neuron.attention_tiles:
             check_sizes(hf)
         if neuron.decode_layers_kernel:
-            options.check_layer_sizes(hf, tp)
+            options.check_layer_sizes(hf, tp, neuron.query_group)
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
             raise ConfigError(

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
 from kimi_k2.nki.kernels import MODULES
@@ -30,13 +31,14 @@ class DecodeLayersKernel(NkiKernel):
     Args:
         cores: 1 or 2 (LNC).
         ranks: that run it together.
+        group: neighbours among them that share a cache, each with a part of its slots; 1 where each holds it whole.
     """
 
     name = "decode_layers"
 
-    def __init__(self, cores: int, ranks: int) -> None:
+    def __init__(self, cores: int, ranks: int, group: int = 1) -> None:
         super().__init__(cores)
-        self.ranks = ranks
+        self.ranks, self.group = ranks, group
 
     def call(
         self, layers: Sequence[Tensors], given: Tensors, numbers: dict[str, Any], results: Sequence[Result]
@@ -50,6 +52,9 @@ class DecodeLayersKernel(NkiKernel):
             results: shape and dtype of each result.
         """
         numbers = {**numbers, "ranks": self.ranks, "groups": [list(range(self.ranks))]}
+        if self.group > 1:
+            firsts = range(0, self.ranks, self.group)
+            numbers["cache_groups"] = [list(range(first, first + self.group)) for first in firsts]
         device = given["hidden"].device
         if self.emulated and device.type == "xla":
             named = {**given, **named_layers(layers)}
@@ -109,7 +114,14 @@ class WholeLayers:
         """Whether the kernel was called, and a layer waits for its entries."""
         return bool(self._entries)
 
-    def run(self, hidden_states: Tensor, projected: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    def run(
+        self,
+        hidden_states: Tensor,
+        projected: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        active_mask: Tensor | None = None,
+    ) -> Tensor:
         """The residual [B, 1, H] behind the last layer.
 
         Args:
@@ -117,11 +129,16 @@ class WholeLayers:
             projected: float32 [B, 1, N], its down projections without the norm's scalar.
             attention_mask: bool [B, 1, 1, slots].
             position_ids: int [B, 1].
+            active_mask: with flash decoding, bool [B, 1, 1, 1], True where this rank holds the token's position.
         """
         moe = [(layer, cache) for layer, cache in zip(self.layers, self.caches, strict=True) if layer.is_moe]
         first = moe[0][0]
         attention, hf, experts = first.self_attn, first.self_attn.hf, first.mlp.expert_mlps
         dtype, batch = hidden_states.dtype, len(hidden_states)
+        group, slots = self.kernel.group, attention_mask.shape[-1]
+        if group > 1:  # NxDI's mask is over the slots that it reserves too
+            slots -= EXTRA_RESERVED_SPACE
+            attention_mask = attention_mask[..., :slots]
         given = {
             "hidden": hidden_states.squeeze(1).to(torch.float32),
             "projected": projected.squeeze(1),
@@ -134,8 +151,11 @@ class WholeLayers:
             "routed_scaling_factor": hf.routed_scaling_factor,
             "eps": hf.rms_norm_eps,
             "latent_eps": hf.latent_norm_eps,
-            "attended": attention_mask.shape[-1],
+            "attended": slots,
         }
+        if group > 1:
+            assert active_mask is not None
+            given["own"] = active_mask.reshape(batch, 1).to(torch.int32)
         if experts.moe_expert_model_parallel_group.size() > 1:  # one graph for all ranks
             held = experts.get_spmd_rank().get_local_expert_indices().view(-1)
             given["first_expert"] = held[:1].to(torch.int32).unsqueeze(1)
@@ -183,6 +203,7 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
         **{name: scale for name, scale in tiles.items() if name.endswith("_scales")},
         **{name: tiles[f"{name}_tiles"] for name in ("q_b", "w_uk", "w_uv")},
         "o_proj": tiles["o_tiles"],
+        **attention.tiles.of_group(),
         **dict(zip(names, routed.tiles(), strict=True)),
         **{f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared.tiles(), strict=True)},
         "early_residual": layer.early_router.residual_weight,

@@ -33,6 +33,8 @@ class LatentKVCacheManager(KVCacheManager):
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
         self.padded_layer_ids: list[int] = []
+        # Layers before those with experts, whose attention over a part of the cache is no kernel's.
+        self.dense = config.hf.first_k_dense_replace
         length = neuron.max_length
         if self.flash_decoding_enabled:
             length = get_cache_size(length, self.num_cores_per_group)
@@ -52,9 +54,9 @@ class LatentKVCacheManager(KVCacheManager):
     def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it.
 
-        The attention kernel is given the whole cache: a graph would copy a part of it before the call.
+        Kernels are given the whole cache: a graph would copy a part of it before the call.
         """
-        if "attention" in self.neuron_config.nki_kernels:
+        if "attention" in self.neuron_config.nki_kernels and not (self.flash_decoding_enabled and idx < self.dense):
             kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE

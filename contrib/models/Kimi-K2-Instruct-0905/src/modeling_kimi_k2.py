@@ -156,7 +156,7 @@ class KimiK2DecoderLayer(nn.Module):
         super().__init__()
         hf = config.hf
         self.input_layernorm, self.input_layernorm_eps = make_rms_norm(hf.hidden_size, hf.rms_norm_eps), hf.rms_norm_eps
-        self.self_attn = KimiK2Attention(config)
+        self.self_attn = KimiK2Attention(config, hf.is_moe_layer(layer))
         self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.is_moe = hf.is_moe_layer(layer)
         self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.early_router else None
@@ -186,7 +186,7 @@ class KimiK2DecoderLayer(nn.Module):
             if not whole.begun:
                 projected = None if following is None else following.take_sums()
                 assert projected is not None
-                hidden_states = whole.run(hidden_states, projected, attention_mask, position_ids)
+                hidden_states = whole.run(hidden_states, projected, attention_mask, position_ids, kwargs["active_mask"])
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
@@ -238,8 +238,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
             hf.vocab_size, hf.hidden_size, hf.pad_token_id, dtype=neuron.torch_dtype, shard_across_embedding=True
         )
         self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
-        cores = neuron.logical_nc_config
-        self.whole = DecodeLayersKernel(cores, neuron.tp_degree) if neuron.decode_layers_kernel else None
+        sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
+        self.whole = DecodeLayersKernel(*sizes) if neuron.decode_layers_kernel else None
         self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
             hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling,
@@ -305,7 +305,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
 
 
 def _beside(neuron: Any) -> dict[str, Any]:
-    names = ("early_router", "early_qkv_a", "attention_tiles")
+    names = ("early_router", "early_qkv_a", "attention_tiles", "query_group")
     return {name: getattr(neuron, name) for name in names}
 
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # sequence parallelism are tested with all of them, a bucket's part of the cache too.
 KERNEL_REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "attention": {
-        "flash_decoding_enabled": ((False,), "the kernel is not wired for a part of the positions"),
+        "flash_decoding_enabled": ((False,), "without decode_layers_kernel no kernel takes a part of the positions"),
         "is_prefix_caching": ((False,), "the kernel reads a cache in one piece"),
         "lora_config": ((None,), "not tried together"),
         "speculation_length": ((0,), "the kernel takes one token a sequence"),
@@ -373,8 +373,27 @@ def check_decode_layers(config: Any, kernels: Sequence[str], parts: Mapping[str,
     _refuse(vars(config), DECODE_LAYERS_REFUSED, "decode_layers_kernel")
 
 
-def check_layer_sizes(hf: KimiK2Config, ranks: int) -> None:
-    """Refuse models that the kernel does not take.
+def check_shared_cache(config: Any, group: int) -> None:
+    """Refuse what the kernel of all MoE layers does not take where `group` ranks share a cache.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if config.logical_nc_config != 2 or group % 2:
+        field = "num_cores_per_group" if group % 2 else "logical_nc_config"
+        raise ConfigError("decode_layers_kernel divides a group's heads between two cores", field=field)
+    tile = 128 * config.logical_nc_config * group
+    made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
+    for name in ("seq_len", "token_generation_buckets"):
+        stated = getattr(config, name) or made_by_nxdi
+        for length in [stated] if isinstance(stated, int) else stated:
+            if length % tile:
+                expected = f"a multiple of {tile}, {tile // group} a rank"
+                raise ConfigError(f"decode_layers_kernel takes {expected}, got {length}", field=name)
+
+
+def check_layer_sizes(hf: KimiK2Config, ranks: int, group: int = 0) -> None:
+    """Refuse models that the kernel does not take; `group` of the ranks share a cache.
 
     Raises:
         ConfigError: naming the field.
@@ -394,6 +413,11 @@ def check_layer_sizes(hf: KimiK2Config, ranks: int) -> None:
             f"decode_layers_kernel takes at most {MOST_COLUMNS} columns of the residual a rank, got {own}",
             field="hidden_size",
         )
+    if group and hf.num_attention_heads != ranks:
+        expected = f"one head a rank ({ranks}) with flash decoding"
+        raise ConfigError(
+            f"decode_layers_kernel takes {expected}, got {hf.num_attention_heads}", field="num_attention_heads"
+        )
     if not hf.norm_topk_prob:
         raise ConfigError("decode_layers_kernel normalises the weights, got False", field="norm_topk_prob")
 
@@ -405,16 +429,18 @@ def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...]
             raise ConfigError(f"expected {expected} with {option}, got {values[name]!r}: {reason}", field=name)
 
 
-def check_kernels(config: Any, kernels: Sequence[str], tiles: bool, shared: int = 0) -> None:
+def check_kernels(config: Any, kernels: Sequence[str], tiles: bool, shared: int = 0, layers: bool = False) -> None:
     """Refuse what the NKI kernels, and experts in their tiles, do not follow; `config` is the whole neuron config.
 
     Raises:
         ConfigError: naming the field.
     """
     values = {**vars(config), "expert_tiles": tiles}
+    if layers:  # the kernel of whole layers takes a part of the positions
+        values["flash_decoding_enabled"] = False
     for kernel in kernels:
         _refuse(values, KERNEL_REFUSED[kernel], "nki_kernels")
-    if "attention" in kernels:
+    if "attention" in kernels and not config.flash_decoding_enabled:
         tile = 128 * config.logical_nc_config
         made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
         for name in ("seq_len", "token_generation_buckets"):

@@ -30,6 +30,7 @@ def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
         early_router=neuron_config.early_router,
         early_qkv_a=neuron_config.early_qkv_a,
         attention_tiles=neuron_config.attention_tiles,
+        query_group=neuron_config.query_group,
     )
     if held != (written := expert_formats()[held.name].for_layout(config, layout)):
         raise ConfigError(
