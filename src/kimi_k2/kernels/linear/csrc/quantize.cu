@@ -69,13 +69,15 @@ __global__ void __launch_bounds__(1024 / EACH) quantize_norm(const QuantizeArgum
     store_group(a, token, thread + i * blockDim.x, decode::normed8(value[i], inverse, weight[i]));
 }
 
-// Nothing of a token but its own group of 128 is needed: blocks take 256 groups of eight values, whatever the token.
+// Nothing of a token but its own group of 128 is needed: blocks take 256 groups of eight values, whatever the tokens.
 template <bool SWIGLU>
 __global__ void __launch_bounds__(256) quantize_groups(const QuantizeArguments a) {
   decode::pdl_launch();
-  const int padded = (a.columns / 8 + 31) / 32 * 32, blocks = (padded + 255) / 256;
-  const int token = blockIdx.x / blocks, v = blockIdx.x % blocks * 256 + threadIdx.x;
-  const bool here = v < a.columns / 8;
+  const int groups = a.columns / 8;
+  const unsigned place = blockIdx.x * 256u + threadIdx.x;
+  const int found = place / groups, v = place - found * groups;
+  const bool here = found < a.tokens;
+  const int token = here ? found : 0;
   decode::pdl_wait();
   uint4 value = make_uint4(0, 0, 0, 0);
   if (here) {
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(256) quantize_groups(const QuantizeArguments a
       }
     }
   }
-  store_group(a, token, v, value);
+  store_group(a, token, here ? v : groups, value);
 }
 
 }  // namespace linear
@@ -124,5 +126,5 @@ extern "C" int kimi_quantize(const void* x, const void* delta, const void* norm,
     return decode::launch(linear::quantize_norm<kEach>, dim3(tokens), threads, 0, a, stream);
   }
   const auto kernel = swiglu ? linear::quantize_groups<true> : linear::quantize_groups<false>;
-  return decode::launch(kernel, dim3(tokens * ((padded + 255) / 256)), padded < 256 ? padded : 256, 0, a, stream);
+  return decode::launch(kernel, dim3((int64_t(tokens) * (columns / 8) + 255) / 256), 256, 0, a, stream);
 }
