@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kimi_k2.kernels.router.entries import route
-from kimi_k2.kernels.rowwise.gated import add, silu_and_mul
 from kimi_k2.kernels.rowwise.prefill import (
     fp8_block_to_bf16,
     held_rows,
@@ -102,11 +101,3 @@ def test_rows_of_a_rank(dtype: torch.dtype) -> None:
     wanted = torch.where(here[:, None], weight[(ids.long() - 200).clamp(0, 299)], torch.zeros_like(weight[:1]))
     assert torch.equal(held_rows(ids, weight, 200), wanted)
     assert here.any() and not here.all()
-
-
-@pytest.mark.parametrize(("tokens", "size"), [(5, 256), (64, 2304), (3, 7)])
-def test_gated_values_and_sums(tokens: int, size: int) -> None:
-    gate_up, x, y = (torch.randn(tokens, width, device="cuda").bfloat16() * 4 for width in (2 * size, size, size))
-    gate, up = gate_up.double().chunk(2, -1)
-    assert distance(silu_and_mul(gate_up), gate * gate.sigmoid() * up) < 4e-3
-    assert torch.equal(add(x, y), x + y)

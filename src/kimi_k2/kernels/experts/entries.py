@@ -20,7 +20,6 @@ from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
 from kimi_k2.kernels.linear.entries import fixed_parts
-from kimi_k2.kernels.rowwise import gated
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.registry import COMPOSED, batch_invariant, is_decoding
@@ -257,31 +256,6 @@ def few_experts(
     ]
     given = x.contiguous(), *_fp8_experts(experts), *routing, parts, experts.expert_map, *shared
     out: Tensor = moe_few.moe_few(*given)
-    return out
-
-
-def _supports_in_turn(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> bool:  # fmt: skip
-    """Some tokens beside FP8 experts, whose launch leaves no room on the SMs, and a shared expert in FP8."""
-    some = x.shape[0] > moe_decode.MAX_TOKENS and gated.supports(x) and shared_gate_up.fp8_block is not None
-    return some and _supports_moe_fp8(x, experts, topk_indices, topk_weights)
-
-
-@ops_experts.routed_experts_with_shared.entry("in_turn", takes=_supports_in_turn)
-def experts_behind_shared(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> Tensor:  # fmt: skip
-    """The shared expert first, in launches that overlap.
-
-    On a second stream it would run behind the routed ones, and neither their sum nor the launch after it would begin
-    before the one before it has ended.
-    """
-    shared = ops_experts.swiglu(x, shared_gate_up, shared_down)
-    routed = ops_experts.routed_experts(x, experts, topk_indices, topk_weights)
-    out: Tensor = gated.add(routed, shared)
     return out
 
 

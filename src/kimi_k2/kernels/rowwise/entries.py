@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.rowwise import decode, gated, prefill
-from kimi_k2.ops import experts as ops_experts
+from kimi_k2.kernels.rowwise import decode, prefill
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
@@ -30,7 +29,6 @@ dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block
     prefill.dequantize_fp8_block
 )
 
-ops_experts.silu_and_mul.entry("triton", takes=lambda gate_up: gated.supports(gate_up))(gated.silu_and_mul)
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
 
 
