@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import AttentionTiles, Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 WORKER = """
 import json, os, sys
@@ -76,6 +76,10 @@ SIZES = {
     # For the kernels' tiles, of the routed experts and the shared one, with an early router.
     "tiled": {"num_hidden_layers": 2, "moe_intermediate_size": 256, "hidden_size": 512},
 }
+# With attention's tiles too, of heads that the kernel takes; from a checkpoint in BF16 and one in FP8 blocks.
+ATTENTION: dict[str, AttentionTiles] = {"attention-bf16": "bf16", "attention-fp8": "fp8"}
+HEADS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32}
+SIZES |= {name: {**SIZES["tiled"], **HEADS} for name in ATTENTION}
 
 
 def neuron_options(experts: str, block: int) -> dict[str, object]:
@@ -98,17 +102,21 @@ CASES = [
     for size in SIZES
     for tp, ep in ((4, 2), (8, 1))
     for experts in ("per_channel", "blockwise", "bf16")
-    if size not in ("wide", "tiled")
+    if size in ("tiny", "medium")
 ]
 CASES += [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
 CASES += [("tiled", 4, 2, "tiles"), ("tiled", 8, 1, "tiles"), ("tiled", 4, 2, "bf16_tiles")]
+CASES += [("attention-bf16", 4, 2, "bf16_tiles"), ("attention-fp8", 8, 1, "tiles")]
 
 
 def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
     """The layout of a case."""
     size, tp, ep, experts = case
-    folded = size == "tiled"
-    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=folded, early_qkv_a=folded)
+    folded = experts.endswith("tiles")
+    return Layout(
+        tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=folded, early_qkv_a=folded,
+        attention_tiles=ATTENTION.get(size, ""),
+    )  # fmt: skip
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -123,14 +131,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     jobs = []
     for name, sizes in SIZES.items():
-        write_synthetic_checkpoint(root / name, tiny_config(**heads | sizes))
+        write_synthetic_checkpoint(root / name, with_format(tiny_config(**heads | sizes), ATTENTION.get(name, "bf16")))
     for case in CASES:
         size, tp, ep, experts = case
-        layout, config = layout_of(case), tiny_config(**heads | SIZES[size])
+        layout, config = layout_of(case), with_format(tiny_config(**heads | SIZES[size]), ATTENTION.get(size, "bf16"))
         out = str(root / f"theirs-{label(case)}")
-        if size == "tiled":
+        if experts.endswith("tiles"):
             held = expert_formats()[experts].for_layout(config, layout)
             options = {"early_router": True, "early_qkv_a": True, **held.neuron_options()}
+            if size in ATTENTION:
+                options |= {"attention_tiles": ATTENTION[size], "nki_kernels": ["attention"], "seq_len": 256}
         else:
             options = neuron_options(experts, BlockwiseExperts.for_layout(config, layout).block)
         job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}
