@@ -186,9 +186,13 @@ def test_experts_of_long_prompts(inter: int) -> None:
 
 
 @pytest.mark.parametrize("inter", [128, 256, 512, 1024])
-def test_experts_with_a_shared_one(inter: int) -> None:
+@pytest.mark.parametrize("stored", ["fp8", "int4"])
+def test_experts_with_a_shared_one(stored: str, inter: int) -> None:
     """Of few tokens and of many: other launches, the same bits; some pairs do not count."""
-    experts, shared = held("fp8", 48, inter, mapped=inter == 512), (fp8(2 * inter, HIDDEN), fp8(HIDDEN, inter))
+    experts, shared = held(stored, 48, inter, mapped=inter == 512), (fp8(2 * inter, HIDDEN), fp8(HIDDEN, inter))
+    if stored == "int4":
+        both = normal(2 * inter, HIDDEN, scale=0.02), normal(HIDDEN, inter, scale=0.02)
+        shared = Weight({"weight": both[0]}), Weight({"weight": both[1]})
     model = 48 if experts.expert_map is None else len(experts.expert_map)
     for count in BATCHES:
         chosen = torch.stack([torch.randperm(model, device="cuda")[:TOP_K] for _ in range(count)])

@@ -118,10 +118,15 @@ def test_residual_and_norm(library: ctypes.CDLL, columns: int) -> None:
     x, delta = (torch.randn(2, columns).bfloat16() for _ in range(2))
     weight = (torch.rand(columns) + 0.5).bfloat16()
     total, out = unwritten(2, columns), unwritten(2, columns)
-    pointers = [pointer(t) for t in (x, delta, weight, total, out)]
-    assert library.kimi_add_norm(*pointers, 2, columns, ctypes.c_float(1e-6), None) == 0
+    pointers = [pointer(t) for t in (x, delta, weight, total, out, None)]
+    assert library.kimi_add_norm(*pointers, 2, columns, columns, ctypes.c_float(1e-6), None) == 0
     assert torch.equal(total, x + delta)
     assert distance(out, normed(total, weight)) < 4e-3
+    apart, inverse = unwritten(2, columns), torch.full((2,), float("nan"))
+    pointers = [pointer(t) for t in (x, delta, weight, total, apart, inverse)]
+    assert library.kimi_add_norm(*pointers, 2, columns, columns, ctypes.c_float(1e-6), None) == 0
+    assert torch.equal(apart, total * weight)
+    assert distance(apart.double() * inverse.double()[:, None], normed(total, weight)) < 4e-3
 
 
 def test_values(library: ctypes.CDLL) -> None:

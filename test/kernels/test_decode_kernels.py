@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from kimi_k2.kernels.attention import absorb, entry, query
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.common import build
-from kimi_k2.kernels.experts import fp8, fp8_few
+from kimi_k2.kernels.experts import fp8, fp8_few, w4a16_few
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
 from kimi_k2.kernels.linear.few_gemm import UNITS, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
-from kimi_k2.kernels.router.norm_route import add_norm_route
+from kimi_k2.kernels.router.norm_route import add_norm_route, route_norm
+from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOKENS, HIDDEN, INTER, EXPERTS = 3, 1024, 256, 4
@@ -182,6 +185,59 @@ def test_a_block_holds_its_weights(rows: int, columns: int) -> None:
     assert tiles * -(-columns // 1024) <= UNITS and 128 % (8 * tiles) == 0
 
 
+def test_norms_whose_quotients_are_apart() -> None:
+    """Shapes of the results, and what is refused."""
+    with FakeTensorMode():
+        x, norm = torch.empty(2, 512, dtype=BF16), torch.empty(512, dtype=BF16)
+        total, scaled, inverse = add_norm_apart(x, x, norm, 1e-6)
+        assert total.shape == scaled.shape == x.shape and (inverse.shape, inverse.dtype) == ((2,), torch.float32)
+        strided = torch.empty(2, 2112, dtype=BF16)[:, :512]
+        assert norm_apart(strided, norm, 1e-6)[0].is_contiguous()
+        assert [tuple(made.shape) for made in route_norm(x, x, norm, 1e-6)] == [(2, 512)] * 3 + [(2,)]
+        with pytest.raises(KernelError, match="16 bytes"):
+            norm_apart(torch.empty(2, 515, dtype=BF16)[:, :512], norm, 1e-6)
+        matrix = torch.empty(128, 512, dtype=BF16)
+        assert few_dense(strided, matrix, norm, 1e-6).shape == (2, 128)
+        assert [tuple(made.shape) for made in few_add_dense(x, x, norm, 1e-6, matrix)] == [(2, 128), (2, 512)]
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: few_add_dense(x, x[:1], norm, 1e-6, matrix), "delta"),
+            (lambda: few_dense(x.repeat(2, 1), matrix), "T up to 2"),
+            (lambda: few_add_dense(x, x, norm[:8], 1e-6, matrix), "norm_weight"),
+        ]
+        for call, message in calls:
+            with pytest.raises(KernelError, match=message):
+                call()
+
+
+def test_int4_experts_of_few_tokens() -> None:
+    """Shapes of the results, and what is refused."""
+    with FakeTensorMode():
+        packed = [
+            torch.empty(EXPERTS, 2 * INTER, HIDDEN // 8, dtype=torch.int32),
+            torch.empty(EXPERTS, HIDDEN, INTER // 8, dtype=torch.int32),
+        ]
+        scales = [
+            torch.empty(EXPERTS, 2 * INTER, HIDDEN // 32, dtype=BF16),
+            torch.empty(EXPERTS, HIDDEN, INTER // 32, dtype=BF16),
+        ]
+        x, chosen, weights = (
+            torch.empty(TOKENS, HIDDEN, dtype=BF16),
+            torch.zeros(TOKENS, 2, dtype=torch.int64),
+            torch.zeros(TOKENS, 2),
+        )
+        held = packed[0], scales[0], packed[1], scales[1]
+        assert w4a16_few.moe_w4a16_few(x, *held, chosen, weights, 2).shape == (TOKENS, HIDDEN)
+        shared = torch.empty(2 * INTER, HIDDEN, dtype=BF16), torch.empty(HIDDEN, INTER, dtype=BF16)
+        for refused, message in (
+            ((chosen, weights, 9), "9 parts"),
+            ((chosen[:, :1].contiguous(), weights[:, :1].contiguous(), 2), "3 tokens of 1 experts"),
+            ((chosen, weights, 2, None, shared[0]), "both or none"),
+            ((chosen, weights, 2, None, *shared), "in 8 parts and one"),
+        ):
+            with pytest.raises(KernelError, match=message):
+                w4a16_few.moe_w4a16_few(x, *held, *refused)
+
+
 def body_of(source: str, structure: str) -> tuple[str, str | None]:
     """Its fields without comments, and what it is derived from."""
     found = re.search(rf"struct {structure}(?: : ([\w:]+))? \{{(.*?)\n\}};", (build.KERNELS / source).read_text(), re.S)
@@ -222,6 +278,7 @@ def test_ctypes_structures_follow_the_cuda_ones(
         ("experts/csrc/fp8_few.cu", "ExpertArguments", fp8_few.Arguments),
         ("experts/csrc/fp8.cuh", "Fp8Args", fp8.Arguments),
         ("experts/csrc/w4a16.cuh", "Args", moe_w4a16.Arguments),
+        ("experts/csrc/w4a16_few.cu", "FewArguments", w4a16_few.Arguments),
     ],
 )
 def test_structures_follow_the_cuda_ones_field_for_field(

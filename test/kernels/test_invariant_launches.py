@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kimi_k2.kernels.experts import invariant
+from kimi_k2.kernels.experts import invariant, w4a16_few
 from kimi_k2.kernels.experts.tuning import choose
-from kimi_k2.kernels.linear import block_gemm, dense_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense
 
 TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
 WEIGHTS = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (20480, 7168), (128, 128)]
@@ -59,3 +60,25 @@ def test_experts_have_one_number_of_parts(dtype: str, block: str, experts: int, 
         for tokens, one in zip(TOKENS, made, strict=True):
             one.check(tokens, 8, 7168, inter)
     assert invariant.fixed_bf16_launch(decoding=True) != invariant.fixed_bf16_launch(decoding=False)
+
+
+def test_few_bf16_tokens_take_what_makes_whole_instructions() -> None:
+    for rows, columns in WEIGHTS:
+        parts = dense_gemm.decode_cluster(rows, columns)
+        whole = rows % (few_dense.ROWS // parts) == 0 and columns % (few_dense.ROWS * parts) == 0
+        assert few_dense.in_parts(rows, columns) == (
+            parts >= few_dense.MIN_PARTS and whole and columns <= few_dense.MAX_COLUMNS
+        )
+
+
+def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> None:
+    def shared(inter: int, hidden: int = 7168, dtype: torch.dtype = torch.bfloat16) -> bool:
+        with torch.device("meta"):
+            return w4a16_few.supports_shared(
+                torch.empty(2 * inter, hidden, dtype=dtype), torch.empty(hidden, inter, dtype=dtype)
+            )
+
+    assert shared(256) and shared(128) and not shared(2048) and not shared(256, dtype=torch.float32)
+    for inter in range(64, 2049, 64):
+        parts = dense_gemm.decode_cluster(2 * inter, 7168), dense_gemm.decode_cluster(7168, inter)
+        assert not shared(inter) or parts == (w4a16_few.SHARED_PARTS, 1)

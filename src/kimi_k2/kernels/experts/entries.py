@@ -15,14 +15,14 @@ from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import fp8_few as moe_few
-from kimi_k2.kernels.experts import invariant, tuning
+from kimi_k2.kernels.experts import invariant, tuning, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
 from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.registry import COMPOSED, batch_invariant, is_decoding
+from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
 from kimi_k2.ops.weights import Weight
 
 BLOCK = (128, 128)
@@ -152,6 +152,15 @@ def supports_moe_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, 
     return prepared and topk_indices.shape[1] <= 16 and _is_int4(experts, x.dtype)
 
 
+def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
+    """In a decode step of batch-invariant mode: what `moe_w4a16_few` takes of INT4 in both stages."""
+    if not (batch_invariant() and is_decoding()) or "weight_packed" not in experts.down.tensors:
+        return False
+    top_k, hidden, inter = topk_indices.shape[1], x.shape[1], experts.gate_up.tensors["weight_packed"].shape[1] // 2
+    splits = invariant.decode_splits(top_k, hidden, inter, int4=True)
+    return w4a16_few.supports(x.shape[0], top_k, hidden, inter, splits, x.device)
+
+
 @ops_experts.routed_experts.entry(
     "moe_w4a16", takes=supports_moe_w4a16, prepare=prepare_w4a16_experts, batch_invariant=FIXED_PARTS
 )
@@ -162,8 +171,15 @@ def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor
     count, hidden, inter = held[0].shape[0], x.shape[1], held[0].shape[1] // 2
     dtype, block = moe_w4a16.TUNING_DTYPES[held[3] is None], f"1x{W4A16_GROUP}"
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
+    out: Tensor
+    if choice is not None and _few_int4(x, experts, topk_indices):
+        out = w4a16_few.moe_w4a16_few(x.contiguous(), *held, *routing, choice[2], experts.expert_map)
+        return out
     given = x.contiguous(), *held, *routing, experts.expert_map
-    out: Tensor = moe_w4a16.moe_w4a16(*given, choice, choice is not None)
+    inner = 1
+    if choice is not None and x.shape[0] >= invariant.INNER_TOKENS:
+        choice[2], inner = 1, choice[2]
+    out = moe_w4a16.moe_w4a16(*given, choice, choice is not None, inner)
     return out
 
 
@@ -256,6 +272,45 @@ def few_experts(
     ]
     given = x.contiguous(), *_fp8_experts(experts), *routing, parts, experts.expert_map, *shared
     out: Tensor = moe_few.moe_few(*given)
+    return out
+
+
+def _supports_few_int4(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> bool:  # fmt: skip
+    """What `moe_w4a16_few` takes, with an unquantized shared expert."""
+    if shared_gate_up.quantization is not None or shared_down.quantization is not None:
+        return False
+    if "weight_packed" not in experts.gate_up.tensors:
+        return False
+    tokens, top_k = topk_indices.shape
+    if not w4a16_few.has_room(tokens, top_k, experts.gate_up.tensors["weight_packed"].shape[1] // 2):
+        return False
+    fits = supports_moe_w4a16(x, experts, topk_indices, topk_weights) and _few_int4(x, experts, topk_indices)
+    return fits and w4a16_few.supports_shared(shared_gate_up.tensors["weight"], shared_down.tensors["weight"])
+
+
+@ops_experts.routed_experts_with_shared.entry(
+    "moe_w4a16_few",
+    takes=_supports_few_int4,
+    joins={
+        "routed_experts": "moe_w4a16", "swiglu": PLAIN, "project": PLAIN, "dense_linear": "dense_gemm",
+        "silu_and_mul": PLAIN,
+    },
+    batch_invariant="the sums of moe_w4a16 and dense_gemm",
+)  # fmt: skip
+def few_int4_experts(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> Tensor:  # fmt: skip
+    """`moe_w4a16_few`: the bits that a step of many tokens has by `moe_w4a16`, `dense_gemm` and PyTorch."""
+    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    inter = experts.gate_up.tensors["weight_packed"].shape[1] // 2
+    splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], inter, int4=True)
+    shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
+    held = _int4_experts(experts)
+    out: Tensor = w4a16_few.moe_w4a16_few(x.contiguous(), *held, *routing, splits, experts.expert_map, *shared)
     return out
 
 

@@ -15,17 +15,20 @@ from kimi_k2.kernels.experts import bf16
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 BLOCK = 128
-# First-stage items of one token's experts, at most. Of a rank of TP8 a step of 12 layers takes 1.15, 1.08, 1.06 and
-# 1.04 ms at batch 1 with 16, 32, 64 and 128 of them, and 5.52, 5.67, 5.82 and 6.01 ms at 64 (H200).
-ITEMS = 32
+# First-stage items of one token's experts, at most. FP8's launches of few tokens take as long whatever the number of
+# parts, and of many tokens fewer parts are faster: a step of 12 layers of a rank of TP8 takes 5.49 ms at batch 64 with
+# 16 of them and 5.65 with 32 (H200). INT4's launch for one token has a block for each part: 0.86 ms with 16 and 0.77
+# with 32; of many tokens a block takes the parts one after another (`INNER_TOKENS`).
+ITEMS, INT4_ITEMS = 16, 32
+INNER_TOKENS = 9
 MAX_SPLITS = 8
 FEW, MANY = 32, 64  # tokens of a tile
 
 
-def decode_splits(top_k: int, hidden: int, inter: int) -> int:
+def decode_splits(top_k: int, hidden: int, inter: int, *, int4: bool = False) -> int:
     """Parts of a decode step's first stage: a power of two."""
-    splits = 1
-    while 2 * splits * top_k * (inter // BLOCK) <= ITEMS and 2 * splits <= min(MAX_SPLITS, hidden // BLOCK):
+    splits, most = 1, INT4_ITEMS if int4 else ITEMS
+    while 2 * splits * top_k * (inter // BLOCK) <= most and 2 * splits <= min(MAX_SPLITS, hidden // BLOCK):
         splits *= 2
     return splits
 
@@ -36,7 +39,7 @@ def fixed_choice(
     """The launch next to the tuned one whose sums have the same order for any number of tokens."""
     slabs = 1 if tuned.fused else tuned.item_slabs
     if decoding:
-        return ExpertChoice(False, FEW, decode_splits(top_k, hidden, inter), 1, slabs)
+        return ExpertChoice(False, FEW, decode_splits(top_k, hidden, inter, int4=int4), 1, slabs)
     tokens = max(MANY if int4 else FEW, 0 if tuned.fused else tuned.max_tokens)
     return replace(tuned, fused=False, max_tokens=tokens, splits1=1, splits2=1, item_slabs=slabs)
 

@@ -55,7 +55,7 @@ DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter"
 class Arguments(moe_fp8.Arguments):
     """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
 
-    _fields_ = fields((), ("w2_bf16", "in_flight", "unpaired", "most_items"))
+    _fields_ = fields((), ("w2_bf16", "in_flight", "unpaired", "most_items", "inner"))
 
 
 def expert_mode(
@@ -180,6 +180,7 @@ def moe_w4a16(
     expert_map: Tensor | None = None,
     choice: list[int] | None = None,
     unpaired: bool = False,
+    inner: int = 1,
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
@@ -194,6 +195,8 @@ def moe_w4a16(
         expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
         choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
         unpaired: of a pinned, unfused launch: a token's bits do not depend on how many tokens its expert has.
+        inner: parts of the first stage's columns that a work item sums one after another, where `splits1` is 1 and
+            `max_tokens` 32: the bits of so many `splits1`.
 
     Returns:
         bfloat16 [T, H]; zeros for a token without a valid local pair.
@@ -231,7 +234,7 @@ def moe_w4a16(
         check_choice(part.choice)
         queue = moe_fp8.queue_arguments(Arguments, part, weights, sm_count)
         queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
-        queue.most_items = 0 if unpaired else MOST_ITEMS
+        queue.most_items, queue.inner = 0 if unpaired else MOST_ITEMS, inner
         launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 

@@ -40,7 +40,7 @@ def decode_cluster(rows: int, columns: int) -> int:
     return next((one for one in CLUSTERS if tiles * one <= BLOCKS and columns >= one * COLUMNS), 1)
 
 
-def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool) -> Tensor:
+def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool, inverse: Tensor | None) -> Tensor:
     """The empty result, if the arguments are what the kernel takes."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] % STEP or weight.shape[0] % 8:
         raise KernelError(
@@ -51,11 +51,13 @@ def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool) -> Tensor:
         raise KernelError(f"cluster {cluster}: expected 1 to 8, at most a block for {STEP} columns")
     expect("x", x, x.device, (x.shape[0], weight.shape[1]), torch.bfloat16)
     expect("weight", weight, x.device, tuple(weight.shape), torch.bfloat16)
+    if inverse is not None:
+        expect("inverse", inverse, x.device, (x.shape[0],), torch.float32)
     return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if wide else torch.bfloat16, device=x.device)
 
 
 @kernel_operation("dense_gemm")
-def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False) -> Tensor:
+def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False, inverse: Tensor | None = None) -> Tensor:
     """x W^T, summed in float32.
 
     Args:
@@ -63,6 +65,7 @@ def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False) -> T
         weight: bfloat16 [N, K], N a multiple of 8.
         cluster: parts of the columns that are summed apart: the bits depend on it, and on nothing else but the row.
         wide: float32 result.
+        inverse: float32 [T], times which a row's sums are taken before they are rounded.
 
     Returns:
         bfloat16 or float32 [T, N].
@@ -70,10 +73,10 @@ def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False) -> T
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out = _check(x, weight, cluster, wide)
+    out = _check(x, weight, cluster, wide, inverse)
     if x.shape[0]:
         sizes = x.shape[0], weight.shape[0], x.shape[1], cluster, int(wide)
-        launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, out, *sizes)
+        launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, inverse, out, *sizes)
     return out
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_gemm, fused_linear, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, few_gemm, fused_linear, wide_gemm
+from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
 from kimi_k2.ops.registry import batch_invariant, is_decoding
@@ -221,6 +222,64 @@ def _supports_dense(x: Tensor, weight: Tensor) -> bool:
 @ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, for tokens of any dimensions."""
+    if is_decoding() and few_dense.supports(x, weight):
+        few: Tensor = few_dense.few_dense(x.reshape(-1, x.shape[-1]).contiguous(), weight)
+        return few.view(*x.shape[:-1], len(weight))
     cluster = dense_gemm.decode_cluster(*weight.shape) if is_decoding() else 1
     out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, cluster)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _supports_add_dense(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
+    """In a decode step of batch-invariant mode, where there is something to add."""
+    if not (batch_invariant() and is_decoding()) or delta is None or weight.quantization is not None or x.dim() != 2:
+        return False
+    fits = x.is_contiguous() and x.shape[1] <= few_dense.MAX_COLUMNS
+    return fits and dense_gemm.supports(x, weight.tensors["weight"])
+
+
+@ops_linear.add_project.entry(
+    "dense_gemm",
+    takes=_supports_add_dense,
+    joins={"add_norm": "fused", "project": "dense_gemm", "dense_linear": "dense_gemm", "fp8_linear": "block_gemm"},
+    batch_invariant=ONE_ORDER,
+)
+def add_project_dense(
+    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`few_add_dense`; of more tokens `dense_gemm`, which takes its sums times the norm's quotient too."""
+    matrix = weight.tensors["weight"]
+    assert delta is not None
+    if few_dense.supports(x, matrix):
+        made: tuple[Tensor, Tensor] = few_dense.few_add_dense(x, delta, norm_weight, eps, matrix)
+        return made
+    total, normed, inverse = add_norm_apart(x, delta, norm_weight, eps)
+    out: Tensor = dense_gemm.dense_gemm(normed, matrix, dense_gemm.decode_cluster(*matrix.shape), False, inverse)
+    return out, total
+
+
+def _supports_project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+    """In a decode step of batch-invariant mode, behind a norm."""
+    if not (batch_invariant() and is_decoding()) or norm_weight is None or weight.quantization is not None:
+        return False
+    fits = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= few_dense.MAX_COLUMNS
+    return fits and dense_gemm.supports(x, weight.tensors["weight"])
+
+
+@ops_linear.project.entry(
+    "dense_gemm",
+    takes=_supports_project_dense,
+    joins={"rms_norm": "triton", "dense_linear": "dense_gemm", "fp8_linear": "block_gemm"},
+    batch_invariant=ONE_ORDER,
+)
+def project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """`few_dense`; of more tokens `dense_gemm`, which takes its sums times the norm's quotient too."""
+    matrix = weight.tensors["weight"]
+    assert norm_weight is not None
+    out: Tensor
+    if few_dense.supports(x, matrix):
+        out = few_dense.few_dense(x, matrix, norm_weight, eps)
+        return out
+    normed, inverse = norm_apart(x, norm_weight, eps)
+    out = dense_gemm.dense_gemm(normed, matrix, dense_gemm.decode_cluster(*matrix.shape), False, inverse)
+    return out

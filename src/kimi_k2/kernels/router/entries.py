@@ -99,3 +99,41 @@ def add_norm_route(
     how = e_score_correction_bias, top_k, *_weighting(options)
     made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, weight, *how)
     return made
+
+
+def _supports_uniform(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    **options: Unpack[GateOptions],
+) -> bool:
+    """In a decode step of batch-invariant mode."""
+    if not (batch_invariant() and is_decoding() and x.is_contiguous()):
+        return False
+    if e_score_correction_bias.dtype != torch.float32 or weight.shape[0] not in (256, 384):
+        return False
+    return norm_route.supports_uniform(x, weight, top_k, n_group=options.get("n_group", 1))
+
+
+@ops_router.add_norm_route.entry(
+    "uniform",
+    takes=_supports_uniform,
+    joins={"add_norm": "fused", "route": "router"},
+    batch_invariant="the order of a few tokens' launch",
+)
+def uniform_add_norm_route(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    **options: Unpack[GateOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_route.uniform`."""
+    return norm_route.uniform(x, delta, norm_weight, eps, weight, e_score_correction_bias, top_k, *_weighting(options))

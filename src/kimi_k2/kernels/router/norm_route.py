@@ -2,6 +2,7 @@
 
 The operation is `torch.ops.kimi_k2.add_norm_route`.
 `add_norm` and `router_decode` in one operation: csrc/router_gemm.cuh applies the norm's quotient to the finished sums.
+`uniform` gives any number of tokens the bits of that launch, for batch-invariant mode.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.router import router_gemm
 from kimi_k2.kernels.router.gate import empty_routing, gate_arguments
@@ -17,6 +20,7 @@ from kimi_k2.kernels.rowwise.decode import add_norm, check_add
 
 MAX_TOKENS = 8
 MIN_EXPERTS = 32
+MAX_UNIFORM_HIDDEN = 7168
 
 
 def supports(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
@@ -80,3 +84,74 @@ def add_norm_route(
 
 
 add_norm_route.fake(_check)
+
+
+def supports_uniform(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
+    """Whether `uniform` takes any number of tokens like x: all but x's length decides."""
+    fits = weight.shape[0] >= MIN_EXPERTS and x.shape[1] <= MAX_UNIFORM_HIDDEN
+    if x.shape[0] == 0 or not fits or not router_gemm.supports_decode(x[:1], weight, top_k, n_group=n_group):
+        return False
+    return all_resident(weight.shape[0], hopper(x.device.index, "add_norm_route")[1])
+
+
+def _check_norm(x: Tensor, delta: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_add(x, delta, norm_weight)
+    total, normed, unscaled = (torch.empty_like(x) for _ in range(3))
+    return total, normed, unscaled, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@kernel_operation("route_norm")
+def route_norm(x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual sum and norm of `add_norm_route`, bit for bit (csrc/route_norm.cuh).
+
+    Args:
+        x, delta, norm_weight: as `add_norm_route` takes them, H up to 7168.
+
+    Returns:
+        x + delta, its norm, bfloat16(norm_weight * (x + delta)), each bfloat16 [T, H], and float32 [T] times which the
+        last one's logits are those of the norm.
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+    """
+    made = _check_norm(x, delta, norm_weight)
+    if x.shape[0]:
+        given = x, delta, norm_weight, *made, *x.shape, float(eps)
+        launch("router/gate", "kimi_route_norm", "route_norm", x.device, *given)
+    return made
+
+
+route_norm.fake(_check_norm)
+
+
+def uniform(
+    x: Tensor,
+    delta: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    e_score_correction_bias: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_norm_route` in the order of its one launch, for any number of tokens.
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernels do not take, or a failed launch.
+    """
+    how = weight, e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
+    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    if x.shape[0] <= MAX_TOKENS:
+        made = add_norm_route(x, delta, norm_weight, eps, *how)
+        return made
+    total, normed, unscaled, inverse = route_norm(x, delta, norm_weight, eps)
+    parts = [
+        router_decode(rows, *how, inverse=factor)
+        for rows, factor in zip(
+            unscaled.split(router_gemm.MAX_TOKENS), inverse.split(router_gemm.MAX_TOKENS), strict=True
+        )
+    ]
+    if len(parts) == 1:
+        return total, normed, *parts[0]
+    return total, normed, torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

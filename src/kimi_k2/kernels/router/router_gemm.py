@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import fields, launch
+from kimi_k2.kernels.common.launch import expect, fields, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.workspace import marked
 from kimi_k2.kernels.router.gate import (
@@ -34,7 +34,7 @@ MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
 # Up to here one launch is faster than two (H200: 4.5 us against 5.4 for one token, 5.5 against 6.3 for 16).
 ONE_LAUNCH_TOKENS = 16
-POINTERS = ["x", "weight", "logits", "delta", "norm", "total", "normed"]
+POINTERS = ["x", "weight", "logits", "delta", "norm", "total", "normed", "inverse"]
 INTEGERS = ["hidden", "fused"]
 
 
@@ -168,13 +168,18 @@ def router_decode(
     num_valid: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
     launches: int = 0,
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`router_gemm` and `fused_gate` in one operation, for at most 64 tokens and 384 experts.
 
-    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose; raises KernelError as they do.
+    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose, and `inverse`, float32 [T], times
+    which logits are taken; raises KernelError as they do.
     """
     check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     tokens, experts = x.shape[0], weight.shape[0]
+    if inverse is not None:
+        expect("inverse", inverse, x.device, (tokens,), torch.float32)
+    factor = {} if inverse is None else {"inverse": inverse.data_ptr()}
     indices, weights = empty_routing(tokens, top_k, index_dtype, x.device)
     if tokens:
         gate = gate_arguments(
@@ -183,12 +188,12 @@ def router_decode(
         wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
         scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
         if scratch is not None:
-            launch_router(x, weight, scratch, gate)
+            launch_router(x, weight, scratch, gate, **factor)
         elif launches == 1:
             raise KernelError("router_decode in one launch needs a whole GPU")
         else:
             logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-            launch_router(x, weight, logits, None)
+            launch_router(x, weight, logits, None, **factor)
             gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
             launch_gate(gate, x.device)
     return indices, weights

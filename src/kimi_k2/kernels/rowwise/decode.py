@@ -167,8 +167,8 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
-        given = x, delta, weight, total, normed
-        launch("rowwise/add_norm", "kimi_add_norm", "add_norm", x.device, *given, *x.shape, float(eps))
+        given = x, delta, weight, total, normed, None
+        launch("rowwise/add_norm", "kimi_add_norm", "add_norm", x.device, *given, *x.shape, x.shape[1], float(eps))
     elif x.shape[0]:
         width = 1 << (x.shape[1] - 1).bit_length()
         _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
@@ -176,3 +176,64 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 add_norm.fake(check_add, lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+
+def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _check_apart(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_add(x, delta, weight)
+    return torch.empty_like(x), *_apart(x)
+
+
+@kernel_operation("add_norm_apart")
+def add_norm_apart(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_norm` without the norm's quotient, for a GEMM that takes its sums times it.
+
+    Returns:
+        x + delta and weight * (x + delta), both bfloat16 [T, H], H a multiple of 8 up to 8192, and the quotients,
+        float32 [T].
+
+    Raises:
+        KernelError: as `add_norm`, or a failed launch.
+    """
+    made = _check_apart(x, delta, weight)
+    if x.shape[0]:
+        launch(
+            "rowwise/add_norm", "kimi_add_norm", "add_norm_apart", x.device, x, delta, weight, *made, *x.shape,
+            x.shape[1], float(eps),
+        )  # fmt: skip
+    return made
+
+
+add_norm_apart.fake(_check_apart)
+
+
+def _check_norm_apart(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2 or x.stride(1) != 1 or x.stride(0) % 8 or tuple(weight.shape) != (x.shape[1],):
+        raise KernelError(f"{list(x.shape)}, {list(weight.shape)}: expected [T, H], rows of whole 16 bytes, and [H]")
+    if not x.dtype == weight.dtype == torch.bfloat16:
+        raise KernelError(f"{x.dtype}, {weight.dtype}: expected torch.bfloat16")
+    return _apart(x)
+
+
+@kernel_operation("norm_apart")
+def norm_apart(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_norm_apart` with nothing to add: weight * x and the norm's quotients.
+
+    Args:
+        x: bfloat16 [T, H], H a multiple of 8 up to 8192, rows may be strided.
+        weight: bfloat16 [H].
+
+    Raises:
+        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+    """
+    made = _check_norm_apart(x, weight)
+    if x.shape[0]:
+        given = x, None, weight, None, *made
+        launch("rowwise/add_norm", "kimi_add_norm", "norm_apart", x.device, *given, *x.shape, x.stride(0), float(eps))
+    return made
+
+
+norm_apart.fake(_check_norm_apart)

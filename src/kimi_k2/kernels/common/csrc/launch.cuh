@@ -99,4 +99,19 @@ inline int encode_blocks(CUtensorMap* map, const void* base, uint64_t columns, u
              : 0;
 }
 
+// Tensor map of a row-major bf16 matrix as `parts` parts of its columns, in boxes of `box_rows` rows by 64 columns of
+// every part: part after part, with 128-byte swizzle.
+inline int encode_parts(CUtensorMap* map, const void* base, uint64_t rows, uint64_t columns, int parts, int box_rows) {
+  const auto encode_tiled = tensor_map_encoder();
+  if (!encode_tiled) return kNoEncoder;
+  const cuuint64_t sizes[4] = {64, rows, columns / 64 / parts, cuuint64_t(parts)};
+  const cuuint64_t strides[3] = {columns * 2, 128, columns / parts * 2};
+  const cuuint32_t box[4] = {64, cuuint32_t(box_rows), 1, cuuint32_t(parts)}, step[4] = {1, 1, 1, 1};
+  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(base), sizes, strides, box, step,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+             ? kNotEncoded
+             : 0;
+}
+
 }  // namespace host

@@ -106,6 +106,7 @@ struct WgmmaBf16;
     }                                                                                                            \
   };
 
+PTX_WGMMA(8, 4, "4", "5", "6", PTX_D4(d, 0))
 PTX_WGMMA(16, 8, "8", "9", "10", PTX_D8(d, 0))
 PTX_WGMMA(32, 16, "16", "17", "18", PTX_D16(d, 0))
 PTX_WGMMA(64, 32, "32", "33", "34", PTX_D32(d, 0))

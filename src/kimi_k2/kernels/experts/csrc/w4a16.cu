@@ -14,6 +14,7 @@ static int launch_main(const Args& a, cudaStream_t stream) {
   constexpr size_t kSmem = sizeof(Smem<C>);
   static_assert(kSmem <= host::kMaxShared, "a block does not have so much shared memory");
   if (a.splits1 > 1 && C::NMAX > 32) return host::kBadSplits;
+  if (a.inner > 1 && !(C::INNER && a.splits1 == 1)) return host::kBadSplits;
   if (a.in_flight < 1 || a.in_flight > C::STAGES) return host::kBadStages;
   return launch(w4a16_kernel<C>, dim3(a.grid), C::THREADS, kSmem, stream, a);
 }
@@ -29,7 +30,9 @@ static int launch_all(const Args& a, cudaStream_t stream) {
   if (int rc = launch(count_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   if (int rc = launch(scatter_kernel, dim3(blocks), kSortThreads, 0, stream, a)) return rc;
   int rc = host::kNoInstance;
-  if (a.nmax == 32) rc = launch_main<Config<32, W2_BF16 ? 8 : 6, W2_BF16 ? 4 : 2, false, W2_BF16>>(a, stream);
+  if (a.nmax == 32 && a.inner > 1)
+    rc = launch_main<Config<32, W2_BF16 ? 8 : 6, W2_BF16 ? 4 : 2, false, W2_BF16, true>>(a, stream);
+  else if (a.nmax == 32) rc = launch_main<Config<32, W2_BF16 ? 8 : 6, W2_BF16 ? 4 : 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 64) rc = launch_main<Config<64, 6, 2, false, W2_BF16>>(a, stream);
   if (a.nmax == 128) rc = launch_main<Config<128, 4, 2, false, W2_BF16>>(a, stream);
   if (rc) return rc;

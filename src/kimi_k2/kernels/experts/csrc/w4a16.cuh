@@ -29,6 +29,7 @@ struct Args : moe::Fp8Args {
   int in_flight;   // chunks of weights that a block may have requested and not yet received
   int unpaired;    // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
   int most_items;  // up to so many first-stage items, where few experts are chosen, its sums are in more parts
+  int inner;       // parts of the first stage's sums within an item, where its items are not parts themselves
 };
 
 constexpr int kMostSplits = 8;
@@ -42,10 +43,10 @@ __device__ __forceinline__ int first_splits(const Args& a, int tiles) {
   return splits;
 }
 
-template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_>
+template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_, bool INNER_ = false>
 struct Config {
   static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
-  static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_;
+  static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_, INNER = INNER_;  // INNER: see Args
   static constexpr int TILES = 4 / WARPGROUPS;  // 64-row tiles of a warpgroup
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
   static constexpr bool FEW = NMAX <= 32;         // tokens: one lane each can request them

@@ -58,8 +58,27 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) acc[m][i] = 0.f;
 
-  if (C::W2_BF16 && it.stage == 1) multiply<NT, true, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
-  else multiply<NT, false, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+  if (C::INNER && it.stage == 0) {
+    const int chunks = it.kb1 - it.kb0;
+#pragma unroll 1
+    for (int part = 0; part < a.inner; ++part) {
+      float some[C::TILES][NT / 2];
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) some[m][i] = 0.f;
+      const int before = part * chunks / a.inner, after = (part + 1) * chunks / a.inner;
+      multiply<NT, false, C>(s, is_paired(tile), after - before, seq, some);
+#pragma unroll
+      for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) acc[m][i] += some[m][i];
+    }
+  } else if (C::W2_BF16 && it.stage == 1) {
+    multiply<NT, true, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+  } else {
+    multiply<NT, false, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+  }
 
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.group;

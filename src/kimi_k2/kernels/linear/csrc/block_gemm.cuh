@@ -23,6 +23,7 @@ struct GemmArguments {
   const float* weight_scale;  // [ceil(rows / 128), columns / 128]
   __nv_bfloat16* out;         // [tokens, rows]
   int tokens, rows, columns, token_stride, cluster;
+  const float* inverse = nullptr;  // dense_gemm.cuh: null, or [tokens], times which sums are taken
 };  // x is e4m3 [TERMS, tokens, columns]
 
 constexpr int kStripe = 16;        // tiles of rows that share their tokens' way through the L2
@@ -181,6 +182,11 @@ __device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, co
       const float4 u = from[0], v = from[1];
       sum[0] += u.x, sum[1] += u.y, sum[2] += u.z, sum[3] += u.w;
       sum[4] += v.x, sum[5] += v.y, sum[6] += v.z, sum[7] += v.w;
+    }
+    if (a.inverse != nullptr) {
+      const float factor = __ldcg(a.inverse + tile.token + token);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum[k] *= factor;
     }
     const size_t at = (size_t)(tile.token + token) * a.rows + tile.row + row;
     if constexpr (WIDE) {

@@ -30,19 +30,24 @@ int start_dense(const GemmArguments& a, const void* weight, const void* x, cudaS
 
 template <bool WIDE>
 int dense_by_tokens(const GemmArguments& a, const void* weight, const void* x, cudaStream_t stream) {
-  if (a.tokens <= 16) return start_dense<1, 16, WIDE>(a, weight, x, stream);
-  if (a.tokens <= 32) return start_dense<1, 32, WIDE>(a, weight, x, stream);
-  if (a.tokens <= 64) return start_dense<1, 64, WIDE>(a, weight, x, stream);
+  // Of few rows many tokens are cut finer, so that more SMs have a tile.
+  constexpr int kEnough = 96;
+  const int each = (a.rows + 63) / 64 * a.cluster;
+  const auto few = [&](int tile) { return (a.tokens + tile - 1) / tile * each < kEnough; };
+  if (a.tokens <= 16 || (a.tokens <= 256 && few(32))) return start_dense<1, 16, WIDE>(a, weight, x, stream);
+  if (a.tokens <= 32 || (a.tokens <= 512 && few(64))) return start_dense<1, 32, WIDE>(a, weight, x, stream);
+  if (a.tokens <= 64 || (a.tokens <= 2048 && few(256))) return start_dense<1, 64, WIDE>(a, weight, x, stream);
   return start_dense<2, 128, WIDE>(a, weight, x, stream);
 }
 
 }  // namespace linear
 
-// `out` is bf16 [tokens, rows], float32 if `wide`. Returns 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_dense_gemm(const void* x, const void* weight, void* out, int tokens, int rows, int columns,
-                               int cluster, int wide, void* stream) {
+// `out` is bf16 [tokens, rows], float32 if `wide`; `inverse` is null or [tokens], times which sums are taken. Returns 0, a cudaError_t, or a host::Error.
+extern "C" int kimi_dense_gemm(const void* x, const void* weight, const void* inverse, void* out, int tokens, int rows,
+                               int columns, int cluster, int wide, void* stream) {
   if (cluster < 1 || cluster > 8 || cluster > columns / 64) return host::kNoInstance;
-  const linear::GemmArguments a{nullptr, nullptr, static_cast<__nv_bfloat16*>(out), tokens, rows, columns, 0, cluster};
+  const linear::GemmArguments a{nullptr, nullptr, static_cast<__nv_bfloat16*>(out), tokens, rows, columns, 0, cluster,
+                                static_cast<const float*>(inverse)};
   const auto s = static_cast<cudaStream_t>(stream);
   return wide ? linear::dense_by_tokens<true>(a, weight, x, s) : linear::dense_by_tokens<false>(a, weight, x, s);
 }

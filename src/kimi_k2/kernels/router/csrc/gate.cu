@@ -1,7 +1,7 @@
 // Host side of the gate and of the router: the choice of a kernel's instance, behind two C functions.
 #include "common/csrc/launch.cuh"
 #include "gate_packed.cuh"
-#include "router_gemm.cuh"
+#include "route_norm.cuh"
 
 namespace gate {
 
@@ -41,7 +41,7 @@ static int launch_router(const RouterArgs& a, cudaStream_t stream) {
 
 }  // namespace gate
 
-// Both return 0, a cudaError_t, or a host::Error.
+// All return 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_gate(const gate::GateArgs* args, void* stream_ptr) {
   using namespace gate;
   const GateArgs& a = *args;
@@ -62,4 +62,15 @@ extern "C" int kimi_router(const gate::RouterArgs* args, void* stream_ptr) {
   if (a.gate.tokens <= 16) return launch_router<1, 2, 2>(a, stream);
   if (a.gate.tokens <= 32) return launch_router<2, 4, 1>(a, stream);
   return a.gate.tokens <= 64 ? launch_router<2, 8, 1>(a, stream) : host::kNoInstance;
+}
+
+extern "C" int kimi_route_norm(const void* x, const void* delta, const void* norm, void* total, void* normed,
+                               void* unscaled, void* inverse, int tokens, int hidden, float eps, void* stream) {
+  using namespace gate;
+  const auto in = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
+  const auto out = [](void* p) { return static_cast<__nv_bfloat16*>(p); };
+  if (hidden > kNormGroups * kNormThreads * 8) return host::kNoInstance;
+  const NormArgs a{in(x),       in(delta),     in(norm),                    out(total),
+                   out(normed), out(unscaled), static_cast<float*>(inverse), hidden,     eps};
+  return host::launch(route_norm_kernel, {dim3(tokens), kNormThreads, 0, static_cast<cudaStream_t>(stream)}, a);
 }

@@ -37,6 +37,7 @@ struct RouterArgs {
   const __nv_bfloat16* norm;    // [hidden]
   __nv_bfloat16* total;         // [tokens, hidden], x + delta
   __nv_bfloat16* normed;        // [tokens, hidden]
+  const float* inverse;         // null, or [tokens]: of a norm whose quotient x lacks (route_norm.cuh)
   int hidden, fused;            // fused: the gate follows in the same launch
   float eps;
 };
@@ -208,6 +209,7 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
 #pragma unroll
     for (int s = 0; s < kSplits; ++s) sum += smem.sums[s][slot][column];
     if constexpr (NORMED) sum *= inverse_norm(a, slot * kSplits + split, smem.all_squares);
+    else if (a.inverse != nullptr) sum *= __ldcg(a.inverse + slot * kSplits + split);
     store_relaxed(a.logits + static_cast<int64_t>(slot * kSplits + split) * experts + tile * 16 * MT + column, sum);
   }
   if (NORMED && tile == 1) store_normed(a, split, smem.all_squares);

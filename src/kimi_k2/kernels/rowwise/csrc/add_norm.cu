@@ -1,4 +1,4 @@
-// The residual sum and the norm after it: one block a token, one group of 8 values a thread.
+// The residual sum, unless `delta` is null, and the norm after it: one block a token, one group of 8 values a thread.
 #include "norm.cuh"
 
 namespace decode {
@@ -9,7 +9,8 @@ struct NormArguments {
   const __nv_bfloat16* weight;
   __nv_bfloat16* total;
   __nv_bfloat16* normed;
-  int columns;
+  float* inverse;  // null, or [tokens]: the norm's quotient, which `normed` then lacks
+  int columns, x_stride;
   float eps;
 };
 
@@ -23,27 +24,34 @@ __global__ void __launch_bounds__(1024) add_norm(const NormArguments a) {
   pdl_wait();
   uint4 value = make_uint4(0, 0, 0, 0);
   if (here) {
-    value =
-        add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at), __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-    reinterpret_cast<uint4*>(a.total)[at] = value;
+    value = __ldcg(reinterpret_cast<const uint4*>(a.x + int64_t(blockIdx.x) * a.x_stride) + v);
+    if (a.delta != nullptr) {
+      value = add8(value, __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
+      reinterpret_cast<uint4*>(a.total)[at] = value;
+    }
   }
   const float sum = sum_lanes(squares8(value));
   if (v % 32 == 0) sums[v / 32] = sum;
   __syncthreads();
   const float whole = sum_lanes(v % 32 < blockDim.x / 32 ? sums[v % 32] : 0.f);
-  if (here) reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, rsqrtf(whole / a.columns + a.eps), weight);
+  const float inverse = rsqrtf(whole / a.columns + a.eps);
+  if (here)
+    reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, a.inverse == nullptr ? inverse : 1.f, weight);
+  if (a.inverse != nullptr && v == 0) a.inverse[blockIdx.x] = inverse;
 }
 
 }  // namespace decode
 
 extern "C" int kimi_add_norm(const void* x, const void* delta, const void* weight, void* total, void* normed,
-                             int tokens, int columns, float eps, void* stream) {
+                             void* inverse, int tokens, int columns, int x_stride, float eps, void* stream) {
   const decode::NormArguments a{static_cast<const __nv_bfloat16*>(x),
                                 static_cast<const __nv_bfloat16*>(delta),
                                 static_cast<const __nv_bfloat16*>(weight),
                                 static_cast<__nv_bfloat16*>(total),
                                 static_cast<__nv_bfloat16*>(normed),
+                                static_cast<float*>(inverse),
                                 columns,
+                                x_stride,
                                 eps};
   const int threads = (columns / 8 + 31) / 32 * 32;
   return threads > 1024 ? host::kNoInstance : decode::launch(decode::add_norm, dim3(tokens), threads, 0, a, stream);

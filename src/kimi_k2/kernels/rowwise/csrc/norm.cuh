@@ -31,7 +31,7 @@ __device__ __forceinline__ float squares8(const uint4 value) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t pair = (&value.x)[i];
-    sum += low(pair) * low(pair) + high(pair) * high(pair);
+    sum += fmaf(low(pair), low(pair), high(pair) * high(pair));  // in the same order in every kernel
   }
   return sum;
 }

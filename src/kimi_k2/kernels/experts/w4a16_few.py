@@ -1,0 +1,149 @@
+"""INT4 experts of a few tokens that have the bits of many: `torch.ops.kimi_k2.moe_w4a16_few`.
+
+For batch-invariant mode: what `moe_w4a16` makes unfused and unpaired of tiles of up to 32 tokens, and with a shared
+expert in bfloat16 what `dense_gemm`, PyTorch's silu and products and the sum of both make, in two launches.
+csrc/w4a16_few.cu and w4a16_few_shared.cuh say how they work. Capture-safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.experts.launch import fill
+from kimi_k2.kernels.experts.w4a16 import DECODE_INTEGERS, DECODE_POINTERS, check_arguments
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS
+from kimi_k2.kernels.linear import dense_gemm
+
+MAX_TOKENS, MAX_TOP_K, MAX_SPLITS = 4, 16, 8
+MAX_BLOCKS = 64  # of 128 columns of the part of a token that a block of the first launch has
+MAX_TILES = 40  # of 64 rows by 128 columns that fit a block of the second launch
+# Such tiles that a warpgroup of the first launch keeps requested, of one token: all that a part of 7168 columns in two
+# has; of more tokens so few that three blocks share an SM.
+RING_ALONE, RING = 14, 7
+# Units of 8 KB of the shared expert's first stage that a block keeps requested, by tokens: what fits the same room. Of
+# more tokens it is as fast beside the others, on a stream of its own.
+SHARED_RING = {1: 8, 2: 7}
+SHARED_PARTS, MAX_SHARED, MAX_SHARED_TILES = 8, 256, 32
+SHARED_POINTERS = ("shared_gate_up", "shared_down", "shared_intermediate")
+
+
+class Arguments(ctypes.Structure):
+    """`w4a16::FewArguments` of csrc/w4a16_few.cu, field for field."""
+
+    _fields_ = fields(
+        (*DECODE_POINTERS, *SHARED_POINTERS), (*DECODE_INTEGERS, "splits", "ring", "shared_inter", "shared_ring")
+    )
+
+
+def _fits(tokens: int, top_k: int, hidden: int, inter: int, splits: int) -> bool:
+    tiles, blocks = top_k * (inter // CHUNK_COLUMNS), -(-hidden // CHUNK_COLUMNS // splits)
+    return 0 < tokens <= MAX_TOKENS and 2 <= top_k <= MAX_TOP_K and tiles <= MAX_TILES and blocks <= MAX_BLOCKS
+
+
+def supports(tokens: int, top_k: int, hidden: int, inter: int, splits: int, device: torch.device) -> bool:
+    """Whether the kernel takes these sizes on this device."""
+    return _fits(tokens, top_k, hidden, inter, splits) and is_hopper(device) and find_nvcc() is not None
+
+
+def has_room(tokens: int, top_k: int, inter: int) -> bool:
+    """Whether a shared expert joins so many tokens of routed ones."""
+    return tokens in SHARED_RING and top_k * (inter // CHUNK_COLUMNS) <= MAX_SHARED_TILES
+
+
+def supports_shared(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether a shared expert [2I, H], [H, I] joins: BF16, in the parts that `dense_gemm` takes of such weights."""
+    (rows, hidden), inter = gate_up.shape, down.shape[1]
+    parts = dense_gemm.decode_cluster(rows, hidden), dense_gemm.decode_cluster(hidden, inter)
+    fits = parts == (SHARED_PARTS, 1) and hidden % (64 * SHARED_PARTS) == 0 and inter % 64 == 0 and inter <= MAX_SHARED
+    return fits and rows == 2 * inter and gate_up.dtype == down.dtype == torch.bfloat16
+
+
+def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None) -> None:
+    if shared_gate_up is None or shared_down is None:
+        if shared_gate_up is not shared_down:
+            raise KernelError("shared_gate_up and shared_down: expected both or none")
+        return
+    if shared_gate_up.dim() != 2 or shared_down.dim() != 2 or not supports_shared(shared_gate_up, shared_down):
+        raise KernelError(
+            f"shared expert {list(shared_gate_up.shape)}, {list(shared_down.shape)}: expected bfloat16 [2I, H], [H, I],"
+            f" I a multiple of 64 up to {MAX_SHARED}, in {SHARED_PARTS} parts and one"
+        )
+    inter = shared_down.shape[1]
+    expect("shared_gate_up", shared_gate_up, x.device, (2 * inter, x.shape[1]), torch.bfloat16)
+    expect("shared_down", shared_down, x.device, (x.shape[1], inter), torch.bfloat16)
+
+
+def _check_sizes(x: Tensor, gate_up_proj_packed: Tensor, topk_indices: Tensor, splits: int) -> None:
+    hidden, inter, (tokens, top_k) = x.shape[1], gate_up_proj_packed.shape[1] // 2, topk_indices.shape
+    if not (0 < splits <= MAX_SPLITS and _fits(tokens, top_k, hidden, inter, splits)):
+        raise KernelError(
+            f"{tokens} tokens of {top_k} experts, hidden {hidden}, intermediate {inter}, {splits} parts: expected at"
+            f" most {MAX_TOKENS}, {MAX_TOP_K}, {MAX_BLOCKS} blocks of {CHUNK_COLUMNS} columns a part,"
+            f" {MAX_TILES * CHUNK_COLUMNS} values of a token's experts, {MAX_SPLITS}"
+        )
+
+
+@kernel_operation("moe_w4a16_few")
+def moe_w4a16_few(
+    x: Tensor,
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    down_proj_scale: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    splits: int,
+    expert_map: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+) -> Tensor:
+    """`moe_w4a16`, unfused, unpaired, `max_tokens` 32 and `splits2` 1, plus the shared expert: the same bits.
+
+    Args:
+        x .. topk_weights, expert_map: as `moe_w4a16` takes them; T up to 4, 2 <= k <= 16, k * I up to 5120.
+        splits: parts of the first stage's columns that are summed apart, `splits1` of `moe_w4a16`.
+        shared_gate_up, shared_down: bfloat16 [2I, H] and [H, I] of a shared expert, as `supports_shared` and `has_room`
+            say.
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+    """
+    held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
+    shape = check_arguments(x, *held, topk_indices, topk_weights, expert_map)
+    tokens, top_k, _, _, inter = shape
+    _check_sizes(x, gate_up_proj_packed, topk_indices, splits)
+    _check_shared(x, shared_gate_up, shared_down)
+    if shared_down is not None and not has_room(tokens, top_k, inter):
+        raise KernelError(
+            f"{tokens} tokens of {top_k} experts, intermediate {inter}: expected at most {max(SHARED_RING)} and"
+            f" {MAX_SHARED_TILES * CHUNK_COLUMNS} values of a token's experts with a shared one"
+        )
+    hopper(x.device.index, "moe_w4a16_few")
+    out = torch.empty_like(x)
+    intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
+    shared_intermediate = None
+    if shared_down is not None:
+        shared_intermediate = torch.empty(tokens, shared_down.shape[1], dtype=torch.bfloat16, device=x.device)
+    given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
+    pointers = dict(zip(DECODE_POINTERS, given, strict=True))
+    pointers |= zip(SHARED_POINTERS, (shared_gate_up, shared_down, shared_intermediate), strict=True)
+    arguments = fill(Arguments, pointers, shape, topk_indices, expert_map)
+    arguments.splits, arguments.ring = splits, RING_ALONE if tokens == 1 and shared_down is None else RING
+    if shared_down is not None:
+        arguments.shared_inter, arguments.shared_ring = shared_down.shape[1], SHARED_RING[tokens]
+    launch("experts/w4a16_few", "kimi_w4a16_few", "moe_w4a16_few", x.device, arguments)
+    return out
+
+
+moe_w4a16_few.fake(check_arguments, _check_sizes, _check_shared, lambda x: torch.empty_like(x))
