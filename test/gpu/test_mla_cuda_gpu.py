@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, choose_launch, run
+from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, by_eights, choose_launch, run
 from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
 from kimi_k2.kernels.common.build import find_nvcc
 
@@ -25,10 +25,36 @@ LENGTHS = [
 
 
 def test_the_operation_uses_this_kernel() -> None:
-    q, _, cache, table, seq_lens = paged_case([777, 64], 64, 1024)
+    q, _, cache, table, seq_lens = paged_case([777, 64], 64, 2048)
     assert uses_cuda(64, cache.dtype)
     pinned = run(q, cache, seq_lens, SCALE, table, choose_launch(2, 64, table.shape[1] * PAGE))
     assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table), pinned)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("lengths", [[1], [64, 0, 3], [500, 511]], ids=str)
+def test_short_contexts_by_eights(heads: int, lengths: list[int]) -> None:
+    """Every 8 heads are a request: with one part and with several."""
+    capacity = -(-max(lengths) // PAGE) * PAGE
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
+    assert by_eights(len(lengths), heads, capacity)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        wanted = reference(q, rows.to(dtype).float(), lengths)
+        found = mla_decode(q, cache.to(dtype), seq_lens, SCALE, table)
+        assert relative(found, wanted) < RELATIVE
+        assert torch.equal(mla_decode(q, rows.to(dtype), seq_lens, SCALE), found)
+        assert not found[seq_lens == 0].any()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**18])
+def test_queries_of_any_size_over_e4m3(heads: int, size: float) -> None:
+    """They become float16 there."""
+    lengths = [700, 64, 3000]
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 3072)
+    q, cache, rows = q * size, cache.to(torch.float8_e4m3fn), rows.to(torch.float8_e4m3fn)
+    found = run(q, cache, seq_lens, SCALE / size, table, CudaLaunch(5))
+    assert relative(found, reference(q, rows.float(), lengths, SCALE / size)) < RELATIVE
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 20, 128])

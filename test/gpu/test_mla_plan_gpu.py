@@ -66,6 +66,22 @@ def test_e4m3_cache(lengths: Sequence[int], heads: int) -> None:
         assert relative(found, reference(q, rows.float() * 0.5, lengths)) < RELATIVE
 
 
+@pytest.mark.parametrize("batch", [3, 140])
+@pytest.mark.parametrize("capacity", [64, 128, 256])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_short_contexts_without_a_merge(dtype: torch.dtype, heads: int, capacity: int, batch: int) -> None:
+    """Contexts without rows give zeros, which no merge writes."""
+    draw = random.Random(capacity)
+    lengths = [draw.choice((0, 1, capacity, draw.randrange(capacity))) for _ in range(batch)]
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
+    plan = mla_plan(seq_lens, capacity, heads, dtype != torch.bfloat16)
+    found = mla_decode(q, cache.to(dtype), seq_lens, SCALE, table, plan=plan)
+    assert relative(found, reference(q, rows.to(dtype).float(), lengths)) < RELATIVE
+    assert not found[seq_lens == 0].any()
+    assert torch.equal(mla_decode(q, rows.to(dtype), seq_lens, SCALE, plan=plan), found)
+
+
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)

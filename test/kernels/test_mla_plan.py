@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.attention import mla_invariant
-from kimi_k2.kernels.attention.mla_plan import COSTS, MAX_BATCH, SOME_PARTS, Costs, pays, plan_rows
+from kimi_k2.kernels.attention.mla_plan import COSTS, MAX_BATCH, SOME_PARTS, Costs, costs_of, pays, plan_rows, uncut
 from kimi_k2.kernels.common.build import KERNELS, source_of
 
 COMPILER = shutil.which("g++")
@@ -205,8 +205,33 @@ def test_one_long_context_among_short_ones(library: ctypes.CDLL) -> None:
 
 
 def test_a_plan_is_made_where_it_pays() -> None:
-    assert [pays(batch, 8192) for batch in (0, 1, 2, MAX_BATCH, MAX_BATCH + 1)] == [False, False, True, True, False]
-    assert pays(1, 131072) and not pays(2, 0)
+    batches = (0, 1, 2, MAX_BATCH, MAX_BATCH + 1)
+    assert [pays(batch, 8192, 8) for batch in batches] == [False, False, True, True, False]
+    assert pays(1, 131072, 8) and not pays(2, 0, 8)
+
+
+def test_none_is_made_for_short_contexts_with_a_block_each() -> None:
+    assert not pays(132, 128, 8) and pays(133, 128, 8) and pays(132, 192, 8)
+    assert not pays(67, 256, 64) and pays(66, 256, 64) and pays(67, 256, 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "heads"), [(200, 128, 8), (140, 128, 16), (140, 256, 64), (1024, 64, 32)]
+)
+def test_short_contexts_are_not_cut(library: ctypes.CDLL, batch: int, capacity: int, heads: int) -> None:
+    """No merges but of contexts without rows, whose results attention itself clears where no merge follows."""
+    assert uncut(batch, capacity, heads)
+    draw = random.Random(batch)
+    for quantized in (False, True):
+        lengths = [draw.choice((0, 1, capacity, draw.randrange(capacity + 100))) for _ in range(batch)]
+        plan = planned(library, lengths, capacity, costs_of(batch, capacity, heads, quantized))
+        check(plan, lengths, capacity)
+        assert all(parts == (length > 0) for length, (_, parts) in zip(lengths, plan.requests, strict=True))
+
+
+def test_long_contexts_are_cut_as_before() -> None:
+    assert costs_of(200, 192, 8, False) == COSTS[True, False]
+    assert costs_of(66, 256, 64, True) == COSTS[False, True]
 
 
 def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kimi_k2.bench.kernels import mla
 from kimi_k2.bench.kernels.row import Row
-from kimi_k2.kernels.attention.mla_decode import LATENT, ROW
+from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 from kimi_k2.kernels.attention.mla_plan import available, pays
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
@@ -73,7 +73,7 @@ def drawn_rows(count: int, seed: int, with_peers: bool) -> Iterator[Row]:
     dtypes = (torch.bfloat16, torch.float8_e4m3fn) if with_peers else ()
     others = {dtype: [(name, call) for name, call in mla.peers(dtype) if name != "triton"] for dtype in dtypes}
     for case in drawn_cases(count, seed):
-        even = not available() or not pays(len(case.lengths), max(case.lengths))
+        even = not available() or not pays(len(case.lengths), -(-max(case.lengths) // PAGE) * PAGE, case.heads)
         calls = [("ours", mla.ours)] if even else [("ours", mla.by_plan), ("ours, even split", mla.ours)]
         dtype, rows = torch.float8_e4m3fn if case.fp8 else torch.bfloat16, sum(case.lengths)
         moved = rows * ROW * dtype.itemsize + len(case.lengths) * case.heads * (ROW + LATENT) * 2

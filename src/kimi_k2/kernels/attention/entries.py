@@ -77,7 +77,7 @@ def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
     """
     batch = seq_lens.shape[0]
     return (
-        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, cache.shape[1]))
+        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, cache.shape[1], heads))
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )
@@ -116,7 +116,7 @@ def decode_attention(
 
 def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
     return (
-        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * mla_decode.PAGE)
+        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * mla_decode.PAGE, heads)
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )

@@ -1,6 +1,6 @@
 """MLA decode attention in CUDA C++: what `torch.ops.kimi_k2.mla_decode` runs where nvcc is found.
 
-csrc/mla_attend.cuh and, for heads by eights, mla_few_heads.cuh say how a block works. The split of the context and the
+csrc/mla_attend.cuh and, for 8 and 16 heads, mla_few_heads.cuh say how a block works. The split of the context and the
 merge of its parts are `mla_decode`'s: by the shapes alone, lengths read on the device, parts merged in a fixed order.
 The tensor maps are kernel parameters, encoded on every call: a captured CUDA graph keeps them.
 """
@@ -22,6 +22,10 @@ from kimi_k2.kernels.common.launch import fields, launch
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
+# Up to so many heads cache rows, not heads, lie along the matrix instruction's 64 rows.
+MOST_FEW_HEADS = 16
+# Longer contexts are cut: two steps of 64 rows take less time than a merge.
+CUT_FROM = 128
 # Cache rows that may come from the L2 a second time for one launch less: 19 MB, which take about 4 us.
 READ_AGAIN = 2**14
 _POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
@@ -50,7 +54,7 @@ class _Arguments(ctypes.Structure):
         *fields(_POINTERS, ()),
         ("rows", ctypes.c_int64),
         *fields((), _INTEGERS, ["scale", "value_scale"]),
-        *fields(["plan"], ["blocks", "sm_count", "uniform"]),
+        *fields(["plan"], ["blocks", "sm_count", "uniform", "whole"]),
     ]
 
 
@@ -66,8 +70,23 @@ def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
 
 
 def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> CudaLaunch:
-    """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context."""
+    """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context.
+
+    A context of two steps is not worth a merge.
+    """
+    if capacity <= CUT_FROM:
+        return CudaLaunch(1)
     return CudaLaunch(max(1, min(sm_count // max(1, batch), 64, -(-capacity // PAGE))))
+
+
+def by_eights(batch: int, heads: int, capacity: int, sm_count: int = 132) -> bool:
+    """Whether a block should take 8 heads of a sequence, not all: contexts are short and there are SMs enough."""
+    return heads > FEW_HEADS and batch * heads // FEW_HEADS <= sm_count and divides_heads(batch, heads, capacity)
+
+
+def eights(batch: int, heads: int, capacity: int, sm_count: int) -> tuple[int, int, int, int]:
+    """The sizes if every 8 heads are a request."""
+    return batch * heads // FEW_HEADS, FEW_HEADS, capacity, sm_count
 
 
 def divides_heads(batch: int, heads: int, capacity: int) -> bool:
@@ -78,11 +97,11 @@ def divides_heads(batch: int, heads: int, capacity: int) -> bool:
 def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """What the parts of the context and their sums are left in.
 
-    8 heads: float32 [B, 8, splits, 512], normalised, and [B, 8, splits], base-2 logarithms. More heads: as
+    8 and 16 heads: float32 [B, H, splits, 512], normalised, and [B, H, splits], base-2 logarithms. More heads: as
     csrc/mla_store.cuh says, float16 with a power of two beside each logarithm, for each half of the columns.
     """
     batch, heads = q.shape[:2]
-    if heads == FEW_HEADS:
+    if heads <= MOST_FEW_HEADS:
         parts = q.new_empty(batch, heads, splits, LATENT, dtype=torch.float32)
         return parts, q.new_empty(batch, heads, splits, dtype=torch.float32)
     parts = q.new_empty(batch, splits, heads, LATENT, dtype=torch.float16)
@@ -102,6 +121,7 @@ def _launch(
     plan: Tensor | None = None,
     tokens: int = 1,
     uniform: bool = False,
+    whole: bool = False,
 ) -> None:
     fp8_cache = cache.dtype != q.dtype
     value_scale = cache_scale if fp8_cache else 1.0
@@ -118,7 +138,7 @@ def _launch(
     if block_table is not None:
         arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
     if plan is not None:
-        arguments.plan, arguments.uniform = plan.data_ptr(), uniform
+        arguments.plan, arguments.uniform, arguments.whole = plan.data_ptr(), uniform, whole
         arguments.blocks = arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
@@ -161,26 +181,28 @@ def run_planned(
     cache_scale: float = 1.0,
     tokens: int = 1,
     uniform: bool = False,
+    whole: bool = False,
 ) -> Tensor:
     """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
 
     Args:
         uniform: merge a context's parts in the same steps whatever the number of contexts.
+        whole: the plan cuts no context, so that nothing is merged.
 
     Raises:
         KernelError: there is no CUDA compiler, or the launch failed.
     """
     out = q.new_empty(*q.shape[:2], LATENT)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale
-    _launch(*given, 0, out, _planned_parts(q, plan), plan, tokens, uniform)
+    _launch(*given, 0, out, None if whole else _planned_parts(q, plan), plan, tokens, uniform, whole)
     return out
 
 
 def _planned_parts(q: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
-    """What a plan's items and their sums are left in: as `_parts` says, but that 8 heads' lie part by part."""
+    """What a plan's items and their sums are left in: as `_parts` says, but that few heads' lie part by part."""
     batch, heads = q.shape[:2]
     items = plan.shape[0] - (2 * batch + hopper(q.device.index, "mla_decode")[1] // 4 + 1)
-    few = heads == FEW_HEADS
+    few = heads <= MOST_FEW_HEADS
     parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
     return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)
 

@@ -206,7 +206,8 @@ def mla_decode(
     """Attention of one query a sequence over its cached rows.
 
     Args:
-        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64. Or [B, S, H, 576], S up to 8:
+        q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64; over an e4m3 cache below
+            2**22, as they become float16 there. Or [B, S, H, 576], S up to 8:
             the last S tokens of each sequence, of which each sees one row more than the one before (CUDA C++ alone).
         cache: bfloat16 or e4m3, pages [P, 64, 576] with `block_table`, else [B, T, 576].
         seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros. Of S tokens the
@@ -232,12 +233,17 @@ def mla_decode(
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
         check_plan(q, plan)
-        out = _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale)
+        whole = _plan().uncut(q.shape[0], capacity, q.shape[1])
+        out = _cuda().run_planned(q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, whole=whole)
         return out
     if uses_cuda(q.shape[1], cache.dtype):
+        rows = q
+        if _cuda().by_eights(*shape):
+            shape = _cuda().eights(*shape)
+            rows = q.view(*shape[:2], ROW)
         chosen = _cuda().choose_launch(*shape)
-        out = _cuda().run(q, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
-        return out
+        out = _cuda().run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+        return out.view(*q.shape[:2], LATENT)
     launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
         launch = for_fp8_cache(launch)
@@ -274,7 +280,8 @@ def _several(
     given = rows, cache, lengths, softmax_scale, block_table
     if plan is not None and capacity:
         check_plan(rows, plan)
-        out: Tensor = _cuda().run_planned(*given, plan, cache_scale, fold.tokens)
+        whole = _plan().uncut(rows.shape[0], capacity, fold.rows)
+        out: Tensor = _cuda().run_planned(*given, plan, cache_scale, fold.tokens, whole=whole)
     else:
         shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
         out = _cuda().run(*given, _cuda().choose_launch(*shape), cache_scale, fold.tokens)

@@ -52,7 +52,7 @@ CUTS = {True: Cut(2, 16, 8, 6, 3), False: Cut(4, 16, 4, 8, 6)}
 
 def plan_rows(batch: int, capacity: int, blocks: int, heads: int) -> int:
     """Rows of a plan, at least `mla_plan`'s."""
-    items = batch * CUTS[heads == mla_plan.FEW_HEADS].parts(-(-capacity // mla_decode.PAGE))
+    items = batch * CUTS[heads <= mla_cuda.MOST_FEW_HEADS].parts(-(-capacity // mla_decode.PAGE))
     return max(2 * batch + blocks // 4 + 1 + items, mla_plan.plan_rows(batch, blocks))
 
 
@@ -75,7 +75,7 @@ def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    plan, few = _rows(seq_lens, capacity, heads), heads == mla_plan.FEW_HEADS
+    plan, few = _rows(seq_lens, capacity, heads), heads <= mla_cuda.MOST_FEW_HEADS
     batch, blocks = seq_lens.shape[0], hopper(seq_lens.device.index, "mla_plan")[1]
     sizes = batch, capacity, blocks, mla_plan.SOME_PARTS[few], *astuple(CUTS[few])
     launch("attention/mla_plan", "kimi_mla_plan_by_length", "mla_plan", seq_lens.device, seq_lens, plan, *sizes)

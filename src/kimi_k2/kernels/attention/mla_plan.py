@@ -8,12 +8,14 @@ layers, and a captured CUDA graph makes it anew at every replay.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import math
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MOST_FEW_HEADS
 from kimi_k2.kernels.attention.mla_decode import HEADS
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
@@ -21,8 +23,9 @@ from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 MAX_BATCH = 1024
-FEW_HEADS = 8
 PLANNED_ALONE = 2**15  # rows
+# The same as `CUT_FROM` where there are too many contexts for two parts each.
+CUT_MANY_FROM = 256
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Costs:
     part: float
 
 
-# (8 heads, e4m3 cache) -> costs.
+# (8 or 16 heads, e4m3 cache) -> costs.
 COSTS = {
     (True, False): Costs(1.55, 0.0164, 1.2, 0.0075, 1.5, 0.03),
     (False, False): Costs(1.9, 0.0164, 3.0, 0.03, 2.0, 0.05),
@@ -55,7 +58,7 @@ COSTS = {
 }
 
 
-# Parts from which several groups of threads share a merge: with 8 heads it has few columns.
+# Parts from which several groups of threads share a merge: with 8 and 16 heads it has few columns.
 SOME_PARTS = {True: 5, False: 9}
 
 
@@ -64,11 +67,22 @@ def available() -> bool:
     return find_nvcc() is not None
 
 
-def pays(batch: int, capacity: int) -> bool:
-    """Whether a plan is worth its launch: for several sequences, and for one that may have more than 64 parts."""
+def uncut(batch: int, capacity: int, heads: int, sm_count: int = 132) -> bool:
+    """Whether no context is cut, so that no merge follows: one that fills the capacity takes less time than a merge."""
+    many = 2 * batch > sm_count and heads > MOST_FEW_HEADS
+    return capacity <= (CUT_MANY_FROM if many else CUT_FROM)
+
+
+def pays(batch: int, capacity: int, heads: int, sm_count: int = 132) -> bool:
+    """Whether a plan is worth its launch.
+
+    For several sequences, unless each has a block of its own and none is cut, and for one that may have more than 64
+    parts.
+    """
     if batch == 1:
         return capacity >= PLANNED_ALONE
-    return 1 < batch <= MAX_BATCH and capacity > 0
+    short = batch <= sm_count and uncut(batch, capacity, heads, sm_count)
+    return 1 < batch <= MAX_BATCH and capacity > 0 and not short
 
 
 def plan_rows(batch: int, blocks: int) -> int:
@@ -85,6 +99,12 @@ def check(seq_lens: Tensor, heads: int) -> None:
     expect("seq_lens", seq_lens, seq_lens.device, tuple(seq_lens.shape), torch.int32)
 
 
+def costs_of(batch: int, capacity: int, heads: int, quantized: bool) -> Costs:
+    """What a plan is chosen by; where no context is to be cut a merge costs too much for any plan that cuts one."""
+    costs = COSTS[heads <= MOST_FEW_HEADS, quantized]
+    return replace(costs, merge=math.inf) if uncut(batch, capacity, heads) else costs
+
+
 @kernel_operation("mla_plan")
 def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = False) -> Tensor:
     """The plan for `mla_decode` over contexts of these lengths.
@@ -92,7 +112,7 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     Args:
         seq_lens: int32 [B], B up to 1024.
         capacity: rows that the cache can hold of a sequence; longer lengths are clamped to it.
-        heads: of the queries; 8 have a kernel of their own, with costs of its own. Of several queries a sequence
+        heads: of the queries; 8 and 16 have a kernel of their own, with costs of its own. Of several queries a sequence
             `folding(tokens, heads).rows`, and seq_lens are `request_lengths`.
         quantized: the cache is e4m3.
 
@@ -106,9 +126,9 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     batch, device = seq_lens.shape[0], seq_lens.device
     blocks = hopper(device.index, "mla_plan")[1]
     plan = torch.empty(plan_rows(batch, blocks), 4, dtype=torch.int32, device=device)
-    few = heads == FEW_HEADS
+    few = heads <= MOST_FEW_HEADS
     sizes = batch, capacity, blocks, SOME_PARTS[few]
-    costs = astuple(COSTS[few, quantized])
+    costs = astuple(costs_of(batch, capacity, heads, quantized))
     launch("attention/mla_plan", "kimi_mla_plan", "mla_plan", device, seq_lens, plan, *sizes, *costs)
     return plan
 

@@ -7,7 +7,7 @@ namespace mla {
 
 using namespace ptx;
 
-constexpr int kLatent = 512, kRow = 576, kRows = 64, kBoxes = kRow / 64, kFewHeads = 8;
+constexpr int kLatent = 512, kRow = 576, kRows = 64, kBoxes = kRow / 64, kMostFewHeads = 16;
 // A stage holds 64 rows of 64 columns after another: a box is the step from columns to the next, kEight from 8 rows to
 // the next 8, a half four boxes.
 constexpr int kBoxBytes = kRows * 128, kEight = 1024, kHalfBytes = 4 * kBoxBytes, kStageBytes = kBoxes * kBoxBytes;
@@ -15,6 +15,8 @@ constexpr int kBoxBytes = kRows * 128, kEight = 1024, kHalfBytes = 4 * kBoxBytes
 constexpr int kStages = 2, kGroups = 3;
 // Two warpgroups compute; what comes behind them copies.
 constexpr int kConsumers = 256;
+// Over an e4m3 cache queries are divided by this, and scores multiplied (mla_fp8_cache.cuh).
+constexpr float kQueryUnit = 64;
 
 struct Arguments {
   const int* table;      // [batch, table_stride] pages, or null: contiguous
@@ -34,6 +36,7 @@ struct Arguments {
   const PlannedMerge* plan;
   int blocks, sm_count;
   int uniform;  // parts are merged in the same steps whatever the number of requests
+  int whole;    // the plan cuts no context: no merge follows
 };
 
 // What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is
@@ -65,30 +68,33 @@ struct Stages {
   uint64_t query_full[QUERIES], query_empty[QUERIES], full[kStages][kGroups], empty[kStages][kGroups];
 };
 
-// 16 heads and more. The matrix instruction reads 64 rows of queries all the same: with 16 and 32 heads the others are
+// 32 heads and more. The matrix instruction reads 64 rows of queries all the same: with 32 heads the others are
 // whatever lies behind, and what becomes of them is dropped. Totals are of every other item.
 struct alignas(1024) Memory : Stages<kBoxBytes, 1, 4> {
   alignas(16) uint32_t weights[128 * 16];
   float shrink[64], top[2][64], total[2][64];
 };
 
-// One warpgroup's half of its sums, on its way to the other one: 4 boxes of 16 bytes a thread.
-constexpr int kHandedValues = 4 * 128 * 4;
-template <bool PLANNED>
+// One warpgroup's half of its sums, on its way to the other one: of 8 heads 4 boxes of 16 bytes a thread.
+template <int HEADS>
+constexpr int kHandedValues = 4 * 128 * HEADS / 2;
+template <int HEADS, bool PLANNED>
 struct FewMemory;
 // Handed over in the stages, into which nothing is copied any more.
-template <>
-struct alignas(1024) FewMemory<false> : Stages<kFewHeads * 128, 1, 8> {
-  alignas(16) float peak[2][4][kFewHeads], total[1][2][4][kFewHeads], top[1][2][kFewHeads];
-  __device__ __forceinline__ float4* handed(int, int role) { return reinterpret_cast<float4*>(stage[role]); }
+template <int HEADS>
+struct alignas(1024) FewMemory<HEADS, false> : Stages<HEADS * 128, 1, 8> {
+  alignas(16) float peak[2][4][HEADS], total[1][2][4][HEADS], top[1][2][HEADS];
+  __device__ __forceinline__ float4* handed(int, int role) { return reinterpret_cast<float4*>(this->stage[role]); }
 };
-// The next item's rows are on their way already; places of its own, of every other item.
-template <>
-struct alignas(1024) FewMemory<true> : Stages<kFewHeads * 128, 2, 8> {
-  alignas(16) float peak[2][4][kFewHeads], total[2][2][4][kFewHeads], top[2][2][kFewHeads];
-  alignas(16) float values[2][2][kHandedValues];
+// The next item's rows are on their way already; places of its own, of 8 heads of every other item. Of 16 heads there
+// is room for one item's: both warpgroups meet before the next one.
+template <int HEADS>
+struct alignas(1024) FewMemory<HEADS, true> : Stages<HEADS * 128, 2, 8> {
+  static constexpr int kHandedItems = HEADS == 8 ? 2 : 1;
+  alignas(16) float peak[2][4][HEADS], total[2][2][4][HEADS], top[2][2][HEADS];
+  alignas(16) float values[kHandedItems][2][kHandedValues<HEADS>];
   __device__ __forceinline__ float4* handed(int parity, int role) {
-    return reinterpret_cast<float4*>(values[parity][role]);
+    return reinterpret_cast<float4*>(values[parity % kHandedItems][role]);
   }
 };
 

@@ -1,5 +1,5 @@
-// MLA decode attention of 16 to 64 heads (8: mla_few_heads.cuh): a block takes all heads of one request over one part
-// of its context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory
+// MLA decode attention of 32 and 64 heads (fewer: mla_few_heads.cuh): a block takes all heads of one request over one
+// part of its context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory
 // accelerator; of an e4m3 cache, eight warps convert. The first warpgroup computes the scores, their online softmax in
 // base 2 and the left 256 columns of the values; the second takes the weights from shared memory, in the first one's
 // register order, and computes the right 256 columns. Keys and values are the same bytes: K-major for the scores,
@@ -19,14 +19,14 @@ constexpr int kConsumerRegisters = FP8_CACHE ? 192
                                    : PLANNED ? 232
                                              : 240;
 template <bool FP8_CACHE, bool PLANNED>
-constexpr int kCopierRegisters =
-    FP8_CACHE ? 256 - kConsumerRegisters<true, PLANNED> : 504 - 2 * kConsumerRegisters<false, PLANNED>;
+constexpr int kCopierRegisters = (FP8_CACHE ? 512 : 504) - 2 * kConsumerRegisters<FP8_CACHE, PLANNED>;
 // Named barriers: weights written, weights read, totals of every other part written (3 and 4), one warpgroup alone (5
 // and 6). The first warpgroup comes upon a part's totals again two parts later, by when it has waited at kFree for
 // the second one to be past them.
 constexpr int kReady = 1, kFree = 2, kTotals = 3, kAlone = 5;
 
 // acc = acc * shrink + weights V over 256 columns.
+template <bool FP8_CACHE>
 __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (&weights)[4][4], const uint8_t* stage,
                                            int half, float shrink0, float shrink1) {
   if (!__all_sync(~0u, shrink0 == 1.f && shrink1 == 1.f)) {
@@ -43,7 +43,8 @@ __device__ __forceinline__ void add_values(float (&acc)[2][64], const uint32_t (
   for (int k = 0; k < 4; ++k)
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      values_step(acc[n], weights[k], descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
+      Instructions<FP8_CACHE>::values(acc[n], weights[k],
+                                      descriptor(base + n * 2 * kBoxBytes + k * 2 * kEight, kBoxBytes, kEight));
   wgmma_commit();
   wgmma_wait<0>();
   fence_regs(acc[0]);
@@ -56,7 +57,15 @@ struct LeftState {
   float acc[2][64] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
 };
 
+// By the first warpgroup, which alone reads the queries.
+template <bool FP8_CACHE>
+__device__ __forceinline__ void await_query(Memory& m, const Arguments& a, int phase) {
+  mbar_wait(&m.query_full[0], phase);
+  if (FP8_CACHE) shrink_query<Memory::kQueryBox, 128>(m.query[0], a.heads, threadIdx.x, kAlone);
+}
+
 // One step of 64 cache rows, of which `rows` are there; `n` steps of the block come before it. `last` of its part.
+template <bool FP8_CACHE>
 __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftState& state, int n, int rows, bool last) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   const int stage = n % kStages, phase = n / kStages & 1;
@@ -71,8 +80,8 @@ __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftSta
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      scores_step(score, descriptor(query + box * Memory::kQueryBox + k * 32, 16, kEight),
-                  descriptor(keys + box * kBoxBytes + k * 32, 16, kEight), box + k > 0);
+      Instructions<FP8_CACHE>::scores(score, descriptor(query + box * Memory::kQueryBox + k * 32, 16, kEight),
+                                      descriptor(keys + box * kBoxBytes + k * 32, 16, kEight), box + k > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -110,7 +119,7 @@ __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftSta
   for (int lower = 0; lower < 2; ++lower) state.total[lower] = state.total[lower] * shrink[lower] + sum[lower];
   uint32_t weights[4][4];
 #pragma unroll
-  for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = pack_bf16(score[2 * j], score[2 * j + 1]);
+  for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = pack<FP8_CACHE>(score[2 * j], score[2 * j + 1]);
   if (n > 0) named_sync(kFree, kConsumers);
 #pragma unroll
   for (int k = 0; k < 4; ++k)
@@ -122,7 +131,7 @@ __device__ __forceinline__ void left_step(Memory& m, const Arguments& a, LeftSta
   }
   named_arrive(kReady, kConsumers);
   if (rows < kRows) clear_rows(m.stage[stage], 0, rows, kAlone);
-  add_values(state.acc, weights, m.stage[stage], 0, shrink[0], shrink[1]);
+  add_values<FP8_CACHE>(state.acc, weights, m.stage[stage], 0, shrink[0], shrink[1]);
   if (lane == 0) mbar_arrive(&m.empty[stage][0]);
 }
 
@@ -145,6 +154,7 @@ __device__ __forceinline__ void left_store(Memory& m, const Arguments& a, LeftSt
 }
 
 // The second warpgroup's step; `last` of the block.
+template <bool FP8_CACHE>
 __device__ __forceinline__ void right_step(Memory& m, float (&acc)[2][64], int n, int rows, bool last) {
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4;
   const int stage = n % kStages, phase = n / kStages & 1;
@@ -159,7 +169,7 @@ __device__ __forceinline__ void right_step(Memory& m, float (&acc)[2][64], int n
   }
   const float shrink0 = m.shrink[row], shrink1 = m.shrink[row + 8];
   if (!last) named_arrive(kFree, kConsumers);  // racecheck reports the reads above, see kHanded
-  add_values(acc, weights, m.stage[stage], 1, shrink0, shrink1);
+  add_values<FP8_CACHE>(acc, weights, m.stage[stage], 1, shrink0, shrink1);
   if (lane == 0) mbar_arrive(&m.empty[stage][1]);
 }
 
@@ -186,7 +196,7 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
   if (part.count <= 0) return store_nothing(a, work);
   if (role >= 2) {
     reg_dealloc<kCopierRegisters<FP8_CACHE, false>>();
-    if (FP8_CACHE) convert_rows<kUnits / 3>(m, a, part, work.request, page);
+    if (FP8_CACHE) convert_rows<kUnits / 6, 2>(m, a, part, work.request, page);
     else if (copies) copy_rows(m, a, &cache, part, work.request, page);
     return;
   }
@@ -194,12 +204,12 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
   const int rows = part.length - part.first * kRows;
   if (role == 0) {
     LeftState state;
-    mbar_wait(&m.query_full[0], 0);
-    for (int i = 0; i < part.count; ++i) left_step(m, a, state, i, rows - i * kRows, false);
+    await_query<FP8_CACHE>(m, a, 0);
+    for (int i = 0; i < part.count; ++i) left_step<FP8_CACHE>(m, a, state, i, rows - i * kRows, false);
     left_store(m, a, state, work, 0);
   } else {
     float acc[2][64] = {};
-    for (int i = 0; i < part.count; ++i) right_step(m, acc, i, rows - i * kRows, i + 1 == part.count);
+    for (int i = 0; i < part.count; ++i) right_step<FP8_CACHE>(m, acc, i, rows - i * kRows, i + 1 == part.count);
     right_store(m, a, acc, work, 0);
   }
 }
@@ -214,10 +224,11 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int page = 0;
   const Items items = begin_planned<FP8_CACHE>(m, a, &query, &cache, &page);
+  clear_empty(a);
   if (items.begin >= items.end) return;
   if (role >= 2) {
     reg_dealloc<kCopierRegisters<FP8_CACHE, true>>();
-    if (FP8_CACHE) convert_items<kUnits / 3>(m, a, &query, items, page);
+    if (FP8_CACHE) convert_items<kUnits / 6, 2>(m, a, &query, items, page);
     else if (threadIdx.x < kConsumers + 32) copy_items(m, a, &query, &cache, items, page);
     return;
   }
@@ -228,13 +239,13 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
     const int parity = number - items.begin & 1, count = part.count, rows = part.length - part.first * kRows;
     if (role == 0) {
       LeftState state;
-      mbar_wait(&m.query_full[0], parity);
-      for (int i = 0; i < count; ++i) left_step(m, a, state, done + i, rows - i * kRows, i + 1 == count);
+      await_query<FP8_CACHE>(m, a, parity);
+      for (int i = 0; i < count; ++i) left_step<FP8_CACHE>(m, a, state, done + i, rows - i * kRows, i + 1 == count);
       left_store(m, a, state, Work<true>(number, item_of(a, number)), parity);
     } else {
       float acc[2][64] = {};
       const int last = number + 1 == items.end ? count - 1 : count;
-      for (int i = 0; i < count; ++i) right_step(m, acc, done + i, rows - i * kRows, i == last);
+      for (int i = 0; i < count; ++i) right_step<FP8_CACHE>(m, acc, done + i, rows - i * kRows, i == last);
       right_store(m, a, acc, Work<true>(number, item_of(a, number)), parity);
     }
     done += count;

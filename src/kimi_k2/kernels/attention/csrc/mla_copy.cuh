@@ -30,11 +30,12 @@ __device__ __forceinline__ int64_t row_of(const Arguments& a, const Part& part, 
                  : int64_t(request / a.row_share) * a.capacity + int64_t(part.first + i) * kRows;
 }
 
-// The L2 is asked for 64 rows, unless they are not all there.
+// The L2 is asked for the part's block `i`, which begins at this row.
 template <bool FP8_CACHE>
-__device__ __forceinline__ void ask(const Arguments& a, int64_t row) {
+__device__ __forceinline__ void ask(const Arguments& a, const Part& part, int64_t row, int i) {
   constexpr int kBytes = FP8_CACHE ? kRow : kRow * 2;
-  if (row >= 0 && row + kRows <= a.rows) prefetch_bulk_l2(a.cache + row * kBytes, kRows * kBytes);
+  const int rows = min(part.length - (part.first + i) * kRows, kRows);
+  if (row >= 0 && row + rows <= a.rows) prefetch_bulk_l2(a.cache + row * kBytes, rows * kBytes);
 }
 
 template <class M>
@@ -86,7 +87,7 @@ __device__ __forceinline__ Part begin(M& m, const Arguments& a, const CUtensorMa
     // rows: nothing is taken from here.
     guess = Part(a, load_l2(a.lengths + request / a.share), split);
     if (threadIdx.x == kConsumers && guess.count > 0)
-      ask<FP8_CACHE>(a, row_of(a, guess, request, page_of(a, guess, request, 0), 0));
+      ask<FP8_CACHE>(a, guess, row_of(a, guess, request, page_of(a, guess, request, 0), 0), 0);
   }
   __syncthreads();
   pdl_wait();
@@ -127,13 +128,24 @@ __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const C
     if (threadIdx.x >= kConsumers) {
       const Part part(item);
       *page = page_of(a, part, item.request, threadIdx.x % 32);
-      if (threadIdx.x == kConsumers) ask<FP8_CACHE>(a, row_of(a, part, item.request, *page, 0));
+      if (threadIdx.x == kConsumers) ask<FP8_CACHE>(a, part, row_of(a, part, item.request, *page, 0), 0);
     }
   }
   __syncthreads();
   pdl_wait();
   pdl_launch();
   return items;
+}
+
+// Where no merge follows, results of contexts without rows, by the threads that compute.
+__device__ __forceinline__ void clear_empty(const Arguments& a) {
+  if (!a.whole || threadIdx.x >= kConsumers) return;
+  const PlannedRequest* requests = requests_of(reinterpret_cast<const PlannedRequest*>(a.plan), a.batch);
+  for (int request = blockIdx.x; request < a.batch; request += gridDim.x) {
+    if (__ldcg(&requests[request].parts) > 0) continue;
+    uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
+    for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kConsumers) out[i] = make_uint4(0, 0, 0, 0);
+  }
 }
 
 // The steps of 64 rows that a part's copies are made of, `n` before it in this block: into which stage, when it is

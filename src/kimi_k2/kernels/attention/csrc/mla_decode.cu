@@ -33,18 +33,23 @@ static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
                                       : launch_merge_planned<HALVES, ManyMerges>(a, stream);
 }
 
+template <bool FP8_CACHE, int HEADS>
+static int launch_few(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, dim3 grid,
+                      cudaStream_t stream) {
+  static_assert(sizeof(FewMemory<HEADS, true>) <= host::kMaxShared, "a block does not have so much shared memory");
+  const size_t bytes = a.plan ? sizeof(FewMemory<HEADS, true>) : sizeof(FewMemory<HEADS, false>);
+  return host::launch(a.plan ? attend_few_planned<FP8_CACHE, HEADS> : attend_few<FP8_CACHE, HEADS>,
+                      {grid, kFewThreads<FP8_CACHE, HEADS>, bytes, stream}, query, cache, a);
+}
+
 template <bool FP8_CACHE>
 static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMap& cache, cudaStream_t stream) {
-  static_assert(sizeof(Memory) <= host::kMaxShared && sizeof(FewMemory<true>) <= host::kMaxShared,
-                "a block does not have so much shared memory");
-  const bool few = a.heads == kFewHeads;
-  const size_t few_bytes = a.plan ? sizeof(FewMemory<true>) : sizeof(FewMemory<false>);
-  const host::Launch how{a.plan ? dim3(a.blocks) : dim3(a.splits, a.batch),
-                         few ? kFewThreads<FP8_CACHE> : kThreads<FP8_CACHE>, few ? few_bytes : sizeof(Memory), stream};
-  const auto kernel = few      ? a.plan ? attend_few_planned<FP8_CACHE> : attend_few<FP8_CACHE>
-                      : a.plan ? attend_planned<FP8_CACHE>
-                               : attend<FP8_CACHE>;
-  return host::launch(kernel, how, query, cache, a);
+  static_assert(sizeof(Memory) <= host::kMaxShared, "a block does not have so much shared memory");
+  const dim3 grid = a.plan ? dim3(a.blocks) : dim3(a.splits, a.batch);
+  if (a.heads == 8) return launch_few<FP8_CACHE, 8>(a, query, cache, grid, stream);
+  if (a.heads == 16) return launch_few<FP8_CACHE, 16>(a, query, cache, grid, stream);
+  return host::launch(a.plan ? attend_planned<FP8_CACHE> : attend<FP8_CACHE>,
+                      {grid, kThreads<FP8_CACHE>, sizeof(Memory), stream}, query, cache, a);
 }
 
 }  // namespace mla
@@ -53,7 +58,8 @@ static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMa
 // Returns 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp8_cache, int joins, void* stream_ptr) {
   using namespace mla;
-  const Arguments& a = *args;
+  Arguments a = *args;
+  if (fp8_cache) a.scale *= kQueryUnit;
   const auto stream = static_cast<cudaStream_t>(stream_ptr);
   CUtensorMap query, cache;
   if (int rc = encode(&query, q, int64_t(a.batch) * a.heads, a.heads)) return rc;
@@ -61,9 +67,9 @@ extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp
   if (!fp8_cache)
     if (int rc = encode(&cache, a.cache, a.rows, kRows)) return rc;
   if (int rc = fp8_cache ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
-  if (!joins) return 0;
+  if (!joins || (a.plan && a.whole)) return 0;
   if (a.plan)
-    return a.heads == kFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
+    return a.heads <= kMostFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
   if (a.splits == 1) return 0;
-  return a.heads == kFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
+  return a.heads <= kMostFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
 }

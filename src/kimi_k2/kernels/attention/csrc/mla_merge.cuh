@@ -42,7 +42,7 @@ struct Source<true> {
   }
 };
 
-// Rows of float32 for 8 heads, all parts of a head after another: four columns a thread.
+// Rows of float32 for 8 and 16 heads, all parts of a head after another: four columns a thread.
 template <>
 struct Source<false> {
   static constexpr int kValues = 4;

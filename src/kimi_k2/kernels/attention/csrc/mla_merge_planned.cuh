@@ -81,7 +81,7 @@ struct Piece {
 // is there before attention starts, and so before this launch does.
 template <bool HALVES, class How>
 __global__ void __launch_bounds__(kJoinThreads, How::kBlocks) merge_planned(const Arguments a) {
-  static_assert(kFewHeads * kLatent / 4 % kJoinThreads == 0, "a piece belongs to one request");
+  static_assert(8 * kLatent / 4 % kJoinThreads == 0, "a piece belongs to one request");
   __shared__ MergeShared<HALVES> others;
   const int pieces = a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads;
   const int counts = __ldcg(&a.plan->counts), many = merges_of(counts, 0), some = merges_of(counts, 1);

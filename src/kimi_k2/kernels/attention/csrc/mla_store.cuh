@@ -1,4 +1,4 @@
-// What a block of 16 heads and more writes: its part of the context, or the result where there is one part.
+// What a block of 32 heads and more writes: its part of the context, or the result where there is one part.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -6,7 +6,7 @@
 
 namespace mla {
 
-// Parts of 16 heads and more lie as the registers do, in float16 with a power of two for each head's half: half as many
+// Parts of 32 heads and more lie as the registers do, in float16 with a power of two for each head's half: half as many
 // bytes as float32, and a relative error of 2^-12 where the result's own rounding has 2^-9. Sixteen bytes are eight
 // columns of one head; those of a part are numbered [half][sixteen heads][32 columns][lower eight heads][lane]. With
 // each head's half goes the logarithm of its sum and that power of two.
@@ -53,6 +53,21 @@ __device__ __forceinline__ void store_part(const Arguments& a, const float (&acc
         make_float2(top + log2f(total), __int_as_float((exponent - 14) << 23));
 }
 
+// Four lanes' words, as in a matrix of a word in each lane's place, across its diagonal.
+__device__ __forceinline__ void transpose_four(uint32_t (&word)[4]) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & mask) continue;
+      const bool upper = lane & mask;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? word[i] : word[i | mask], mask);
+      if (upper) word[i] = got;
+      else word[i | mask] = got;
+    }
+}
+
 // This warpgroup's 256 columns, normalised.
 template <bool PLANNED>
 __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][64], const Work<PLANNED>& work,
@@ -67,12 +82,17 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
     }
     const float inverse = total[lower] > 0 ? a.value_scale / total[lower] : 0.f;  // 0: the token sees no row
     const int64_t head = int64_t(work.request) * a.heads + warp * 16 + lower * 8 + lane / 4;
-    __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 2;
+    __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int pair = i % 16 * 4 + lower * 2;
-      *reinterpret_cast<uint32_t*>(out + i * 8) =
-          pack_bf16(acc[i / 16][pair] * inverse, acc[i / 16][pair + 1] * inverse);
+    for (int columns = 0; columns < 8; ++columns) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = columns * 4 + j, pair = i % 16 * 4 + lower * 2;
+        words[j] = pack_bf16(acc[i / 16][pair] * inverse, acc[i / 16][pair + 1] * inverse);
+      }
+      transpose_four(words);
+      *reinterpret_cast<uint4*>(out + columns * 32) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
