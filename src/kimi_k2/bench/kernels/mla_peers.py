@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import flash_mla
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 
 if TYPE_CHECKING:
@@ -131,6 +132,20 @@ class FlashMLAFp8(Scheduled):
             softmax_scale=SOFTMAX_SCALE, causal=True, descale_q=self.one, descale_k=self.one,
         )[0]  # fmt: skip
         return out
+
+
+class RoundedQueries(Scheduled):
+    """Ours where `mla_decode=flash_mla` is pinned: by FlashMLA where it is faster, rounding included."""
+
+    error = 0.1
+
+    def plan(self, one: Inputs) -> Any:
+        """Of either kernel."""
+        return flash_mla.plan(one.seq_lens, one.cache, one.block_table.shape[1] * PAGE, one.q.shape[1])
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """One query a sequence."""
+        return flash_mla.attend(one.q, one.cache, one.block_table, one.seq_lens, SOFTMAX_SCALE, plan)
 
 
 def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Scheduled]]:

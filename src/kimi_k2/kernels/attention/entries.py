@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.attention import (
     absorb,
+    flash_mla,
     flash_prefill,
     mla_cuda,
     mla_decode,
@@ -96,6 +97,10 @@ def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None
     return plan
 
 
+def _supports_flash_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
+    return is_hopper(cache.device) and cache.shape[1] > 0 and mla_decode.uses_cuda(heads, cache.dtype)
+
+
 def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
 ) -> bool:
@@ -112,6 +117,28 @@ def decode_attention(
         return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan)
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
     return out
+
+
+def _supports_flash_mla(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> bool:
+    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens)
+
+
+@ops_decode.attention_plan.entry(
+    "flash_mla", takes=_supports_flash_plan, before="mla_plan", joins={"mla_decode": "flash_mla"}, optional=True
+)
+def flash_attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
+    """FlashMLA's plan where its kernel serves, else `mla_plan`."""
+    return flash_mla.plan(seq_lens, cache, cache.shape[1], heads)
+
+
+@ops_decode.mla_decode.entry("flash_mla", takes=_supports_flash_mla, optional=True)
+def flash_decode_attention(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> Tensor:
+    """`mla_decode` with queries rounded to e4m3 over many rows of an e4m3 cache."""
+    return flash_mla.attend(query, cache, None, seq_lens, softmax_scale, plan)
 
 
 def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
@@ -145,6 +172,31 @@ def paged_decode_attention(
     """`mla_decode` over pages of 64 slots."""
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
     return out
+
+
+def _supports_flash_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
+    return _supports_flash_plan(seq_lens, cache, heads)
+
+
+@mla_paged.paged_attention_plan.entry(
+    "flash_mla",
+    takes=_supports_flash_paged_plan,
+    before="mla_plan",
+    joins={"paged_mla_decode": "flash_mla"},
+    optional=True,
+)
+def flash_paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
+    """FlashMLA's plan where its kernel serves, else `mla_plan`."""
+    return flash_mla.plan(seq_lens, cache, block_table.shape[1] * mla_decode.PAGE, heads)
+
+
+@mla_paged.paged_mla_decode.entry("flash_mla", takes=_supports_pages, optional=True)
+def flash_paged_decode_attention(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
+    plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`paged_mla_decode` with queries rounded to e4m3 over many rows of an e4m3 cache."""
+    return flash_mla.attend(query, cache, block_table, seq_lens, softmax_scale, plan)
 
 
 def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
