@@ -1,6 +1,6 @@
 // MLA decode attention of 32 and 64 heads (fewer: mla_few_heads.cuh): a block takes all heads of one request over one
 // part of its context, 64 cache rows a step. One warp copies: nine boxes of 64 columns a step through the tensor memory
-// accelerator; of an e4m3 cache, eight warps convert. The first warpgroup computes the scores, their online softmax in
+// accelerator; of an e4m3 cache, four warps convert. The first warpgroup computes the scores, their online softmax in
 // base 2 and the left 256 columns of the values; the second takes the weights from shared memory, in the first one's
 // register order, and computes the right 256 columns. Keys and values are the same bytes: K-major for the scores,
 // MN-major for the values.
@@ -10,16 +10,15 @@
 
 namespace mla {
 
-// Two warpgroups compute, and one copies or two convert: registers are handed from these to the others.
-template <bool FP8_CACHE>
-constexpr int kThreads = kConsumers + (FP8_CACHE ? 256 : 128);
+// Two warpgroups compute, and one copies or converts: registers are handed from these to the others.
+constexpr int kThreads = kConsumers + 128;
 // Registers of a thread that computes, and of one that copies; one that follows a plan needs a few more.
 template <bool FP8_CACHE, bool PLANNED>
 constexpr int kConsumerRegisters = FP8_CACHE ? 192
                                    : PLANNED ? 232
                                              : 240;
 template <bool FP8_CACHE, bool PLANNED>
-constexpr int kCopierRegisters = (FP8_CACHE ? 512 : 504) - 2 * kConsumerRegisters<FP8_CACHE, PLANNED>;
+constexpr int kCopierRegisters = 504 - 2 * kConsumerRegisters<FP8_CACHE, PLANNED>;
 // Named barriers: weights written, weights read, totals of every other part written (3 and 4), one warpgroup alone (5
 // and 6). The first warpgroup comes upon a part's totals again two parts later, by when it has waited at kFree for
 // the second one to be past them.
@@ -184,7 +183,7 @@ __device__ __forceinline__ void right_store(Memory& m, const Arguments& a, const
 }
 
 template <bool FP8_CACHE>
-__global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
   if (part.count <= 0) return store_nothing(a, work);
   if (role >= 2) {
     reg_dealloc<kCopierRegisters<FP8_CACHE, false>>();
-    if (FP8_CACHE) convert_rows<kUnits / 6, 2>(m, a, part, work.request, page);
+    if (FP8_CACHE) convert_rows<1>(m, a, part, work.request, page);
     else if (copies) copy_rows(m, a, &cache, part, work.request, page);
     return;
   }
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
 
 // The same by a plan, item after item: while one is stored, the next one's rows arrive.
 template <bool FP8_CACHE>
-__global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     attend_planned(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap cache,
                    const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -228,7 +227,7 @@ __global__ void __launch_bounds__(kThreads<FP8_CACHE>, 1)
   if (items.begin >= items.end) return;
   if (role >= 2) {
     reg_dealloc<kCopierRegisters<FP8_CACHE, true>>();
-    if (FP8_CACHE) convert_items<kUnits / 6, 2>(m, a, &query, items, page);
+    if (FP8_CACHE) convert_items<1>(m, a, &query, items, page);
     else if (threadIdx.x < kConsumers + 32) copy_items(m, a, &query, &cache, items, page);
     return;
   }

@@ -49,7 +49,7 @@ static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMa
   if (a.heads == 8) return launch_few<FP8_CACHE, 8>(a, query, cache, grid, stream);
   if (a.heads == 16) return launch_few<FP8_CACHE, 16>(a, query, cache, grid, stream);
   return host::launch(a.plan ? attend_planned<FP8_CACHE> : attend<FP8_CACHE>,
-                      {grid, kThreads<FP8_CACHE>, sizeof(Memory), stream}, query, cache, a);
+                      {grid, kThreads, sizeof(Memory), stream}, query, cache, a);
 }
 
 }  // namespace mla

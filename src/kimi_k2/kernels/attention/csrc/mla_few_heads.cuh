@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kFewThreads<FP8_CACHE, HEADS>, 1)
   const Part part = begin<FP8_CACHE>(m, a, &query, &cache, work, group >= 2, &page);
   if (part.count <= 0) return few_store_nothing<HEADS>(a, work);
   if (group >= 2)
-    return FP8_CACHE ? convert_rows<kUnits, kFewGroups<HEADS>>(m, a, part, work.request, page)
+    return FP8_CACHE ? convert_rows<kFewGroups<HEADS>>(m, a, part, work.request, page)
                      : copy_rows(m, a, &cache, part, work.request, page);
   FewState<HEADS> state;
   await_few_query<FP8_CACHE, HEADS>(m, 0, 0);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kFewThreads<FP8_CACHE, HEADS>, 1)
   clear_empty(a);
   if (items.begin >= items.end) return;
   if (group >= 2)
-    return FP8_CACHE ? convert_items<kUnits, kFewGroups<HEADS>>(m, a, &query, items, page)
+    return FP8_CACHE ? convert_items<kFewGroups<HEADS>>(m, a, &query, items, page)
                      : copy_items(m, a, &query, &cache, items, page);
   for (int number = items.begin, done = 0; number < items.end; ++number) {
     const PlannedItem item = item_of(a, number);

@@ -6,8 +6,6 @@ namespace mla {
 
 // How many steps before their use the L2 is asked for rows.
 constexpr int kAhead = 3;
-// A step of one warp: 18 times 8 rows of 64 columns.
-constexpr int kUnits = 2 * kBoxes;
 
 // Eight e4m3 values; exact: e4m3 is a part of float16.
 __device__ __forceinline__ uint4 eight_f16(uint32_t low, uint32_t high) {
@@ -31,39 +29,51 @@ __device__ __forceinline__ void shrink_query(uint8_t* query, int heads, int thre
   named_sync(barrier, THREADS);
 }
 
-// One or two groups of four warps, which take 64 rows in turn. Unit k of a warp is half of box k /
-// 2: eight rows of 64 columns, of which the odd ones lie 32 rows further on; a lane has sixteen of the columns and
-// stores two chunks of the swizzled stage, where no two lanes that store at once meet in a bank.
-// A warp's units from FIRST on, COUNT at a time, into a stage whose groups of boxes are free or will be. The last unit
-// of each group says that it is full.
-template <int COUNT, int FIRST, class M>
-__device__ __forceinline__ void convert_units(M& m, int stage, int phase, int chunk0, const uint8_t* even,
-                                              const uint8_t* odd) {
-  uint4 units[COUNT];
+// One step of a warp: sixteen rows, each loaded at once, of which a lane has sixteen values of the latent, then eight
+// and eight rotated keys. A lane stores two chunks of a swizzled row; lanes of every other box begin with the second
+// one, so that no two lanes that store at once meet in a bank.
+template <class M>
+__device__ __forceinline__ void convert_step(M& m, const Arguments& a, int64_t row0, int stage, int phase) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, odd = lane / 4 % 2;
+  const int64_t begin = row0 + warp * 16;
+  // Past the cache's end its last row is read: what lies past a sequence's end is dropped.
+  const int last = int(min(a.rows - 1 - begin, int64_t(15)));
+  const uint8_t* from = a.cache + begin * kRow;
+  uint4 held[18];
 #pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    const int unit = FIRST + k;
-    units[k] = __ldcg(reinterpret_cast<const uint4*>((unit % 2 ? odd : even) + unit / 2 * 64));
-  }
-  uint8_t *const place0 = m.stage[stage] + chunk0, *const place1 = m.stage[stage] + (chunk0 ^ 16);
+  for (int k = 0; k < 16; ++k) held[k] = __ldcg(reinterpret_cast<const uint4*>(from + min(k, last) * kRow) + lane);
 #pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    const int unit = FIRST + k, box = unit / 2, boxes = box / 4, to = box * kBoxBytes + unit % 2 * 4 * kEight;
-    if (unit % 8 == 0) mbar_wait(&m.empty[stage][boxes], phase ^ 1);
-    *reinterpret_cast<uint4*>(place0 + to) = eight_f16(units[k].x, units[k].y);
-    *reinterpret_cast<uint4*>(place1 + to) = eight_f16(units[k].z, units[k].w);
-    if (unit % 8 == 7 || unit == kUnits - 1) {
-      fence_proxy_async();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbar_arrive(&m.full[stage][boxes]);
-    }
+  for (int k = 0; k < 2; ++k)
+    held[16 + k] =
+        __ldcg(reinterpret_cast<const uint4*>(from + min(k * 8 + lane / 4, last) * kRow + kLatent) + lane % 4);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) mbar_wait(&m.empty[stage][group], phase ^ 1);
+  uint8_t* const rows = m.stage[stage] + warp * 2 * kEight;
+  uint8_t* const latent = rows + lane / 4 * kBoxBytes;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    const uint4 now = odd ? make_uint4(held[k].z, held[k].w, held[k].x, held[k].y) : held[k];
+    const int chunk = (lane % 4 * 2 + odd) ^ k % 8, place = k / 8 * kEight + k % 8 * 128;
+    *reinterpret_cast<uint4*>(latent + place + chunk * 16) = eight_f16(now.x, now.y);
+    *reinterpret_cast<uint4*>(latent + place + (chunk ^ 1) * 16) = eight_f16(now.z, now.w);
   }
-  if constexpr (FIRST + COUNT < kUnits) convert_units<COUNT, FIRST + COUNT>(m, stage, phase, chunk0, even, odd);
+  uint8_t* const key = rows + 8 * kBoxBytes + lane / 4 * 128;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint4 now = held[16 + k];
+    const int chunk = lane % 4 * 2 ^ lane / 4;
+    *reinterpret_cast<uint4*>(key + k * kEight + chunk * 16) = eight_f16(now.x, now.y);
+    *reinterpret_cast<uint4*>(key + k * kEight + (chunk ^ 1) * 16) = eight_f16(now.z, now.w);
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0)
+    for (int group = 0; group < kGroups; ++group) mbar_arrive(&m.full[stage][group]);
 }
 
-// COUNT units are loaded at a time by each of so many groups, as registers allow. `done`: steps of the block's items
-// before; `behind_first()` is called behind the part's first step by the group that has it.
-template <int COUNT, int GROUPS, class M, class Then>
+// By so many groups of four warps, which take 64 rows in turn. `done`: steps of the block's items before;
+// `behind_first()` is called behind the part's first step by the group that has it.
+template <int GROUPS, class M, class Then>
 __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Part& part, int request, int page,
                                              int done, const Then& behind_first) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -82,21 +92,18 @@ __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Par
     const int then = __shfl_sync(~0u, ahead, i % 32);
     if (warp == 0 && lane == 0 && i + kAhead < part.count)
       ask<true>(a, part, row_of(a, part, request, then, i + kAhead), i + kAhead);
-    const int row = warp * 8 + lane / 4, chunk0 = warp * kEight + lane / 4 * 128 + (lane % 4 * 2 ^ lane / 4) * 16;
-    const uint8_t* even = a.cache + min(first + row, a.rows - 1) * kRow + lane % 4 * 16;
-    const uint8_t* odd = a.cache + min(first + row + 32, a.rows - 1) * kRow + lane % 4 * 16;
-    convert_units<COUNT, 0>(m, stage, phase, chunk0, even, odd);
+    convert_step(m, a, first, stage, phase);
     if (i == 0) behind_first();
   }
 }
 
-template <int COUNT, int GROUPS, class M>
+template <int GROUPS, class M>
 __device__ __forceinline__ void convert_rows(M& m, const Arguments& a, const Part& part, int request, int page) {
-  convert_rows<COUNT, GROUPS>(m, a, part, request, page, 0, [] {});
+  convert_rows<GROUPS>(m, a, part, request, page, 0, [] {});
 }
 
 // The same for a block's items. Where queries have one place, an item's first rows do not wait for it.
-template <int COUNT, int GROUPS, class M>
+template <int GROUPS, class M>
 __device__ void convert_items(M& m, const Arguments& a, const CUtensorMap* query, const Items& items, int page) {
   int done = 0;
   for (int number = items.begin; number < items.end; ++number) {
@@ -107,7 +114,7 @@ __device__ void convert_items(M& m, const Arguments& a, const CUtensorMap* query
     if (k) page = page_of(a, part, item.request, threadIdx.x % 32);
     if (early && threadIdx.x == kConsumers) copy_next_query(m, a, query, item.request, k);
     __syncwarp();
-    convert_rows<COUNT, GROUPS>(m, a, part, item.request, page, done, [&] {
+    convert_rows<GROUPS>(m, a, part, item.request, page, done, [&] {
       if (!early && threadIdx.x % 128 == 0) copy_next_query(m, a, query, item.request, k);
       __syncwarp();
     });
