@@ -111,7 +111,14 @@ class Timer:
         return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
 
 
-def start(kind: str, layers: int, pages: int = PAGES, executor: str | None = None, traces: str | None = None) -> Any:
+def start(
+    kind: str,
+    layers: int,
+    pages: int = PAGES,
+    executor: str | None = None,
+    traces: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Any:
     """An engine with random weights of `layers` layers of a rank's slice.
 
     Args:
@@ -120,6 +127,7 @@ def start(kind: str, layers: int, pages: int = PAGES, executor: str | None = Non
         pages: of the cache, 64 tokens each.
         executor: vLLM's `distributed_executor_backend`; its own choice if None.
         traces: directory for torch's profiler; None for no profiler.
+        more: other arguments of vLLM's engine.
     """
     from vllm import EngineArgs, LLMEngine
     from vllm.config import ProfilerConfig
@@ -134,7 +142,7 @@ def start(kind: str, layers: int, pages: int = PAGES, executor: str | None = Non
             enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
             kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
             compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
-            **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}),
+            **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
         )  # fmt: skip
         return LLMEngine.from_engine_args(arguments)
 
@@ -201,11 +209,12 @@ if __name__ == "__main__":
     parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
     parser.add_argument("--traces", help="directory for a profile")
+    parser.add_argument("--engine", type=json.loads, default={}, help='more of its arguments: {"stream_interval": 8}')
     parser.add_argument("--by-line", action="store_true", help="write `{}` to the result once warm; then lines of JSON")
     given = parser.parse_args()
     if given.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    timer = Timer(start(given.experts, given.layers, given.pages, given.executor, given.traces))
+    timer = Timer(start(given.experts, given.layers, given.pages, given.executor, given.traces, given.engine))
     warm(timer, given.requests, given.prompts)
     if given.by_line:
         given.result.write_text("{}")

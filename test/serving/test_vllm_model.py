@@ -59,11 +59,12 @@ def serve(
     tmp_path: Path,
     *,
     plugins: str | None = None,
+    pieces: int = 0,
     **options: Any,
 ) -> tuple[dict[str, Any], str]:
     """What vllm_requests.py answers, and its log."""
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
-    asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options}))
+    asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options, "pieces": pieces}))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
@@ -98,6 +99,18 @@ def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict
     answer, log = serve(checkpoints[name], dtype, job, tmp_path)
     assert answer["tokens"] == expected(checkpoints[name], dtype, job)
     check_ours(answer, log)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "float32")])
+def test_steps_with_prompts_in_pieces(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The pieces that are CUDA graphs on a GPU, padded; wider steps and those of decodes alone run as they do."""
+    job = requests(seed=len(name))
+    answer, log = serve(
+        checkpoints[name], dtype, job, tmp_path, pieces=48, max_num_batched_tokens=64, enable_chunked_prefill=True
+    )
+    assert answer["tokens"] == expected(checkpoints[name], dtype, job)
+    assert OURS in log
+    assert 4 <= answer["replays"] < answer["steps"]
 
 
 def expected_of_ranks(directory: Path, layout: Layout, dtype: str, job: list[dict[str, Any]], out: Path) -> Any:

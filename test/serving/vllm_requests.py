@@ -1,7 +1,8 @@
 """Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
 
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` and
-`options`, which are EngineArgs'. With several ranks the calls counted are none: the workers make them.
+`options`, which are EngineArgs'. With several ranks the calls counted are none: the workers make them. With `pieces`,
+steps of so many new tokens at most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps.
 """
 
 from __future__ import annotations
@@ -16,10 +17,51 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
+class Again:
+    """Stands for the recorder of CUDA graphs: a replay runs the work again, into the same memory."""
+
+    def __call__(self, work: Any) -> Any:
+        made = work()
+
+        def replay() -> None:
+            for tensor, anew in zip(made, work(), strict=True):
+                tensor.copy_(anew)
+
+        return replay, made
+
+    def let_go(self, tensor: Any) -> Any:
+        return tensor
+
+
+def run_in_pieces(widest: int) -> list[int]:
+    """Have the model do so; the list counts steps."""
+    from kimi_k2.serving.vllm import model
+    from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
+
+    count = [0]
+
+    class Counted(PromptGraphs):
+        def __call__(self, *given: Any) -> Any:
+            count[0] += 1
+            return super().__call__(*given)
+
+    forward = model.KimiK2ForVllm.forward
+
+    def first(self: Any, *given: Any, **named: Any) -> Any:
+        if self._graphs is None:  # vLLM's worker on a CPU measures no memory
+            self._graphs = Counted(self.steps, self.plain.model.norm, widest, Again())
+            self._graphs.capture()
+        return forward(self, *given, **named)
+
+    model.KimiK2ForVllm.forward = first  # type: ignore[method-assign]
+    return count
+
+
 def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
+    replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
     options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
     arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
     engine = LLMEngine.from_engine_args(arguments)
@@ -44,7 +86,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
     order = [str(number) for number in range(len(tokens))]
     result = {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order]}
-    result |= {"calls": calls, "steps": step}
+    result |= {"calls": calls, "steps": step, "replays": replays[0]}
     Path(result_file).write_text(json.dumps(result))
 
 

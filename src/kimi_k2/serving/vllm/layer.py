@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,21 @@ from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.vllm.attention import Batch, LatentAttention
 
 
+class Projected(NamedTuple):
+    """What attention takes of a layer's T new tokens.
+
+    Attributes:
+        qkv_a: [T, q_lora_rank + cache_dim], outputs of q_a and kv_a.
+        q_nope, q_rope: [T, 1, H, ...] queries, the second rotated.
+        entries: [T, cache_dim], what the cache is to hold.
+    """
+
+    qkv_a: Tensor
+    q_nope: Tensor
+    q_rope: Tensor
+    entries: Tensor
+
+
 class PagedLayer(LayerStep):
     """A layer for the new tokens of a batch.
 
@@ -35,24 +52,54 @@ class PagedLayer(LayerStep):
         super().__init__(layer, reduce)
         self.held = held
 
+    @property
+    def width(self) -> int:
+        """Values of a token, H * v_head_dim."""
+        heads, value = self.w_uv.shape[:2]
+        return int(heads * value)
+
     def attend(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The attention half before the sum over ranks [T, H], and the residual x + delta; `cache` in pages."""
+        batch = self.held.batch()
+        if batch is not None and batch.lengths:
+            made, x = self.enter(x, delta, place.cos, place.sin)
+            values = x.new_zeros(len(x), self.width)
+            self.attend_batch(made, place, batch, values)
+            return project(values, self.o), x
         norm = self.layer.input_layernorm
         qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        batch = self.held.batch()
-        width = self.w_uv.shape[0] * self.w_uv.shape[1]
         if batch is None:  # vLLM measures memory; there is no cache yet
-            return project(qkv_a.new_zeros(len(x), width), self.o), x
-        one = batch.decodes
-        if not batch.lengths and one == len(x):
-            return project(self._decode(qkv_a, place, cache, batch), self.o), x
-        values = qkv_a.new_zeros(len(x), width)
+            return project(qkv_a.new_zeros(len(x), self.width), self.o), x
+        values = self._decode(qkv_a[: batch.decodes], place, cache, batch)
+        if batch.decodes < len(x):
+            values = torch.nn.functional.pad(values, (0, 0, 0, len(x) - batch.decodes))
+        return project(values, self.o), x
+
+    def enter(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Projected, Tensor]:
+        """Before attention: what it takes of each new token by itself, and the residual x + delta."""
+        attention, config, norm = self.attention, self.attention.config, self.layer.input_layernorm
+        qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
+        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
+        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(x), 1, -1, config.qk_head_dim)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin, in_place=True)
+        normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
+        entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
+        return Projected(qkv_a, q_nope, q_rope, to_cache(entries, self.held.dtype)), x
+
+    def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind attention, whose values are [T, H * v_head_dim]: as a call of the layer returns."""
+        return self.finish(x, project(values, self.o))
+
+    def attend_batch(self, made: Projected, place: Place, batch: Batch, values: Tensor) -> None:
+        """Store a batch's new tokens and fill in their values [T, H * v_head_dim]; padding behind them stays."""
+        one, cache = batch.decodes, self.held.cache
         if one:
-            values[:one] = self._decode(qkv_a[:one], place, cache, batch)
+            values[:one] = self._decode(made.qkv_a[:one], place, cache, batch)
         if batch.lengths:
             rest = slice(one, batch.query_start[-1])
-            self._read(qkv_a[rest], place.cos[rest], place.sin[rest], cache, batch, values[rest])
-        return project(values, self.o), x
+            self._read(made.q_nope[rest], made.q_rope[rest], made.entries[rest], cache, batch, values[rest])
 
     def _decode(self, qkv_a: Tensor, place: Place, cache: Tensor, batch: Batch) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
@@ -66,17 +113,11 @@ class PagedLayer(LayerStep):
         scale = attention.config.softmax_scale
         return paged_attend_values(query, cache, table, seq_lens, self.w_uv, scale, place.plan)
 
-    def _read(self, qkv_a: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Batch, values: Tensor) -> None:
+    def _read(
+        self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, cache: Tensor, batch: Batch, values: Tensor
+    ) -> None:
         """Store the new tokens of the sequences with several, and fill in their values [T, H * v_head_dim]."""
-        attention, config, one = self.attention, self.attention.config, batch.decodes
-        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
-        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(qkv_a), 1, -1, config.qk_head_dim)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin)
-        normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
-        entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-        entries = to_cache(entries, cache.dtype)
+        one = batch.decodes
         rows, positions, places = batch.prompts(cache.shape[1])
         write_places(cache, entries, places)
         for number, (at, length) in enumerate(zip(rows, batch.lengths, strict=True)):

@@ -23,6 +23,7 @@ from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.serving.vllm.attention import LatentAttention
 from kimi_k2.serving.vllm.layer import PagedLayer
+from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import config_of, layout_of, refusal
 from kimi_k2.serving.vllm.weights import RankLoader
 from kimi_k2.sharding.plan import make_plan
@@ -69,6 +70,8 @@ class _Ours:
         # Positions that vLLM can ask for, its own trial runs included.
         self._positions = max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
         self._angles: tuple[Tensor, Tensor] | None = None
+        self._vllm_config, self._recorded = vllm_config, False
+        self._graphs: PromptGraphs | None = None
         logger.info("%s", started(self.plain))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -109,10 +112,24 @@ class _Ours:
         cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
         # Attention over pages takes lengths from the batch; these are for the layers' shape alone.
         place = Place(positions, positions, cos, sin, self._plan())
+        batch = self.steps[0].held.batch()
+        # While vLLM measures memory, the graphs' counts as used beside the step's.
+        reserved = self._record(x) if batch is None else None
+        if batch is not None and batch.lengths and self._graphs is not None and self._graphs.takes(len(x)):
+            return self._graphs(x, place, batch)
         for step in self.steps:
             x, delta = step(x, delta, place, step.held.cache)
         assert delta is not None
+        del reserved
         return add_norm(x, delta, model.norm.weight, model.norm.eps)[1]
+
+    def _record(self, x: Tensor) -> Tensor | None:
+        """Make the graphs of steps with prompts, once; memory of their size."""
+        if self._recorded:
+            return None
+        self._recorded = True
+        self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)
+        return torch.empty(held, dtype=torch.uint8, device=x.device) if held else None
 
     def _plan(self) -> Tensor | None:
         """How kernels share out the attention of the sequences with one new token, the same for all layers."""

@@ -1,0 +1,189 @@
+"""Steps with prompts in CUDA graphs of padded sizes; vLLM's own graphs hold decodes alone.
+
+Launched one by one, a short prompt takes the host longer than the GPU. A graph holds what lies between the attentions
+of two layers, which treats every token by itself: of one layer all behind attention, of the next all before it. The
+attentions are launched between the graphs, since they are as the batch is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import weak_ref_tensor
+
+from kimi_k2.engine.layer_step import Place
+from kimi_k2.engine.prompt_step import NARROWEST, padded_width
+from kimi_k2.model.moe import MoE
+from kimi_k2.model.norm import RMSNorm
+from kimi_k2.ops.norm import add_norm
+from kimi_k2.serving.vllm.attention import Batch
+from kimi_k2.serving.vllm.layer import PagedLayer, Projected
+
+logger = logging.getLogger("vllm.kimi_k2")
+
+ENVIRONMENT = "KIMI_K2_VLLM_GRAPH_TOKENS"
+# New tokens of a step up to which there are graphs: beyond, the GPU is busy while the host launches.
+WIDEST = 4096
+
+Work = Callable[[], tuple[Tensor, ...]]
+Recorded = tuple[Callable[[], Any], tuple[Tensor, ...]]
+
+
+LetGo = Callable[[Tensor], Tensor]
+
+
+class Recorder(Protocol):
+    """Makes a function's work repeatable."""
+
+    def __call__(self, work: Work) -> Recorded:
+        """What repeats it, and what the function returned, which a repetition fills anew."""
+        ...
+
+    def let_go(self, tensor: Tensor) -> Tensor:
+        """The same tensor, whose memory works that are recorded later may take."""
+        ...
+
+
+class GraphRecorder:
+    """By CUDA graphs. All share memory, so that the order in which they were recorded is that of replays too."""
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def __call__(self, work: Work) -> Recorded:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            # Other threads of vLLM's may ask the GPU meanwhile.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                made = work()
+            finally:
+                graph.capture_end()
+        return graph.replay, made
+
+    def let_go(self, tensor: Tensor) -> Tensor:
+        """See `Recorder`."""
+        weak: Tensor = weak_ref_tensor(tensor)
+        return weak
+
+    def held(self) -> int:
+        """Bytes that the graphs' memory takes of PyTorch's allocator."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self.pool))
+
+
+class _Piece(NamedTuple):
+    replay: Callable[[], Any]
+    made: tuple[Tensor, ...]
+
+
+class PromptGraphs:
+    """The graphs of one model.
+
+    Args:
+        steps: the layers.
+        norm: of the last hidden states.
+        widest: new tokens of a step up to which there are graphs.
+        record: makes a graph.
+    """
+
+    def __init__(self, steps: Sequence[PagedLayer], norm: RMSNorm, widest: int, record: Recorder) -> None:
+        self.steps, self.norm, self.record = steps, norm, record
+        self.widths = sorted({padded_width(tokens) for tokens in range(NARROWEST, widest + 1, NARROWEST)})
+        self.widths = [width for width in self.widths if width <= widest]
+        self.widest = self.widths[-1] if self.widths else 0
+        weight, config = norm.weight, steps[0].attention.config
+        half = config.qk_rope_head_dim // 2
+        # What lies behind a batch's tokens is finite, so that no expert is chosen by NaN.
+        self.x, self.cos, self.sin, self.values = (
+            torch.zeros(self.widest, size, dtype=weight.dtype, device=weight.device)
+            for size in (config.hidden_size, half, half, steps[0].width)
+        )
+        self._pieces: dict[int, list[_Piece]] = {}
+
+    def capture(self) -> None:
+        """Record all sizes; the widest first, whose memory the others then use."""
+        moe = next((number for number, step in enumerate(self.steps) if isinstance(step.layer.mlp, MoE)), 0)
+        for width in reversed(self.widths):
+            # Kernels are built, and find their settings, outside the graphs.
+            self._walk(width, len(self.steps) if width == self.widest else moe + 1, lambda work: (work, work()))
+            self._pieces[width] = self._walk(width, len(self.steps), self.record, self.record.let_go)
+
+    def _walk(
+        self,
+        width: int,
+        layers: int,
+        record: Callable[[Work], Recorded],
+        let_go: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> list[_Piece]:
+        """The pieces of the first `layers` layers."""
+        pieces: list[_Piece] = []
+        made: tuple[Tensor, ...] = (self.x[:width],)
+        for number in range(layers + 1):
+            replay, again = record(partial(self._piece, width, layers, number, made[-1]))
+            if pieces:  # what the piece before it made has been read now
+                pieces[-1] = pieces[-1]._replace(made=tuple(map(let_go, made)))
+            made = again
+            pieces.append(_Piece(replay, made))
+        return [*pieces[:-1], pieces[-1]._replace(made=tuple(map(let_go, made)))]
+
+    def _piece(self, width: int, layers: int, number: int, x: Tensor) -> tuple[Tensor, ...]:
+        """What lies between two attentions: takes the residual; makes what the second takes, and the residual behind.
+
+        The last makes the hidden states.
+        """
+        cos, sin, values = self.cos[:width], self.sin[:width], self.values[:width]
+        delta: Tensor | None = None
+        if number:
+            x, delta = self.steps[number - 1].leave(x, values)
+        if number < layers:
+            made, x = self.steps[number].enter(x, delta, cos, sin)
+            return *made, x
+        assert delta is not None
+        return (add_norm(x, delta, self.norm.weight, self.norm.eps)[1],)
+
+    def takes(self, tokens: int) -> bool:
+        """Whether there is a graph for a step of so many new tokens."""
+        return tokens <= self.widest and padded_width(tokens) in self._pieces
+
+    def __call__(self, x: Tensor, place: Place, batch: Batch) -> Tensor:
+        """Embedded new tokens [T, H] to their normed hidden states [T, H], which another step overwrites."""
+        tokens = len(x)
+        for held, given in ((self.x, x), (self.cos, place.cos), (self.sin, place.sin)):
+            held[:tokens].copy_(given)
+        pieces = self._pieces[padded_width(tokens)]
+        for step, piece in zip(self.steps, pieces, strict=False):
+            piece.replay()
+            step.attend_batch(Projected(*piece.made[:-1]), place, batch, self.values)
+        pieces[-1].replay()
+        return pieces[-1].made[0][:tokens]
+
+
+def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
+    """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail."""
+    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
+    widest = min(int(os.environ.get(ENVIRONMENT, WIDEST)), vllm_config.scheduler_config.max_num_batched_tokens)
+    if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE" or widest < NARROWEST:
+        return None, 0
+    began, recorder = time.monotonic(), GraphRecorder()
+    graphs = PromptGraphs(steps, norm, widest, recorder)
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        logger.warning("kimi-k2: steps with prompts are launched one by one: no graph of them: %s", error)
+        return None, 0
+    torch.cuda.synchronize()
+    held = recorder.held()
+    logger.info(
+        "kimi-k2: steps with prompts of up to %d tokens are replayed: %d graphs for each of %d sizes, %.2f GiB, %.1f s",
+        graphs.widest, len(steps) + 1, len(graphs.widths), held / 2**30, time.monotonic() - began,
+    )  # fmt: skip
+    return graphs, held
