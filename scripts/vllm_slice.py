@@ -117,6 +117,7 @@ def start(
     pages: int = PAGES,
     executor: str | None = None,
     traces: str | None = None,
+    ranks: int = 1,
     more: Mapping[str, Any] | None = None,
 ) -> Any:
     """An engine with random weights of `layers` layers of a rank's slice.
@@ -127,6 +128,7 @@ def start(
         pages: of the cache, 64 tokens each.
         executor: vLLM's `distributed_executor_backend`; its own choice if None.
         traces: directory for torch's profiler; None for no profiler.
+        ranks: GPUs, each of which has a rank's slice.
         more: other arguments of vLLM's engine.
     """
     from vllm import EngineArgs, LLMEngine
@@ -135,13 +137,15 @@ def start(
     replace_loader()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
     with tempfile.TemporaryDirectory() as directory:
-        config = KimiK2Config.load(NAMES[kind]).model_copy(update={**SLICE, "num_hidden_layers": layers})
+        widths = {name: size if name.endswith("token_id") else size * ranks for name, size in SLICE.items()}
+        config = KimiK2Config.load(NAMES[kind]).model_copy(update={**widths, "num_hidden_layers": layers})
         (Path(directory) / "config.json").write_text(json.dumps(hf_config(config)))
         arguments = EngineArgs(
             model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
             enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
             kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
             compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
+            tensor_parallel_size=ranks,
             **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
         )  # fmt: skip
         return LLMEngine.from_engine_args(arguments)
@@ -208,13 +212,15 @@ if __name__ == "__main__":
     parser.add_argument("--pages", type=int, default=PAGES, help="of the cache, 64 tokens each")
     parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with a slice of its own")
     parser.add_argument("--traces", help="directory for a profile")
     parser.add_argument("--engine", type=json.loads, default={}, help='more of its arguments: {"stream_interval": 8}')
     parser.add_argument("--by-line", action="store_true", help="write `{}` to the result once warm; then lines of JSON")
     given = parser.parse_args()
     if given.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    timer = Timer(start(given.experts, given.layers, given.pages, given.executor, given.traces, given.engine))
+    engine = start(given.experts, given.layers, given.pages, given.executor, given.traces, given.ranks, given.engine)
+    timer = Timer(engine)
     warm(timer, given.requests, given.prompts)
     if given.by_line:
         given.result.write_text("{}")
