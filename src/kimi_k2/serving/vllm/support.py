@@ -24,6 +24,7 @@ NEEDED = (
     ("vllm.forward_context", "get_forward_context"),
     ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     ("vllm.model_executor.models.registry", "ModelRegistry"),
+    ("vllm.utils.torch_utils", "weak_ref_tensor"),
     ("vllm.v1.attention.backend", "AttentionBackend"),
     ("vllm.v1.attention.backend", "AttentionCGSupport"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
