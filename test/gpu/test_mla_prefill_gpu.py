@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
 from kimi_k2.ops.mla import mla_naive_attention
+from kimi_k2.ops.mla_ragged import Ragged, mla_ragged_attention
 from kimi_k2.ops.registry import pin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -81,3 +84,22 @@ def test_flash_attention_takes_whole_chunks(queries: int, slots: int, heads: int
     q[..., 128:] = rope
     longer = torch.cat((cache, random(1, 100, 576)), dim=1)[:, :slots]
     assert torch.equal(found, mla_naive_attention(nope, q[..., 128:], longer, *given[3:], whole=True))
+
+
+@pytest.mark.parametrize(("new", "lengths"), [((5, 64, 300), (5, 64, 300)), ((2, 130, 1, 700), (1000, 130, 65, 701))])
+def test_sequences_one_after_the_other(new: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    if flash_prefill.flash_attention() is None:
+        pytest.skip("needs vLLM's FlashAttention 3")
+    torch.manual_seed(len(new))
+    q, slots, kv_b = random(sum(new), 8, 192), random(sum(lengths), 576), random(8, 256, 512) * 0.03
+    nope, rope = q.split([128, 64], dim=-1)
+    queries, keys = (
+        Ragged(rows, torch.tensor([0, *itertools.accumulate(rows)], device="cuda").int()) for rows in (new, lengths)
+    )
+    given = nope, rope, slots, kv_b, queries, keys, SCALE
+    assert mla_ragged_attention.choose(*given).name == "flash_attn_3"
+    out = mla_ragged_attention(*given)
+    pin("mla_ragged_attention=plain,mla_naive_attention=plain")
+    wanted = mla_ragged_attention(*(one.double() if isinstance(one, Tensor) else one for one in given))  # type: ignore[arg-type]
+    pin("")
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 6e-3

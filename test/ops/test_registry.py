@@ -60,6 +60,7 @@ def test_the_order_is_the_tables() -> None:
         "mla_absorbed_attention": ["mla_decode", "plain"],
         "mla_decode": ["mla_decode", "flash_mla", "plain"],
         "mla_naive_attention": ["flash_attn_3", "mla_prefill", "plain"],
+        "mla_ragged_attention": ["flash_attn_3", "plain"],
         "paged_absorb_and_store": ["triton", "plain"],
         "paged_attend_values": ["cuda", "plain"],
         "paged_attention_plan": ["flash_mla", "mla_plan", "plain"],

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, supports_mla_naive_attention
+from kimi_k2.ops.mla_ragged import Ragged
 
 # Below so many queries, or queries times slots, joining the parts costs more than the faster attention saves.
 MIN_QUERIES, MIN_PAIRS = 1024, 2048**2
@@ -117,25 +118,35 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Ten
     Raises:
         KernelError: FlashAttention 3 is not there, or has other arguments than vLLM 0.24's.
     """
+    batch, queries, slots = q.shape[0], q.shape[1], keys.shape[1]
+
+    def evenly(length: int) -> Ragged:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+        return Ragged((length,) * batch, starts)
+
+    given = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), evenly(queries), evenly(slots)
+    out: Tensor = attend_ragged(*given, softmax_scale).unflatten(0, (batch, queries))
+    return out
+
+
+def attend_ragged(
+    q: Tensor, keys: Tensor, values: Tensor, queries: Ragged, slots: Ragged, softmax_scale: float
+) -> Tensor:
+    """`attend` of sequences one after the other: [T, H, 192], [S, H, 192], [S, H, 128] to [T, H, 128]."""
     forward = flash_attention()
     if forward is None:
         raise KernelError("FlashAttention 3 is not installed")
-    batch, queries, slots = q.shape[0], q.shape[1], keys.shape[1]
-
-    def starts(length: int) -> Tensor:
-        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-
     # vLLM builds the form for sequences one after the other alone.
     given = {
-        "q": q.flatten(0, 1), "k": keys.flatten(0, 1), "v": values.flatten(0, 1), "cu_seqlens_q": starts(queries),
-        "cu_seqlens_k": starts(slots), "max_seqlen_q": queries, "max_seqlen_k": slots, "softmax_scale": softmax_scale,
+        "q": q, "k": keys, "v": values, "cu_seqlens_q": queries.starts, "cu_seqlens_k": slots.starts,
+        "max_seqlen_q": max(queries.lengths), "max_seqlen_k": max(slots.lengths), "softmax_scale": softmax_scale,
         "is_causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
         "is_rotary_interleaved": True, "num_splits": 1, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
     arguments = {argument.name: given.get(argument.name) for argument in forward._schema.arguments}  # type: ignore[attr-defined]  # noqa: SLF001
     if missing := sorted(set(given) - set(arguments)):
         raise KernelError(f"FlashAttention 3 has no arguments {', '.join(missing)}, expected vLLM 0.24's")
-    out: Tensor = forward(**arguments)[0].unflatten(0, (batch, queries))
+    out: Tensor = forward(**arguments)[0]
     return out
 
 
@@ -150,3 +161,20 @@ def mla_naive_attention(
 ) -> Tensor:
     """The plain function's work, of a whole chunk."""
     return attend(join(q_nope, q_rope), *keys_and_values(cache, kv_b), softmax_scale)
+
+
+def supports_ragged(
+    q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, queries: Ragged, keys: Ragged, softmax_scale: float
+) -> bool:
+    """What `mla_prefill` would take of one sequence, and FlashAttention 3 is there."""
+    one = q_nope.unsqueeze(0), q_rope.unsqueeze(0), slots.unsqueeze(0), kv_b, q_nope, softmax_scale
+    return bool(q_nope.numel()) and supports_mla_naive_attention(*one) and flash_attention() is not None
+
+
+def mla_ragged_attention(
+    q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, queries: Ragged, keys: Ragged, softmax_scale: float
+) -> Tensor:
+    """The plain function's work in as many launches as one sequence takes."""
+    expanded, values = keys_and_values(slots.unsqueeze(0), kv_b)
+    q = join(q_nope.unsqueeze(0), q_rope.unsqueeze(0))
+    return attend_ragged(q[0], expanded[0], values[0], queries, keys, softmax_scale)

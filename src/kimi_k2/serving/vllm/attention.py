@@ -20,8 +20,11 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.kernels.attention.mla_decode import PAGE
 from kimi_k2.ops.mla_paged import page_places
+from kimi_k2.ops.mla_ragged import Ragged
 
 NAME = "KIMI_K2_MLA"
+# Slots whose keys and values are expanded at once: 320 values of a head each, 340 MB for 8 heads in BF16.
+MOST_SLOTS = 65536
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Batch:
 
     Attributes:
         query_start: where each sequence's new tokens begin, on the host, and where the last ends.
+        query_starts: int32 [B + 1], the same on the device.
         seq_lens: int32 [B], tokens in the cache once the new ones are stored.
         lengths: the same on the host, of the sequences with more than one new token.
         block_table: int32 [B, P], pages of each sequence.
@@ -38,6 +42,7 @@ class Batch:
     """
 
     query_start: list[int]
+    query_starts: Tensor
     seq_lens: Tensor
     lengths: list[int]
     block_table: Tensor
@@ -55,8 +60,40 @@ class Batch:
                 torch.arange(length - (at.stop - at.start), length, device=self.slots.device).unsqueeze(0)
                 for at, length in zip(rows, self.lengths, strict=True)
             ]
-            self._prompts = Prompts(rows, positions, page_places(self.slots[first : self.query_start[-1]], page))
+            places = page_places(self.slots[first : self.query_start[-1]], page)
+            together = self._together(rows, page) if len(rows) > 1 and sum(self.lengths) <= MOST_SLOTS else None
+            self._prompts = Prompts(rows, positions, places, together)
         return self._prompts
+
+    def _together(self, rows: list[slice], page: int) -> Together:
+        """Nothing is read back, and nothing copied from the host."""
+        new, last = tuple(at.stop - at.start for at in rows), self.decodes + len(self.lengths)
+        zero = self.seq_lens.new_zeros(1)
+        query_starts = self.query_starts[self.decodes : last + 1]
+        queries = Ragged(new, query_starts - query_starts[0])
+        if new == tuple(self.lengths):
+            return Together(queries, queries, None)
+        lengths = self.seq_lens[self.decodes : last]
+        keys = Ragged(tuple(self.lengths), torch.cat((zero, lengths.cumsum(0, dtype=torch.int32))))
+        count = sum(self.lengths)
+        sequence = torch.arange(len(rows), device=lengths.device).repeat_interleave(lengths, output_size=count)
+        place = torch.arange(count, device=lengths.device) - keys.starts[sequence]
+        pages = self.block_table[self.decodes : last][sequence, place.div(page, rounding_mode="floor")]
+        return Together(queries, keys, (pages.long(), place % page))
+
+
+class Together(NamedTuple):
+    """Several sequences whose attention is computed at once.
+
+    Attributes:
+        queries: their new tokens.
+        keys: their slots.
+        places: page and place in it of each slot; None where the new tokens are all there is.
+    """
+
+    queries: Ragged
+    keys: Ragged
+    places: tuple[Tensor, Tensor] | None
 
 
 class Prompts(NamedTuple):
@@ -66,11 +103,13 @@ class Prompts(NamedTuple):
         rows: of each sequence, among the new tokens of these sequences.
         positions: int64 [1, S] of each sequence's new tokens.
         places: of all new tokens, as `page_places` gives them.
+        together: of several sequences; None of one, or where their slots are too many.
     """
 
     rows: list[slice]
     positions: list[Tensor]
     places: tuple[Tensor, Tensor, Tensor]
+    together: Together | None
 
 
 class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for mypy here
@@ -96,6 +135,7 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
             lengths = known[decodes : common.num_reqs].tolist()
         return Batch(
             query_start=common.query_start_loc_cpu.tolist(),
+            query_starts=common.query_start_loc,
             seq_lens=common.seq_lens,
             lengths=lengths,
             block_table=common.block_table_tensor,

@@ -21,6 +21,7 @@ from kimi_k2.ops.mla import (
     value_heads,
 )
 from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, write_places
+from kimi_k2.ops.mla_ragged import mla_ragged_attention
 from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.vllm.attention import Batch, LatentAttention
 
@@ -118,8 +119,14 @@ class PagedLayer(LayerStep):
     ) -> None:
         """Store the new tokens of the sequences with several, and fill in their values [T, H * v_head_dim]."""
         one = batch.decodes
-        rows, positions, places = batch.prompts(cache.shape[1])
+        rows, positions, places, together = batch.prompts(cache.shape[1])
         write_places(cache, entries, places)
+        if together is not None:
+            slots = entries if together.places is None else cache[together.places].to(values.dtype)
+            parts = q_nope.squeeze(1), q_rope.squeeze(1), slots, torch.cat((self.w_uk, self.w_uv), dim=1)
+            scale = self.attention.config.softmax_scale
+            values.copy_(mla_ragged_attention(*parts, together.queries, together.keys, scale).flatten(1))
+            return
         for number, (at, length) in enumerate(zip(rows, batch.lengths, strict=True)):
             new = at.stop - at.start
             if not new:
