@@ -31,13 +31,12 @@ class Projected(NamedTuple):
 
     Attributes:
         qkv_a: [T, q_lora_rank + cache_dim], outputs of q_a and kv_a.
-        q_nope, q_rope: [T, 1, H, ...] queries, the second rotated.
+        q: [T, 1, H, qk_head_dim] queries, the last of each rotated.
         entries: [T, cache_dim], what the cache is to hold.
     """
 
     qkv_a: Tensor
-    q_nope: Tensor
-    q_rope: Tensor
+    q: Tensor
     entries: Tensor
 
 
@@ -85,9 +84,11 @@ class PagedLayer(LayerStep):
         q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(x), 1, -1, config.qk_head_dim)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin, in_place=True)
+        if q_rope.data_ptr() != q[..., config.qk_nope_head_dim :].data_ptr():  # not in its place
+            q = torch.cat((q_nope, q_rope), dim=-1)
         normed = rms_norm(latent.contiguous(), kv_norm.weight, kv_norm.eps).unsqueeze(1)
         entries = cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-        return Projected(qkv_a, q_nope, q_rope, to_cache(entries, self.held.dtype)), x
+        return Projected(qkv_a, q, to_cache(entries, self.held.dtype)), x
 
     def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Behind attention, whose values are [T, H * v_head_dim]: as a call of the layer returns."""
@@ -100,7 +101,7 @@ class PagedLayer(LayerStep):
             values[:one] = self._decode(made.qkv_a[:one], place, cache, batch)
         if batch.lengths:
             rest = slice(one, batch.query_start[-1])
-            self._read(made.q_nope[rest], made.q_rope[rest], made.entries[rest], cache, batch, values[rest])
+            self._read(made.q[rest], made.entries[rest], cache, batch, values[rest])
 
     def _decode(self, qkv_a: Tensor, place: Place, cache: Tensor, batch: Batch) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
@@ -114,18 +115,17 @@ class PagedLayer(LayerStep):
         scale = attention.config.softmax_scale
         return paged_attend_values(query, cache, table, seq_lens, self.w_uv, scale, place.plan)
 
-    def _read(
-        self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, cache: Tensor, batch: Batch, values: Tensor
-    ) -> None:
+    def _read(self, q: Tensor, entries: Tensor, cache: Tensor, batch: Batch, values: Tensor) -> None:
         """Store the new tokens of the sequences with several, and fill in their values [T, H * v_head_dim]."""
-        one = batch.decodes
+        one, config = batch.decodes, self.attention.config
+        q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         rows, positions, places, together = batch.prompts(cache.shape[1])
         write_places(cache, entries, places)
         if together is not None:
             slots = entries if together.places is None else cache[together.places].to(values.dtype)
             parts = q_nope.squeeze(1), q_rope.squeeze(1), slots, torch.cat((self.w_uk, self.w_uv), dim=1)
-            scale = self.attention.config.softmax_scale
-            values.copy_(mla_ragged_attention(*parts, together.queries, together.keys, scale).flatten(1))
+            found = mla_ragged_attention(*parts, together.queries, together.keys, config.softmax_scale)
+            values.copy_(found.flatten(1))
             return
         for number, (at, length) in enumerate(zip(rows, batch.lengths, strict=True)):
             new = at.stop - at.start
