@@ -170,7 +170,9 @@ class PromptGraphs:
 def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
     """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail."""
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-    widest = min(int(os.environ.get(ENVIRONMENT, WIDEST)), vllm_config.scheduler_config.max_num_batched_tokens)
+    # Several ranks' sums in these graphs have not been tried: there they are made where they are asked for.
+    usual = WIDEST if vllm_config.parallel_config.tensor_parallel_size == 1 else 0
+    widest = min(int(os.environ.get(ENVIRONMENT, usual)), vllm_config.scheduler_config.max_num_batched_tokens)
     if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE" or widest < NARROWEST:
         return None, 0
     began, recorder = time.monotonic(), GraphRecorder()
