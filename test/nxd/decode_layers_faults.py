@@ -19,6 +19,7 @@ from steps import run
 
 from kimi_k2.nki import ranks as nki_ranks
 
+tiles = environment.contrib("attention_tiles")
 whole, early = environment.contrib("decode_layers"), environment.contrib("early_qkv_a")
 W, K = whole.WholeLayers, whole.DecodeLayersKernel
 
@@ -72,6 +73,21 @@ FAULTS: dict[str, Callable[[], Patch]] = {
 }  # fmt: skip
 
 
+SPLIT_FAULTS: dict[str, Callable[[], Patch]] = {
+    "every rank counts the new entry": step_fault("active_mask.reshape(batch, 1)", "torch.ones(batch, 1)"),
+    "no rank counts the new entry": step_fault("active_mask.reshape(batch, 1)", "torch.zeros(batch, 1)"),
+    "ranks paired otherwise": lambda: edited(
+        K, "call", "[list(range(first, first + self.group)) for first in firsts]",
+        "[list(range(first, self.ranks, self.group)) for first in range(self.group)]"),
+    "heads of the cores swapped": lambda: edited(
+        tiles.AttentionTiles, "of_group", "found[field] = tile.weight", "found[field] = tile.weight.flip(0)"),
+    "W_UK of the cores swapped": lambda: edited(
+        tiles.AttentionTiles, "of_group", "found[field] = tile.weight",
+        "found[field] = tile.weight.flip(0) if field == 'w_uk' else tile.weight"),
+    "a slot too many": step_fault("sum(dim=(1, 2, 3))", "sum(dim=(1, 2, 3)).add(1)"),
+}  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -84,7 +100,8 @@ def main() -> None:
         return float((run(app, case["prompts"], case["forced"]) - expected).abs().max())
 
     found = {"none": distance()}
-    for name, make in FAULTS.items():
+    faults = SPLIT_FAULTS if job["neuron_config"].get("flash_decoding_enabled") else FAULTS
+    for name, make in faults.items():
         owner, attribute, made = make()
         with mock.patch.object(owner, attribute, made):
             found[name] = distance()

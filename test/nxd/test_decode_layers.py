@@ -31,6 +31,10 @@ OF_LAYOUT: dict[str, dict[str, Any]] = {"TP1": {"hidden_size": 128}, "TP2xEP2": 
 OF_LAYOUT["TP4"] = {"moe_intermediate_size": 128}
 
 
+PAIRS: dict[str, Any] = {"flash_decoding_enabled": True, "num_cores_per_group": 2, "seq_len": 2 * SLOTS}
+SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
+
+
 def config_of(layout: str, **more: Any) -> KimiK2Config:
     return tiny_config(**{**SIZES, **OF_LAYOUT.get(layout, {}), **more})
 
@@ -110,17 +114,18 @@ def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, tiles
 
 
 @SLOW
-def test_each_fault_is_seen(tmp_path: Path) -> None:
-    """Two ranks that hold half of the experts each; norms whose epsilons differ."""
+@pytest.mark.parametrize(("layout", "split", "least"), [("EP2", {}, 25), ("TP4", PAIRS, 6)], ids=["EP2", "in pairs"])
+def test_each_fault_is_seen(tmp_path: Path, layout: str, split: dict[str, Any], least: int) -> None:
+    """Two ranks that hold half of the experts each, and four that share caches; norms whose epsilons differ."""
     checkpoint, case = tmp_path / "source", sequences(1, 512, steps=3)
-    write_synthetic_checkpoint(checkpoint, with_format(config_of("EP2", rms_norm_eps=1e-3), "bf16"), seed=5)
+    write_synthetic_checkpoint(checkpoint, with_format(config_of(layout, rms_norm_eps=1e-3), "bf16"), seed=5)
     torch.save(expected_logits(plain_model(checkpoint), case), tmp_path / "expected.pt")
-    job = {"checkpoint": checkpoint, "neuron_config": options("EP2", 2, batch=1), "cases": [case]}
+    job = {"checkpoint": checkpoint, "neuron_config": options(layout, 2, batch=1, **split), "cases": [case]}
     found = launch({**job, "expected": str(tmp_path / "expected.pt")}, tmp_path, FAULTS, 1500)
     for name, far in found.items():
         print(f"\n{name}: {far:.1e}")
     assert found.pop("none") < TOLERANCE
-    assert len(found) >= 25
+    assert len(found) >= least
     assert {name: far for name, far in found.items() if not far > TOLERANCE} == {}
 
 
@@ -133,6 +138,10 @@ def test_each_fault_is_seen(tmp_path: Path) -> None:
         ("attention_tiles", {"attention_tiles": ""}),
         ("shared_expert_tiles", {"shared_expert_tiles": 0}),
         ("tensor_capture_config", CAPTURE),
+        ("batch_size", {"batch_size": 33}),
+        ("batch_size", {**SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}),
+        ("seq_len", {**SPLIT, "seq_len": SLOTS}),
+        ("logical_nc_config", {**SPLIT, "logical_nc_config": 1}),
     ],
 )
 def test_what_it_is_not_made_of_is_refused(field: str, more: dict[str, Any]) -> None:
@@ -151,11 +160,13 @@ def test_what_it_is_not_made_of_is_refused(field: str, more: dict[str, Any]) -> 
         ("n_routed_experts", {"n_routed_experts": 64}),
         ("hidden_size", {"hidden_size": 512}),
         ("norm_topk_prob", {"norm_topk_prob": False}),
+        ("num_attention_heads", {"num_attention_heads": 4}),
     ],
 )
 def test_sizes_that_it_does_not_take_are_refused(field: str, sizes: dict[str, Any]) -> None:
     config_module: Any = environment.contrib("config")
-    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP2", 2))
+    more = SPLIT if field == "num_attention_heads" else {}
+    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP2", 2, **more))
     with pytest.raises(ConfigError) as caught:
         config_module.KimiK2InferenceConfig(
             neuron, load_config=config_module.load_kimi_config(config_of("TP2", **sizes))

@@ -181,6 +181,8 @@ DECODE_LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; without it they can"),
 }
 MOST_COLUMNS = 128  # of the residual, on a rank
+MOST_SEQUENCES = 32  # whose tiles fit SBUF at the widths of a rank of 64 and 4,096 slots, by the emulator
+MOST_HEADS = 128  # of all sequences, where a group of ranks shares a cache: a partition each
 EXPERTS_IN_COLUMNS, MOST_EXPERTS = 128, 512  # the router's logits lie as columns of so many
 # What it is made of: the option, and what it asks of it.
 DECODE_LAYERS_NEEDS = {
@@ -371,6 +373,11 @@ def check_decode_layers(config: Any, kernels: Sequence[str], parts: Mapping[str,
         if not parts[field]:
             raise ConfigError(f"expected {expected} with decode_layers_kernel, got {parts[field]!r}", field=field)
     _refuse(vars(config), DECODE_LAYERS_REFUSED, "decode_layers_kernel")
+    if config.tkg_batch_size > MOST_SEQUENCES:
+        raise ConfigError(
+            f"decode_layers_kernel takes at most {MOST_SEQUENCES} sequences, got {config.tkg_batch_size}",
+            field="batch_size",
+        )
 
 
 def check_shared_cache(config: Any, group: int) -> None:
@@ -382,6 +389,9 @@ def check_shared_cache(config: Any, group: int) -> None:
     if config.logical_nc_config != 2 or group % 2:
         field = "num_cores_per_group" if group % 2 else "logical_nc_config"
         raise ConfigError("decode_layers_kernel divides a group's heads between two cores", field=field)
+    if config.tkg_batch_size * group > MOST_HEADS:
+        expected = f"at most {MOST_HEADS // group} sequences over groups of {group}"
+        raise ConfigError(f"decode_layers_kernel takes {expected}, got {config.tkg_batch_size}", field="batch_size")
     tile = 128 * config.logical_nc_config * group
     made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
     for name in ("seq_len", "token_generation_buckets"):
