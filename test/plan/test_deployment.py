@@ -231,3 +231,12 @@ def test_a_preset_with_images(tmp_path: Path) -> None:
         read(GPU + "vision: {tp_degree: 1, buckets: [[256, 1]]}", tmp_path)
     with pytest.raises(ConfigError, match="takes no images"):
         build_application(Deployment.load(name), KimiK2Config.from_preset("kimi-k2-instruct"), "kimi-k2-instruct")
+
+
+def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
+    """INT4 checkpoints have it in BF16, which stays three linears."""
+    preset = Deployment.load("trn2-tp64-ep1-nki-layers")
+    assert preset.layout(KimiK2Config.from_preset("kimi-k2-instruct-0905")).attention_tiles == "bf16"
+    with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
+        preset.layout(KimiK2Config.from_preset("kimi-k2-thinking"))
+    assert caught.value.field == "experts"

@@ -207,10 +207,14 @@ class Deployment(_Part):
         return (options.num_cores_per_group or self.tp_degree) if options.flash_decoding_enabled else 1
 
     def layout(self, config: KimiK2Config) -> Layout:
-        """How the weights of a model lie on the ranks; `stored` of a checkpoint without quantization is BF16."""
+        """How the weights of a model lie on the ranks; `stored` of a checkpoint without quantization is BF16.
+
+        Raises:
+            ConfigError: the kernel of whole layers, and a checkpoint whose shared expert does not become tiles.
+        """
         blockwise = self.neuron_config.blockwise_matmul_config
         neuron = self.hardware.target == "neuron"
-        return Layout(
+        layout = Layout(
             self.moe_tp_degree,
             self.moe_ep_degree,
             self.hardware.target,
@@ -221,6 +225,11 @@ class Deployment(_Part):
             attention_tiles=self.neuron_config.attention_tiles,
             query_group=self.cache_ranks if self.neuron_config.decode_layers_kernel and self.cache_ranks > 1 else 0,
         )
+        held = expert_formats().get(layout.experts)
+        if self.neuron_config.decode_layers_kernel and held and held.for_layout(config, layout).shared is None:
+            expected = "the shared expert in tiles: of a checkpoint that has it in FP8 blocks, or bf16_tiles"
+            raise ConfigError(f"decode_layers_kernel needs {expected}", field="experts")
+        return layout
 
     def neuron_arguments(self) -> dict[str, Any]:
         """Arguments of MoENeuronConfig, as JSON types; without those that the experts' format adds."""

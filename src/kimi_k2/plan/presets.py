@@ -61,8 +61,8 @@ def preset_rows(config: KimiK2Config) -> list[PresetRow]:
 def _row(config: KimiK2Config, preset: Deployment) -> PresetRow:
     layout = f"TP{preset.moe_tp_degree} EP{preset.moe_ep_degree}"
     lengths = (preset.batch_size, preset.seq_len, preset.max_context_length)
-    target = make_target(preset, config)
     try:
+        target = make_target(preset, config)
         sharding = make_plan(config, target.layout)
         memory = memory_plan(config, target, sharding)
     except ConfigError as error:
