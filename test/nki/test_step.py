@@ -28,6 +28,19 @@ def test_stored_counts_are_those_of_the_kernels(preset: str, name: str) -> None:
     assert step_counts.kernel_counts(stages) == step_counts.stored()["presets"][preset][name]["4096"]
 
 
+def test_stored_counts_are_those_of_the_kernels_with_early_sums() -> None:
+    stored = step_counts.stored()["presets"]["trn2-tp64-ep1"]["folded_kernels"]["4096"]
+    shape, form = step_counts.EXPERT_SHAPES["trn2-tp64-ep1"], step_counts.FORMS["folded_kernels"]
+    found = step_counts.kernel_counts(step_counts.folded_stages(4096, shape, form))
+    assert found == stored
+    # The experts' kernel follows no collective.
+    assert found["collectives"] == 2
+    spans = sum(kernel["span_us"] for kernel in found["kernels"])
+    times = {latency: found["layer_us"]["90"][str(latency)] for latency in (5, 15)}
+    assert times[15] - times[5] == pytest.approx(20)
+    assert times[5] > spans + 10  # the spans are at the DMA engines' full rate
+
+
 def test_stored_counts_are_those_of_the_whole_layer_kernel() -> None:
     stored = step_counts.stored()["presets"]["trn2-tp64-ep1"]["folded"]["4096"]
     layers = step_counts.whole_layers(4096, 1, step_counts.EXPERT_SHAPES["trn2-tp64-ep1"], step_counts.FORMS["folded"])

@@ -25,7 +25,7 @@ class Stage:
     Attributes:
         name: of the kernel.
         kernel: with its latest launch.
-        collective: what it is, in words.
+        collective: what it is, in words; empty where none comes before.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Stage:
 
 def one_after_the_other(stages: list[Stage], rates: Rates) -> float:
     """Seconds of a layer whose kernels start when the collective before them has ended."""
-    return sum(stage.cost(rates).span + rates.collective_seconds for stage in stages)
+    return sum(stage.cost(rates).span + bool(stage.collective) * rates.collective_seconds for stage in stages)
 
 
 @dataclass(frozen=True)

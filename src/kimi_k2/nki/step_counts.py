@@ -35,10 +35,11 @@ _AVERAGE = (4, 5, 6, 7)
 FORMS = {
     "plain": Form(),
     "early": Form(early_router=True),
+    "folded_kernels": Form(early_router=True, early_qkv_a=True),
     "folded": Form(early_router=True, early_qkv_a=True),
     "folded_fp8": Form(early_router=True, early_qkv_a=True, attention="fp8"),
 }
-IN_TURN = ("plain", "early")
+IN_TURN = ("plain", "early", "folded_kernels")
 LAYERS = 4  # that the whole-layer kernel is run with
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
 
@@ -96,6 +97,28 @@ def moe_stage(shape: ExpertShape, form: Form) -> Stage:
     return Stage("moe_decode", kernel, f"all-reduce of the attention's output{with_logits}")
 
 
+def folded_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
+    """Kernels of a layer as the class calls them with early sums and tiles, between operations of XLA."""
+    from kimi_k2.nki.kernels.experts import selective_experts
+    from kimi_k2.nki.kernels.router import noaux_tc_choice
+
+    attention = attention_stages(slots, 1, form)[-1].kernel
+    if shape.others:
+        shape = ExpertShape(shape.width, _AVERAGE, True)
+    choice, experts = noaux_tc_choice[2], selective_experts[2]
+    choice(torch.zeros(1, EXPERTS), shape.bias(), SCALING)
+    experts(
+        sizes.bfloat16((1, HIDDEN)), *sizes.routed(shape), shape.index(), sizes.ones((1, sizes.TOP_K)), 0,
+        EXPERTS if shape.others else shape.count, *sizes.shared(form),
+        sizes.bfloat16((shape.count, shape.width, DOWNS)), sizes.bfloat16((sizes.SHARED, DOWNS)),
+    )  # fmt: skip
+    return [
+        Stage("attention_decode", attention, "all-reduce of the experts' output and the next down projections"),
+        Stage("noaux_tc_choice", choice, "all-reduce of the attention's output and the router's logits"),
+        Stage("selective_experts", experts, ""),
+    ]
+
+
 def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:
     """The whole-layer kernel of one token, on rank 0 of 64: what others bring is left out of its sums."""
     from kimi_k2.nki.kernels.layers import decode_layers
@@ -144,9 +167,13 @@ def counts() -> dict[str, Any]:
     presets: dict[str, Any] = {preset: {} for preset in EXPERT_SHAPES}
     for name, form in FORMS.items():
         for slots, (ranks, group) in CONTEXTS.items():
+            if name == "folded_kernels" and ranks > 1:  # the class's flash decoding has no kernels by themselves
+                continue
             attention = attention_stages(slots, ranks, form) if name in IN_TURN else []
             for preset, shape in EXPERT_SHAPES.items():
-                if name in IN_TURN:
+                if name == "folded_kernels":
+                    found = kernel_counts(folded_stages(slots, shape, form))
+                elif name in IN_TURN:
                     found = kernel_counts([*attention, moe_stage(shape, form)])
                 else:
                     found = layer_counts(whole_layers(slots, group, shape, form))
@@ -179,11 +206,12 @@ def kernel_counts(stages: list[Stage]) -> dict[str, Any]:
         efficiency: sum(stage.cost(at(TRAINIUM2, efficiency, 0)).span for stage in stages)
         for efficiency in EFFICIENCIES
     }
+    collectives = sum(bool(stage.collective) for stage in stages)
     times = {
-        str(efficiency): {str(latency): round(span * 1e6 + latency * len(stages), 2) for latency in LATENCIES}
+        str(efficiency): {str(latency): round(span * 1e6 + latency * collectives, 2) for latency in LATENCIES}
         for efficiency, span in spans.items()
     }
-    return {"collectives": len(stages), "kernels": kernels, "layer_us": times}
+    return {"collectives": collectives, "kernels": kernels, "layer_us": times}
 
 
 def layer_counts(layers: Layers) -> dict[str, Any]:

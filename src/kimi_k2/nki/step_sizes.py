@@ -76,6 +76,11 @@ class ExpertShape:
             bias[0, number] = 2.0 + TOP_K - slot
         return bias
 
+    def index(self) -> Any:
+        """What such a bias makes the router choose: int32 [1, 8]."""
+        best = np.argsort(-self.bias()[0], kind="stable")[:TOP_K]
+        return np.ascontiguousarray(best[None].astype(np.int32))
+
 
 def norms() -> tuple[Any, Any]:
     """Weights of q_a's and kv_a's norms."""

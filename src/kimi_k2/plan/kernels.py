@@ -21,7 +21,7 @@ from kimi_k2.sharding.planned import ShardingPlan
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80, 15  # percent of the DMA engines' peak; microseconds of a collective
 _OTHER_COLLECTIVES = 3  # of the embedding, and of sampling
 # With one kernel a layer, the first layer's down projections have no layer before them.
-_FIRST_LAYER = {"folded": 1, "folded_fp8": 1}
+_FIRST_LAYER = {"folded_kernels": 1, "folded": 1, "folded_fp8": 1}
 _CORES = 2
 ASSUMPTIONS = (
     "modelled, not measured; nothing here has run on Trainium",
@@ -39,6 +39,7 @@ ASSUMPTIONS = (
 _FORMS = {
     "plain": "kernel by kernel: shared expert and router in BF16",
     "early": "kernel by kernel: shared expert in FP8; the router's logits ride in attention's all-reduce, in float32",
+    "folded_kernels": "kernels with early sums: as the class calls them with tiles; without XLA's operations between",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
 }
@@ -63,7 +64,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
     if counted is None or not same:
         return None
-    forms: tuple[str, ...] = ("early", "folded") if layout.early_router else ("plain",)
+    forms: tuple[str, ...] = ("early", "folded_kernels", "folded") if layout.early_router else ("plain",)
     notes = (_NOT_OF_THE_CLASS,) if layout.early_router else ()
     if target.decode_layers:
         forms, notes = ("folded_fp8" if layout.attention_tiles == "fp8" else "folded",), (_OF_THE_CLASS,)
@@ -73,7 +74,11 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
         "assumptions": [*ASSUMPTIONS, *(_FORMS[form] for form in forms), *notes],
         "other_bytes": other_bytes,
         "contexts": {
-            slots: {form: _context(form, counted[form][slots], layers, other_bytes) for form in forms}
+            slots: {
+                form: _context(form, counted[form][slots], layers, other_bytes)
+                for form in forms
+                if slots in counted[form]
+            }
             for slots in counted[forms[0]]
         },
     }
