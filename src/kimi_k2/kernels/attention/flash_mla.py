@@ -21,7 +21,7 @@ from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan, pays
 
 # Below so many heads, or sequences times slots, ours is faster.
-MIN_HEADS, MIN_ROWS = 32, 2**15
+MIN_HEADS, MIN_ROWS = 32, 2**17
 BLOCK = 1024
 
 
