@@ -7,7 +7,7 @@ import torch
 
 from kimi_k2.kernels.experts import invariant, w4a16_few
 from kimi_k2.kernels.experts.tuning import choose
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, wide_gemm
 
 TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
 WEIGHTS = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (20480, 7168), (128, 128)]
@@ -82,3 +82,13 @@ def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> No
     for inter in range(64, 2049, 64):
         parts = dense_gemm.decode_cluster(2 * inter, 7168), dense_gemm.decode_cluster(7168, inter)
         assert not shared(inter) or parts == (w4a16_few.SHARED_PARTS, 1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), WEIGHTS[:6])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_tall_tiles_of_tokens_are_for_many(rows: int, columns: int, terms: int) -> None:
+    """Also against the launch that batch-invariant mode gives a prompt, which sums in one part too."""
+    for tokens, many in ((16, False), (64, False), (8192, True), (30000, True)):
+        size = terms, tokens, rows, columns, 132
+        assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == many
+        assert wide_gemm.is_faster(*size, block_gemm.fixed_launch(*size, False)) or not many
