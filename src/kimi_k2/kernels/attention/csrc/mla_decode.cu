@@ -48,8 +48,8 @@ static int launch(const Arguments& a, const CUtensorMap& query, const CUtensorMa
   const dim3 grid = a.plan ? dim3(a.blocks) : dim3(a.splits, a.batch);
   if (a.heads == 8) return launch_few<FP8_CACHE, 8>(a, query, cache, grid, stream);
   if (a.heads == 16) return launch_few<FP8_CACHE, 16>(a, query, cache, grid, stream);
-  return host::launch(a.plan ? attend_planned<FP8_CACHE> : attend<FP8_CACHE>,
-                      {grid, kThreads, sizeof(Memory), stream}, query, cache, a);
+  return host::launch(a.plan ? attend_planned<FP8_CACHE> : attend<FP8_CACHE>, {grid, kThreads, sizeof(Memory), stream},
+                      query, cache, a);
 }
 
 }  // namespace mla

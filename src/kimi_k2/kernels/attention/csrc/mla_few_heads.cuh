@@ -167,7 +167,7 @@ __device__ __forceinline__ void few_store(FewMemory<HEADS, PLANNED>& m, const Ar
   const int pair = lane % 4 * 2;
 #pragma unroll
   for (int e = 0; e < kEights; ++e) {
-    float(&total)[2] = state.total[e];
+    float (&total)[2] = state.total[e];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll

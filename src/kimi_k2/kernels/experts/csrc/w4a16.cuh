@@ -47,7 +47,7 @@ template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_, b
 struct Config {
   static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
   static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_, INNER = INNER_;  // INNER: see Args
-  static constexpr int TILES = 4 / WARPGROUPS;  // 64-row tiles of a warpgroup
+  static constexpr int TILES = 4 / WARPGROUPS;                               // 64-row tiles of a warpgroup
   static constexpr int CONSUMERS = 128 * WARPGROUPS;
   static constexpr bool FEW = NMAX <= 32;         // tokens: one lane each can request them
   static constexpr bool E4M3 = FEW && !W2_BF16;   // see w4a16_e4m3.cuh

@@ -19,22 +19,22 @@ constexpr int kMostBlocks = 64;  // of 128 columns, that a launch's block multip
 constexpr int kPitch = (kMostBlocks + 8) * 16;
 
 struct FewArguments {
-  const __nv_bfloat16* x;     // [tokens, hidden]
-  const void* topk_indices;   // int64 or int32 [tokens, top_k]; < 0: invalid
-  const float* topk_weights;  // [tokens, top_k]; 0: skipped
-  const int* expert_map;      // [num_global] to the local expert or -1; may be null
+  const __nv_bfloat16* x;        // [tokens, hidden]
+  const void* topk_indices;      // int64 or int32 [tokens, top_k]; < 0: invalid
+  const float* topk_weights;     // [tokens, top_k]; 0: skipped
+  const int* expert_map;         // [num_global] to the local expert or -1; may be null
   const unsigned char* gate_up;  // in chunks, see w4a16.cuh
   const unsigned char* gate_up_scale;
   const unsigned char* down;
   const unsigned char* down_scale;
-  __nv_bfloat16* intermediate;  // [tokens, top_k, inter]
-  __nv_bfloat16* out;           // [tokens, hidden]
+  __nv_bfloat16* intermediate;          // [tokens, top_k, inter]
+  __nv_bfloat16* out;                   // [tokens, hidden]
   const __nv_bfloat16* shared_gate_up;  // [2 * shared_inter, hidden], or null
   const __nv_bfloat16* shared_down;     // [hidden, shared_inter]
   __nv_bfloat16* shared_intermediate;   // [tokens, shared_inter]
   int tokens, top_k, experts, num_global, hidden, inter, ids64;
-  int splits;  // of the first launch's columns, summed apart: the blocks of a cluster
-  int ring;    // tiles that a warpgroup of the first launch has room for
+  int splits;                     // of the first launch's columns, summed apart: the blocks of a cluster
+  int ring;                       // tiles that a warpgroup of the first launch has room for
   int shared_inter, shared_ring;  // of the shared expert; 0: there is none
 };
 
@@ -49,7 +49,8 @@ struct Records {
   float factor[kMostBlocks];
 };
 
-// Right operand whose first row is at `row`: K-major without swizzle, `leading` bytes from 16 bytes of a row to the next.
+// Right operand whose first row is at `row`: K-major without swizzle, `leading` bytes from 16 bytes of a row to the
+// next.
 __device__ __forceinline__ uint64_t desc_rows(const void* row, int leading) {
   return uint64_t(8) << 32 | uint64_t(leading >> 4) << 16 | (smem_u32(row) & 0x3FFFF) >> 4;
 }
@@ -136,8 +137,8 @@ struct UpMemory {
 
 // The first `shared_rows` rows of the grid are the shared expert's, whose weights need no routing.
 template <int N>
-__global__ void __launch_bounds__(kUpThreads, 3)
-    few_gate_up(const __grid_constant__ CUtensorMap shared_map, const __grid_constant__ FewArguments a, int shared_rows) {
+__global__ void __launch_bounds__(kUpThreads, 3) few_gate_up(const __grid_constant__ CUtensorMap shared_map,
+                                                             const __grid_constant__ FewArguments a, int shared_rows) {
   extern __shared__ __align__(1024) unsigned char raw[];
   if (int(blockIdx.y) < shared_rows) {
     const int index = blockIdx.y * gridDim.x + blockIdx.x;
@@ -217,7 +218,7 @@ struct DownMemory {
   Records records;
   float outputs[decode::kMaxSlots][64];  // of a pair, rounded
   float shared_output[64];
-  decode::Pairs pairs[16];               // of a warp
+  decode::Pairs pairs[16];  // of a warp
   alignas(8) uint64_t full[kMostBlocks], shared_full;
   alignas(128) unsigned char w[1][kTileBytes];
   static size_t bytes(int tiles) { return sizeof(DownMemory) + size_t(tiles - 1) * kTileBytes; }
@@ -295,21 +296,28 @@ template <int N>
 int start(const FewArguments& a, cudaStream_t stream) {
   const SharedArguments shared = shared_of(a);
   const int tiles = a.top_k * (a.inter / 128), columns = a.inter / 32 * a.splits;
-  size_t first_bytes = UpMemory::bytes(a.ring), second_bytes = SharedDownMemory::bytes(shared) + DownMemory::bytes(tiles);
+  size_t first_bytes = UpMemory::bytes(a.ring),
+         second_bytes = SharedDownMemory::bytes(shared) + DownMemory::bytes(tiles);
   int shared_rows = 0;
   CUtensorMap gate_up = {}, down = {};
   if (shared.ring) {
     first_bytes = first_bytes > SharedMemory<N>::bytes(shared) ? first_bytes : SharedMemory<N>::bytes(shared);
     shared_rows = (shared.inter / kSharedRows + columns - 1) / columns;
-    if (int rc = host::encode_parts(&gate_up, a.shared_gate_up, 2 * shared.inter, shared.hidden, kSharedParts,
-                                    kSharedRows))
+    if (int rc =
+            host::encode_parts(&gate_up, a.shared_gate_up, 2 * shared.inter, shared.hidden, kSharedParts, kSharedRows))
       return rc;
-    if (int rc = host::encode_rows(&down, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, a.shared_down, shared.inter, a.hidden, 64))
+    if (int rc =
+            host::encode_rows(&down, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, a.shared_down, shared.inter, a.hidden, 64))
       return rc;
   }
   if (first_bytes > host::kMaxShared || second_bytes > host::kMaxShared) return host::kNoInstance;
-  const host::Launch first{dim3(columns, shared_rows + a.tokens * a.top_k), kUpThreads, first_bytes, stream,
-                           true, a.splits, host::kWholeShare};
+  const host::Launch first{dim3(columns, shared_rows + a.tokens * a.top_k),
+                           kUpThreads,
+                           first_bytes,
+                           stream,
+                           true,
+                           a.splits,
+                           host::kWholeShare};
   if (int rc = host::launch(few_gate_up<N>, first, gate_up, a, shared_rows)) return rc;
   // Of one token a block has an SM to itself; of more, several blocks hide each other's latencies.
   const int threads = a.tokens == 1 ? 512 : 256;

@@ -1,6 +1,6 @@
 // The shared expert in bf16 within the launches of w4a16_few.cu: dense_gemm.cuh's GEMMs, bit for bit, as
-// linear/csrc/few_dense.cu makes them. The first is in eight parts of the columns, so that one instruction's 64 rows are
-// four rows of gate and the same of up by all parts, for all tokens together; the second is in one part.
+// linear/csrc/few_dense.cu makes them. The first is in eight parts of the columns, so that one instruction's 64 rows
+// are four rows of gate and the same of up by all parts, for all tokens together; the second is in one part.
 #pragma once
 #include "common/csrc/decode.cuh"
 #include "common/csrc/wgmma.cuh"
@@ -78,7 +78,8 @@ __device__ __forceinline__ void shared_gate_up(unsigned char* raw, const CUtenso
   for (int i = 0; i < stages; ++i) {
     const int st = i % s.ring;
     mbar_wait(&m.full[st], i / s.ring & 1);
-    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)), right = desc_sw128(smem_u32(tokens + i * N * 128));
+    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)),
+                   right = desc_sw128(smem_u32(tokens + i * N * 128));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) WgmmaBf16<N>::go(acc, left + 2 * k, right + 2 * k, i + k > 0);

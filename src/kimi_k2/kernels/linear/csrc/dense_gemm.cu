@@ -42,12 +42,13 @@ int dense_by_tokens(const GemmArguments& a, const void* weight, const void* x, c
 
 }  // namespace linear
 
-// `out` is bf16 [tokens, rows], float32 if `wide`; `inverse` is null or [tokens], times which sums are taken. Returns 0, a cudaError_t, or a host::Error.
+// `out` is bf16 [tokens, rows], float32 if `wide`; `inverse` is null or [tokens], times which sums are taken. Returns
+// 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_dense_gemm(const void* x, const void* weight, const void* inverse, void* out, int tokens, int rows,
                                int columns, int cluster, int wide, void* stream) {
   if (cluster < 1 || cluster > 8 || cluster > columns / 64) return host::kNoInstance;
-  const linear::GemmArguments a{nullptr, nullptr, static_cast<__nv_bfloat16*>(out), tokens, rows, columns, 0, cluster,
-                                static_cast<const float*>(inverse)};
+  const linear::GemmArguments a{nullptr, nullptr, static_cast<__nv_bfloat16*>(out),  tokens, rows, columns,
+                                0,       cluster, static_cast<const float*>(inverse)};
   const auto s = static_cast<cudaStream_t>(stream);
   return wide ? linear::dense_by_tokens<true>(a, weight, x, s) : linear::dense_by_tokens<false>(a, weight, x, s);
 }

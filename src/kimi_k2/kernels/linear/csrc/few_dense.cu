@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < stages; ++i) {
     const int st = i % a.ring;
     mbar_wait(&m.full[st], i / a.ring & 1);
-    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)), right = desc_sw128(smem_u32(tokens + i * N * 128));
+    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)),
+                   right = desc_sw128(smem_u32(tokens + i * N * 128));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) WgmmaBf16<N>::go(acc, left + 2 * k, right + 2 * k, i + k > 0);
@@ -158,8 +159,8 @@ int start(const CUtensorMap& weights, const DenseArguments& a, cudaStream_t stre
 
 // Returns 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_few_dense(const void* x, const void* delta, const void* norm, void* total, const void* weight,
-                              void* out, int tokens, int rows, int columns, int x_stride, int parts, int ring, float eps,
-                              void* stream) {
+                              void* out, int tokens, int rows, int columns, int x_stride, int parts, int ring,
+                              float eps, void* stream) {
   const few::DenseArguments a{static_cast<const __nv_bfloat16*>(x),
                               static_cast<const __nv_bfloat16*>(delta),
                               static_cast<const __nv_bfloat16*>(norm),

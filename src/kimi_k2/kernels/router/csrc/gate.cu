@@ -70,7 +70,7 @@ extern "C" int kimi_route_norm(const void* x, const void* delta, const void* nor
   const auto in = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
   const auto out = [](void* p) { return static_cast<__nv_bfloat16*>(p); };
   if (hidden > kNormGroups * kNormThreads * 8) return host::kNoInstance;
-  const NormArgs a{in(x),       in(delta),     in(norm),                    out(total),
-                   out(normed), out(unscaled), static_cast<float*>(inverse), hidden,     eps};
+  const NormArgs a{in(x),  in(delta), in(norm), out(total), out(normed), out(unscaled), static_cast<float*>(inverse),
+                   hidden, eps};
   return host::launch(route_norm_kernel, {dim3(tokens), kNormThreads, 0, static_cast<cudaStream_t>(stream)}, a);
 }

@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
   const int64_t row = int64_t(blockIdx.x) * (a.hidden / 8);
   const auto at = [&](int i) { return row + first + (warp + i * kRouterWarps) * (kStep / 8); };
   const int count = (columns / kStep - warp + kRouterWarps - 1) / kRouterWarps;
-  const auto take = [](const __nv_bfloat16* from, int64_t i) { return __ldcg(reinterpret_cast<const uint4*>(from) + i); };
+  const auto take = [](const __nv_bfloat16* from, int64_t i) {
+    return __ldcg(reinterpret_cast<const uint4*>(from) + i);
+  };
   const auto put = [](__nv_bfloat16* to, int64_t i, const uint4 value) { reinterpret_cast<uint4*>(to)[i] = value; };
   cudaGridDependencySynchronize();
   uint4 total[kNormGroups];

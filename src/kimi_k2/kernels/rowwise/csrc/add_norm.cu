@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(1024) add_norm(const NormArguments a) {
   __syncthreads();
   const float whole = sum_lanes(v % 32 < blockDim.x / 32 ? sums[v % 32] : 0.f);
   const float inverse = rsqrtf(whole / a.columns + a.eps);
-  if (here)
-    reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, a.inverse == nullptr ? inverse : 1.f, weight);
+  if (here) reinterpret_cast<uint4*>(a.normed)[at] = normed8(value, a.inverse == nullptr ? inverse : 1.f, weight);
   if (a.inverse != nullptr && v == 0) a.inverse[blockIdx.x] = inverse;
 }
 
