@@ -13,8 +13,6 @@ from kimi_k2.vision_config import Grid
 def application(job: dict[str, Any], on_cpu: bool, dtype: str) -> Any:
     """The job's NeuronKimiK2ForCausalLM, not loaded; `dtype` where its neuron config names none."""
     config_module, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
-    experts: Any = environment.contrib("experts")
-    experts.ROWS_AT_ONCE = job.get("rows_at_once", experts.ROWS_AT_ONCE)
     options = dict(job["neuron_config"])
     options["torch_dtype"] = getattr(torch, options.get("torch_dtype", dtype))
     neuron = config_module.KimiK2NeuronConfig(on_cpu=on_cpu, **options)

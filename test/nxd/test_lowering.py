@@ -55,6 +55,7 @@ def test_tensor_parallel_decode_reads_8_experts() -> None:
 @pytest.mark.parametrize(("preset", "stage"), [
     ("trn2-tp32-ep2", PREFILL), ("trn2-tp64-ep1", PREFILL), ("trn2-tp32-ep2", DECODE), ("trn2-tp64-ep1", DECODE),
     ("trn2-tp64-ep1-128k", DECODE), ("trn2-tp64-ep1-b8", DECODE), ("trn2-tp32-ep2-nki", PREFILL),
+    ("trn2-tp64-ep1-nki-layers-128k", PREFILL),
 ])  # fmt: skip
 def test_graphs_cost_what_the_planner_says(preset: str, stage: str) -> None:
     counts = lowered(preset, "2", stage)

@@ -19,8 +19,8 @@ def test_groups(checkpoints: dict[str, Path], tmp_path: Path, way: str, tp: int,
     case = sequences(4, 512, steps=1)
     options = neuron_config(tp, ep, 4, torch_dtype="float32")
     options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
+    options["prefill_rows_at_once"] = ROWS
     made: dict[str, Any] = {"checkpoint": checkpoints["bf16"], "neuron_config": options, "cases": [case]}
-    made["rows_at_once"] = ROWS
     (logits,) = launch(made, tmp_path) if way == "CPU mode" else execute(made, tmp_path)["logits"]
     plain = expected_logits(plain_model(checkpoints["bf16"]), case)
     print(f"\n{way}, TP{tp} x EP{ep}: max |difference| to the plain model {float((logits - plain).abs().max()):.1e}")

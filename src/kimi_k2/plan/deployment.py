@@ -78,6 +78,8 @@ class NeuronOptions(_Part):
             ones, which prefill reads.
         decode_layers_kernel: all MoE layers of a step run as one NKI kernel of ours, its collectives inside; it is made
             of early_router, early_qkv_a, attention_tiles and experts in tiles.
+        prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
+            fewer bytes, and hold more.
         nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
@@ -96,6 +98,7 @@ class NeuronOptions(_Part):
     early_qkv_a: bool = False
     attention_tiles: AttentionTiles = ""
     decode_layers_kernel: bool = False
+    prefill_rows_at_once: PositiveInt = 16384
     nki_kernels: tuple[NkiKernel, ...] = ()
 
 

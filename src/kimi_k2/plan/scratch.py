@@ -19,7 +19,6 @@ BF16, FLOAT32 = 2, 4
 # Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
 REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
 REPORTED_SOURCE = "README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens"
-ROWS_AT_ONCE = 16384  # of contrib's experts.py: tokens of the blocks that one operation of the PyTorch prefill takes
 SMALL_ARRAYS = 1.1  # what the formulas leave out; test/nxd holds them to the lowered graphs
 
 
@@ -136,7 +135,7 @@ def _attention_prefill(config: KimiK2Config, target: Target) -> int:
 
 def blocks_at_once(target: Target) -> int:
     """Blocks of a group of the PyTorch prefill; 0 where prefill has no blocks."""
-    return max(ROWS_AT_ONCE // target.block_size, 1) if target.block_size else 0
+    return max(target.prefill_rows_at_once // target.block_size, 1) if target.block_size else 0
 
 
 def _experts_prefill(config: KimiK2Config, target: Target) -> int:
@@ -145,10 +144,12 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     blocks = blocks_at_once(target)
     rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
-    if held_as(config, target).dequantized:
-        step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
+    scaled = 2 * rows * FLOAT32  # the blocks' outputs in float32, before and after their scales
+    dequantized = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
+    if target.layout.experts == "tiles":  # gate and up before the GEMM, down behind it
+        step = max(scaled, dequantized)
     else:
-        step = 2 * rows * FLOAT32  # the blocks' outputs in float32, before and after their scales
+        step = dequantized if held_as(config, target).dequantized else scaled
     return 3 * _stream(config, tokens) + total + step
 
 

@@ -74,6 +74,7 @@ class Target:
         tower_ranks: ranks that share the vision tower; None for as many as can.
         tower_buckets: patches and frames of each compiled graph of the tower.
         decode_layers: all MoE layers of a step run as one kernel, collectives inside.
+        prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Target:
     tower_ranks: int | None = None
     tower_buckets: tuple[tuple[int, int], ...] = ()
     decode_layers: bool = False
+    prefill_rows_at_once: int = 16384
 
     @property
     def prefill_sequences(self) -> int:
@@ -148,6 +150,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         tower_ranks=images.tp_degree if images else None,
         tower_buckets=images.buckets if images else (),
         decode_layers=options.decode_layers_kernel,
+        prefill_rows_at_once=options.prefill_rows_at_once,
     )
 
 

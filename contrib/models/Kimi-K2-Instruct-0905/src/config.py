@@ -50,6 +50,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         decode_layers_kernel: all MoE layers of a step run as one kernel with its collectives inside (decode_layers.py).
             Needs `attention` and `experts` among nki_kernels, tiles of the routed and the shared expert and of
             attention, early_router and early_qkv_a.
+        prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
+            fewer bytes, and hold more.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
         num_cores_per_group: with `flash_decoding_enabled`, ranks that share one latent cache. NxDI's name and rule: by
             default all, as there is one key head.
@@ -69,6 +71,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         early_qkv_a: bool = False,
         attention_tiles: AttentionTiles = "",
         decode_layers_kernel: bool = False,
+        prefill_rows_at_once: int = 16384,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
@@ -77,6 +80,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         unknown = sorted(set(nki_kernels) - set(NKI_KERNELS))
         if unknown:
             raise ConfigError(f"expected some of {', '.join(NKI_KERNELS)}, got {unknown[0]!r}", field="nki_kernels")
+        if prefill_rows_at_once < 1:
+            raise ConfigError(f"expected at least 1, got {prefill_rows_at_once}", field="prefill_rows_at_once")
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
@@ -114,6 +119,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.early_router, self.early_qkv_a = early_router, early_qkv_a
         self.attention_tiles = attention_tiles
         self.decode_layers_kernel = decode_layers_kernel
+        self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
     @property

@@ -13,10 +13,6 @@ from .kernels import ExpertsKernel
 from .products import dot_float32
 from .tiles import TiledExperts
 
-# Tokens of all blocks of a group: 235 MB of BF16 outputs. Each group's outputs are read once for every choice of every
-# token, so larger groups move fewer bytes, and hold more.
-ROWS_AT_ONCE = 16384
-
 
 def over_experts(inner: Tensor, folded: Tensor) -> Tensor:
     """[E, T, I] by [E, I, N], summed over E and I: float32 [T, N]."""
@@ -36,6 +32,8 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
+        rows_at_once: tokens of all blocks of a group at prefill: 16,384 have 235 MB of BF16 outputs. Each group's
+            outputs are read once for every choice of every token, so larger groups move fewer bytes, and hold more.
         early: columns and dtype of the next layer's down projections that are held beside tiles; None without.
     """
 
@@ -45,11 +43,13 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         tiles: torch.dtype | None = None,
         kernel_cores: int = 0,
         shared_width: int = 0,
+        rows_at_once: int = 16384,
         early: tuple[int, torch.dtype] | None = None,
         **kwargs: Any,
     ) -> None:
         self.tiles, self.early = tiles, early  # before the base makes the weights
         super().__init__(**kwargs)
+        self.rows_at_once = rows_at_once
         self.shared_experts: TiledExperts | None = None
         if tiles is not None and shared_width:
             ranks, hidden = get_tensor_model_parallel_size(), self.routed_experts_mlp_config.hidden_size
@@ -270,7 +270,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         places = places.view(num_blocks, block_size)
         padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, 1))  # padding reads a row of zeros
         out = torch.zeros(tokens, hidden, dtype=torch.float32, device=hidden_states.device)
-        at_once = max(ROWS_AT_ONCE // block_size, 1)
+        at_once = max(self.rows_at_once // block_size, 1)
         for first in range(0, num_blocks, at_once):
             group = places[first : first + at_once]
             experts = block_to_expert[first : first + at_once].to(torch.long)

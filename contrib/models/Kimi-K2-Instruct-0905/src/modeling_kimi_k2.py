@@ -100,6 +100,7 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         tiles=tile_dtype(neuron),
         shared_width=neuron.shared_expert_tiles,
         kernel_cores=kernel_cores["experts"],
+        rows_at_once=neuron.prefill_rows_at_once,
         early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,
         routed_experts_mlp_config=routed,
         blockwise_matmul_config=blockwise,
