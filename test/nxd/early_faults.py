@@ -19,7 +19,7 @@ from harness import expected_logits, neuron_config, plain_model, sequences
 from kimi_k2.sharding import convert
 
 early: Any = environment.contrib("early_router")
-E, L, P = early.EarlyRouter, early.EarlyLogits, early.OutputProjection
+E, L = early.EarlyRouter, early.EarlyLogits
 CASE = "early router TP2"
 FAULTS: dict[str, Fault] = {
     "every rank takes the first columns of the residual": (CASE, lambda: edited(
@@ -29,7 +29,7 @@ FAULTS: dict[str, Fault] = {
     "gamma is not folded": (CASE, lambda: edited(convert, "fold", "* gamma.to(DTYPE)", "")),
     "o_proj is not folded": (CASE, lambda: edited(convert, "fold", "weight.to(DTYPE).T", "torch.ones_like(weight).T")),
     "each rank routes by its own summand": (CASE, lambda: edited(
-        P, "reduced",
+        early, "reduced",
         "both = reduce_from_tensor_model_parallel_region(torch.cat((own, part), dim=2), process_group=group)",
         "own = reduce_from_tensor_model_parallel_region(own, process_group=group);"
         "both = torch.cat((own, part), 2)")),

@@ -70,10 +70,10 @@ FAULTS: dict[str, Fault] = {
     "o_proj without its adapter": (ADAPTERS, lambda: edited(
         A, "_output", "project(self.o_proj, values", "project(self.o_proj.get_base_layer(), values")),
     "q_b_proj without its adapter": (ADAPTERS, lambda: edited(
-        A, "forward", "q = project(self.q_b_proj, ", "q = project(self.q_b_proj.get_base_layer(), ")),
+        A, "_queries", "q = project(self.q_b_proj, ", "q = project(self.q_b_proj.get_base_layer(), ")),
     "the adapter is given what is not normed": (ADAPTERS, lambda: edited(
-        A, "forward", "project(self.q_b_proj, self.q_a_layernorm(q_down), adapter_ids)",
-        "project(self.q_b_proj, q_down, adapter_ids)")),
+        A, "forward", "self._queries(self.q_a_layernorm(q_down), adapter_ids)",
+        "self._queries(q_down, adapter_ids)")),
     "lines that take no part are written": (LINES, lambda: edited(
         modeling.NeuronKimiK2ForCausalLM, "enable_context_encoding", "self.compile_tag = CONTEXT_ENCODING_MODEL_TAG",
         "self.neuron_config.apply_seq_ids_mask = self.config.neuron_config.apply_seq_ids_mask = False")),
