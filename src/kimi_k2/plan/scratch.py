@@ -110,10 +110,17 @@ def _gate_up(config: KimiK2Config, target: Target, experts: int) -> int:
 
 
 class HeldAs(NamedTuple):
-    """How an expert's weight is held: bytes a value, and whether NxD multiplies by the scales before the GEMM."""
+    """How an expert's weights are held.
+
+    Attributes:
+        itemsize: bytes a value.
+        dequantized: they are multiplied by scales before their GEMM; of tiles gate and up are.
+        scales_outputs: the GEMM's outputs are multiplied instead; of tiles those of down are.
+    """
 
     itemsize: int
     dequantized: bool
+    scales_outputs: bool
 
 
 def held_as(config: KimiK2Config, target: Target) -> HeldAs:
@@ -123,7 +130,7 @@ def held_as(config: KimiK2Config, target: Target) -> HeldAs:
     specs = experts.specs(rows, columns, target.layout.dtype)
     # A scale an output channel multiplies the GEMM's result instead.
     finer = any(shape[-1] > 1 for name, (_, shape) in specs.items() if name != "weight")
-    return HeldAs(specs["weight"][0].itemsize, finer)
+    return HeldAs(specs["weight"][0].itemsize, finer, experts.tiles or not finer)
 
 
 def _attention_prefill(config: KimiK2Config, target: Target) -> int:
@@ -144,12 +151,11 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     blocks = blocks_at_once(target)
     rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
-    scaled = 2 * rows * FLOAT32  # the blocks' outputs in float32, before and after their scales
-    dequantized = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
-    if target.layout.experts == "tiles":  # gate and up before the GEMM, down behind it
-        step = max(scaled, dequantized)
-    else:
-        step = dequantized if held_as(config, target).dequantized else scaled
+    held, step = held_as(config, target), 0
+    if held.dequantized:
+        step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
+    if held.scales_outputs:
+        step = max(step, 2 * rows * FLOAT32)  # the blocks' outputs in float32, before and after their scales
     return 3 * _stream(config, tokens) + total + step
 
 
