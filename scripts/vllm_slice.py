@@ -136,19 +136,23 @@ def start(
 
     replace_loader()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
-    with tempfile.TemporaryDirectory() as directory:
-        widths = {name: size if name.endswith("token_id") else size * ranks for name, size in SLICE.items()}
-        config = KimiK2Config.load(NAMES[kind]).model_copy(update={**widths, "num_hidden_layers": layers})
-        (Path(directory) / "config.json").write_text(json.dumps(hf_config(config)))
-        arguments = EngineArgs(
-            model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
-            enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
-            kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
-            compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
-            tensor_parallel_size=ranks,
-            **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
-        )  # fmt: skip
-        return LLMEngine.from_engine_args(arguments)
+    widths = {name: size if name.endswith("token_id") else size * ranks for name, size in SLICE.items()}
+    config = KimiK2Config.load(NAMES[kind]).model_copy(update={**widths, "num_hidden_layers": layers})
+    # vLLM finds what it has compiled by the model's path, among others: so the path is the same each time.
+    directory = Path(tempfile.gettempdir()) / f"kimi-k2-slice-{kind}-{layers}-{ranks}"
+    directory.mkdir(exist_ok=True)
+    partial = directory / f"config.{os.getpid()}.partial"  # another engine may start at the same time
+    partial.write_text(json.dumps(hf_config(config)))
+    partial.replace(directory / "config.json")
+    arguments = EngineArgs(
+        model=str(directory), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
+        enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
+        kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
+        compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
+        tensor_parallel_size=ranks,
+        **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
+    )  # fmt: skip
+    return LLMEngine.from_engine_args(arguments)
 
 
 def warm(timer: Timer, concurrency: Sequence[int], prompts: Iterable[int]) -> None:

@@ -1,25 +1,30 @@
-"""Stock vLLM against our plugin in one run: both engines warm on one GPU, timed in turns, one table.
+"""Stock vLLM against our plugin in one run: the engines warm side by side, timed in turns, one table.
 
     python scripts/vllm_table.py DIRECTORY --experts fp8 --layers 12
+    python scripts/vllm_table.py DIRECTORY --experts fp8 int4 --devices 0 1 --one-layer --runner
 
 Needs vLLM, this package and a Hopper GPU that holds both models (12 layers: 31 GB each with the cache of 64 requests of
-8k). FP8 linears of stock vLLM are compiled first, several at once (`warm_deep_gemm.py`). Logs and figures go to
-DIRECTORY; figures are printed as they come.
+8k); a second GPU may hold the other form of experts. FP8 linears of stock vLLM are compiled first, several at once
+(`warm_deep_gemm.py`). Logs and figures go to DIRECTORY; figures are printed and written as they come, the ones that
+matter most first. Whatever else runs on the host is in the figures of few requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+NAMES = {"fp8": "kimi-k2-instruct-0905", "int4": "kimi-k2-thinking"}
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
 # DeepGEMM's own warm-up goes through all sizes one by one; FlashInfer's sampler is not part of the comparison.
 SETTINGS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
@@ -38,7 +43,7 @@ class Engine:
     """An engine in processes of its own that times what it is asked to.
 
     Args:
-        name: `stock` or `ours`, then anything: `ours-mp`.
+        name: `stock` or `ours`, then anything: `ours-int4`.
         directory: for its log and figures.
         options: of `vllm_slice.py`.
         environment: added to this process's.
@@ -118,31 +123,86 @@ def warm_deep_gemm(directory: Path, environment: Mapping[str, str]) -> subproces
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
 
 
+def rows(requests: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What is asked of each pair of engines in turn: few requests first, the long ones last."""
+    few, many = [count for count in requests if count < 16], [count for count in requests if count >= 16]
+    for length in contexts[:1]:
+        yield {"requests": few, "contexts": [length]}
+        yield {"prompts": list(prompts[:1])}
+        yield {"requests": many, "contexts": [length]}
+    yield {"prompts": list(prompts[1:])}
+    for length in contexts[1:]:
+        yield from ({"requests": [count], "contexts": [length]} for count in (*few, *many))
+
+
+def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
+    """Our own runner's step of one sequence of 1,024 tokens, of the same slice: milliseconds."""
+    command = [sys.executable, str(HERE / "run_cuda.py"), "--preset", "h200-tp8", "--stand-in", "--layers", layers]
+    command += ["--model", NAMES[experts], "--batch", "1", "--context", "1024", "--prompt", "0", "--routing", "uniform"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r"TPOT[^0-9]*([0-9.]+) ms", done.stdout)
+    say(f"own runner, {experts}: {found[0] if found else done.stdout[-300:] + done.stderr[-300:]}")
+    return {} if found is None else {"own runner": float(found[1])}
+
+
+def start(given: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
+    """Stock and ours, by what the table calls them: of each form of experts; of the first one also what is asked."""
+    whole = ("--layers", given.layers)
+    one = ("--layers", "1", "--pages", "600", "--requests", "1", "4", "--prompts", "1024")
+    few = (*whole, "--pages", "600", "--requests", "1", "4", "--prompts", "1024")
+    wanted: list[tuple[str, str, Sequence[str], dict[str, str]]] = [(kind, kind, whole, {}) for kind in given.experts]
+    first = given.experts[0]
+    wanted += [(f"{first}-one-layer", first, one, {})] if given.one_layer else []
+    wanted += [(f"{first}-v2", first, few, {"VLLM_USE_V2_MODEL_RUNNER": "1"})] if given.second_runner else []
+    pairs = {}
+    for (what, kind, options, environment), device in zip(wanted, itertools.cycle(given.devices), strict=False):
+        stock, ours = (
+            Engine(
+                f"{name}-{what}", given.directory, [kind, "--executor", given.executor, *options],
+                {"CUDA_VISIBLE_DEVICES": device, **environment},
+            )
+            for name in PLUGINS
+        )  # fmt: skip
+        pairs[what] = stock, ours
+    return pairs
+
+
 def main() -> None:
     """The table of one depth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--experts", default="fp8", choices=("fp8", "int4"))
+    parser.add_argument("--experts", nargs="+", default=["fp8"], choices=NAMES)
     parser.add_argument("--layers", default="12")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
     parser.add_argument("--executor", default="uni", choices=("uni", "mp"))
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs, shared out among the forms of experts")
+    parser.add_argument("--one-layer", action="store_true", help="also one layer of each: what the engine itself takes")
+    parser.add_argument("--second-runner", action="store_true", help="also vLLM's second model runner, few requests")
+    parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
+    parser.add_argument("--ready", type=float, default=1200, help="seconds after which what is warm is timed")
+    parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
-    options = [given.experts, "--layers", given.layers, "--executor", given.executor]
-    compiling = warm_deep_gemm(given.directory, {}) if given.experts == "fp8" else None
-    engines = {name: Engine(name, given.directory, options, {}) for name in PLUGINS}
+    compiling = warm_deep_gemm(given.directory, {}) if "fp8" in given.experts else None
+    pairs = start(given)
     if compiling is not None:
         say(f"DeepGEMM compiled: {compiling.wait()}")
-    wait(list(engines.values()), BEGAN + 1200)
-    found: dict[str, dict[str, float]] = {name: {} for name in engines}
-    asked: list[dict[str, Any]] = [{"requests": given.requests, "contexts": [length]} for length in given.contexts]
-    for one in (*asked, {"prompts": given.prompts}):
-        for name, engine in engines.items():
-            found[name] |= engine.ask(600, **one)
-    sys.stdout.write(table(found["stock"], found["ours"]) + "\n")
-    for engine in engines.values():
+    wait([engine for pair in pairs.values() for engine in pair], BEGAN + given.ready)
+    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs.values() for engine in pair}
+    for number, row in enumerate(rows(given.requests, given.contexts, given.prompts)):
+        for engine in (engine for what in (given.experts if number else pairs) for engine in pairs[what]):
+            if any(row.values()) and time.monotonic() < BEGAN + given.within:
+                found[engine.name] |= engine.ask(120, **row)
+                (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+    for kind, device in zip(given.experts if given.runner else (), itertools.cycle(given.devices), strict=False):
+        found[f"ours-{kind}"] |= own_runner(kind, given.layers, device)
+        (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+    for what, (stock, ours) in pairs.items():
+        sys.stdout.write(f"{what}: stock / ours\n{table(found[stock.name], found[ours.name])}\n")
+    for engine in itertools.chain(*pairs.values()):
         engine.end()
 
 
