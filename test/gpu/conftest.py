@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kimi_k2.kernels.common import workspace
+
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:
@@ -14,3 +16,10 @@ def memory_given_back() -> Iterator[None]:
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def control_words_left_clear() -> Iterator[None]:
+    """What one kernel leaves in a stream's counters, another one would count on from."""
+    yield
+    assert not workspace.left_dirty()

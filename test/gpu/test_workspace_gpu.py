@@ -105,6 +105,20 @@ def test_a_kernel_need_not_be_resident_as_a_whole(
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("before", [("int4", 64), ("int4", 1024), ("fp8", 64), ("fp8", 512), ("fp8", 4096)])
+def test_kernels_of_a_stream_share_its_counters(request: pytest.FixtureRequest, before: tuple[str, int]) -> None:
+    """A fused launch of many tiles and groups counts in words that others have used before it."""
+    kind, tokens = before
+    other = operation(kind, tokens, request.getfixturevalue(kind), 6)
+    weights = random_experts(EXPERTS, 2048, HIDDEN)
+    x, routing = torch.randn(24, HIDDEN, device="cuda").bfloat16(), random_routing(24, TOP_K, EXPERTS)
+    wanted = moe_fp8(x, *weights, *routing, choice=[1, 16, 2, 1, 1])
+    workspace.release()
+    other()
+    assert not workspace.left_dirty()
+    assert torch.equal(moe_fp8(x, *weights, *routing, choice=[1, 16, 2, 1, 1]), wanted)
+
+
 def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -118,16 +118,20 @@ def workspace_sizes(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Element count and dtype of every scratch buffer that one call needs."""
     sizes = moe_fp8.workspace_sizes(tokens, top_k, experts, hidden, inter, choice)
-    unused = dict.fromkeys(("xs", "inter_s"), (0, torch.uint8))
     pairs = tokens * top_k
-    sort = (2 * MAX_EXPERTS + 1, torch.int32)
     contrib = (pairs * choice.splits2 * hidden, torch.float32 if choice.fused else torch.bfloat16)
-    made = {"xq": sort, "inter_q": (pairs * inter, torch.bfloat16), "contrib": contrib}
+    made = {
+        "xq": (MAX_EXPERTS + 1, torch.int32),
+        "xs": (0, torch.uint8),
+        "inter_s": (MAX_EXPERTS, torch.int32),
+        "inter_q": (pairs * inter, torch.bfloat16),
+        "contrib": contrib,
+    }
     if choice.max_tokens <= 32:
         made["inter_q"] = (pairs * inter // CHUNK_COLUMNS * RECORD, torch.uint8)
         made["xs"] = (tokens * hidden // CHUNK_COLUMNS * RECORD, torch.uint8)
         made["partial"] = (max(sizes["partial"][0], MOST_ITEMS * choice.max_tokens * CHUNK_ROWS), torch.float32)
-    return sizes | unused | made
+    return sizes | made
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,9 +21,10 @@ constexpr int kScaleBytes = 2048;
 constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, one warp
 
 // Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
-// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's scratch, xs holds the tokens'
-// records (w4a16_records.cuh), inter_s is unused, and the prepared mode's tiles say last whether their expert has
-// several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k is 1.
+// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's counters and inter_s its
+// cursors (w4a16_prepare.cuh), xs holds the tokens' records (w4a16_records.cuh), and the prepared mode's tiles say last
+// whether their expert has several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k
+// is 1.
 struct Args : moe::Fp8Args {
   int w2_bf16;     // second-stage weights are bf16
   int in_flight;   // chunks of weights that a block may have requested and not yet received

@@ -7,12 +7,13 @@ namespace w4a16 {
 
 constexpr int kSortThreads = 1024;
 
-// Scratch of the sort, zero between launches except for the cursors.
-struct SortScratch {
+// Of the sort, among the control words: zero before and after every call.
+struct SortCounters {
   int count[moe::kMaxExperts];
-  int cursor[moe::kMaxExperts];  // next free slot of each expert
   unsigned arrived;
 };
+// Next free slot of each expert: data, which a call leaves as it likes.
+__device__ __forceinline__ int* sort_cursors(const Args& a) { return reinterpret_cast<int*>(a.inter_s); }
 
 // This block's pairs, counted by expert in shared memory.
 __device__ __forceinline__ void count_pairs(const Args& a, int* count) {
@@ -31,24 +32,24 @@ __global__ void __launch_bounds__(kSortThreads, 1) count_kernel(const __grid_con
   __shared__ int count[moe::kMaxExperts];
   __shared__ int warp_sum[2][32];
   __shared__ bool last;
-  SortScratch& scratch = *static_cast<SortScratch*>(a.xq);
+  SortCounters& counters = *static_cast<SortCounters*>(a.xq);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (a.pdl) {
     pdl_launch();
     pdl_wait();
   }
   count_pairs(a, count);
-  if (tid < moe::kMaxExperts && count[tid]) atomicAdd(&scratch.count[tid], count[tid]);
+  if (tid < moe::kMaxExperts && count[tid]) atomicAdd(&counters.count[tid], count[tid]);
   fence_gpu();
   __syncthreads();
-  if (tid == 0) last = atomicInc(&scratch.arrived, gridDim.x - 1) == gridDim.x - 1;
+  if (tid == 0) last = atomicInc(&counters.arrived, gridDim.x - 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
   fence_gpu();
   int n = 0;
   if (tid < moe::kMaxExperts) {
-    n = __ldcg(&scratch.count[tid]);
-    scratch.count[tid] = 0;
+    n = __ldcg(&counters.count[tid]);
+    counters.count[tid] = 0;
   }
   const int tiles = (n + a.nmax - 1) / a.nmax;
   int slots = n, cells = tiles;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) count_kernel(const __grid_con
   __syncthreads();
   for (int w = 0; w < warp; ++w) slots += warp_sum[0][w], cells += warp_sum[1][w];
   if (tid == kSortThreads - 1) *a.num_tiles = cells;
-  if (tid < moe::kMaxExperts) scratch.cursor[tid] = slots - n;
+  if (tid < moe::kMaxExperts) sort_cursors(a)[tid] = slots - n;
   const int even = tiles ? min(a.nmax, ((n + tiles - 1) / tiles + 7) / 8 * 8) : 0;
   for (int i = 0, off = 0; i < tiles; ++i, off += even)
     a.tiles[cells - tiles + i] = make_int4(tid, slots - n + off, max(0, min(even, n - off)), tiles > 1 || a.unpaired);
@@ -70,14 +71,13 @@ __global__ void __launch_bounds__(kSortThreads, 1) count_kernel(const __grid_con
 // Second launch: put each pair into one of its expert's slots; which one does not matter to any sum.
 __global__ void __launch_bounds__(kSortThreads, 1) scatter_kernel(const __grid_constant__ Args a) {
   __shared__ int cursor[moe::kMaxExperts];
-  SortScratch& scratch = *static_cast<SortScratch*>(a.xq);
   const int tid = threadIdx.x, pairs = a.tokens * a.top_k, stride = gridDim.x * kSortThreads;
   if (a.pdl) {
     pdl_launch();
     pdl_wait();
   }
   count_pairs(a, cursor);
-  if (tid < moe::kMaxExperts && cursor[tid]) cursor[tid] = atomicAdd(&scratch.cursor[tid], cursor[tid]);
+  if (tid < moe::kMaxExperts && cursor[tid]) cursor[tid] = atomicAdd(sort_cursors(a) + tid, cursor[tid]);
   __syncthreads();
   for (int p = blockIdx.x * kSortThreads + tid; p < pairs; p += stride) {
     const int e = moe::local_expert(a, p), slot = e >= 0 ? atomicAdd(&cursor[e], 1) : -1;
