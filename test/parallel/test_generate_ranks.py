@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from subprocess import PIPE
@@ -27,6 +28,7 @@ from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
@@ -50,9 +52,9 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 
-def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
+def test_text_is_that_of_one_process(wide: Path, halves: Path, run_here: Command) -> None:
     options = ["generate", wide, "-p", "What is MLA?", "-p", "Hello", "--max-new-tokens", 6, "--temperature", 0.5]
-    alone, together = run(*KIMI, *options), run(*TORCHRUN, *KIMI, *options, "--ranks", halves)
+    alone, together = run_here(*options), run(*TORCHRUN, *KIMI, *options, "--ranks", halves)
     assert alone.returncode == together.returncode == 0, together.stderr[-3000:]
     assert alone.stdout == together.stdout
     assert together.stderr.count("TTFT") == 1
@@ -124,7 +126,9 @@ def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2)])
-def test_golden_files_of_ranks(wide: Path, halves: Path, tmp_path: Path, moe_tp: int, moe_ep: int) -> None:
+def test_golden_files_of_ranks(
+    wide: Path, halves: Path, tmp_path: Path, run_here: Command, moe_tp: int, moe_ep: int
+) -> None:
     """Every point, put together from the ranks, is one process's; captured by either, compared with the other."""
     ranks = halves
     if moe_ep == 2:
@@ -132,7 +136,7 @@ def test_golden_files_of_ranks(wide: Path, halves: Path, tmp_path: Path, moe_tp:
         Presharder(wide, ranks, Layout(moe_tp, moe_ep, target="cuda", experts="stored")).run()
     options = ["--prompt-length", 9, "--steps", 2]
     alone, together = tmp_path / "alone", tmp_path / "together"
-    assert run(*KIMI, "parity", "capture", wide, alone, *options).returncode == 0
+    assert run_here("parity", "capture", wide, alone, *options).returncode == 0
     done = run(*TORCHRUN, *KIMI, "parity", "capture", wide, together, *options, "--ranks", ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = load_golden(alone).trace.values, load_golden(together).trace.values
@@ -141,17 +145,17 @@ def test_golden_files_of_ranks(wide: Path, halves: Path, tmp_path: Path, moe_tp:
         assert (second[point].double() - value.double()).norm() <= 2e-5 * value.double().norm() + 1e-6, point
     compared = run(*TORCHRUN, *KIMI, "parity", "compare", alone, wide, "--backend", "cpu", "--ranks", ranks)
     assert compared.returncode == 0, compared.stdout[-3000:]
-    refused = run(*KIMI, "parity", "compare", alone, wide, "--backend", "transformers", "--ranks", ranks)
+    refused = run_here("parity", "compare", alone, wide, "--backend", "transformers", "--ranks", ranks)
     assert refused.returncode == 1
     assert "--ranks are of the plain model" in refused.stderr
 
 
-def test_another_number_of_processes_is_refused(wide: Path, halves: Path, tmp_path: Path) -> None:
-    done = run(*KIMI, "generate", wide, "-p", "Hello", "--ranks", halves)
+def test_another_number_of_processes_is_refused(wide: Path, halves: Path, run_here: Command) -> None:
+    done = run_here("generate", wide, "-p", "Hello", "--ranks", halves)
     assert done.returncode == 1
     assert "2 ranks in" in done.stderr
     assert "but 1 processes" in done.stderr
-    assert run(*KIMI, "generate", wide, "--ranks", halves).returncode == 2  # no prompt
+    assert run_here("generate", wide, "--ranks", halves).returncode == 2  # no prompt
 
 
 def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "h200.md"
 ShellCommands = Callable[[str], list[list[str]]]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 WORDS = {"8": "2", "cuda": "cpu", "0,1,30,60": "0,1"}
@@ -40,7 +41,7 @@ def run(command: list[str], where: Path) -> None:
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
 
 
-def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: Path) -> None:
+def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: Path, run_here: Command) -> None:
     paths = {
         "/models/Kimi-K2-Instruct-0905": str(wide),
         "/ranks": str(tmp_path / "ranks"),
@@ -57,8 +58,11 @@ def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: 
         called = arguments[1] if arguments[0] == "parity" else arguments[0]
         if called == "tune" or arguments[:2] in TIMERS:
             continue  # times kernels: see below
-        front = TORCHRUN if words[0] == "torchrun" else []
-        run([*front, *KIMI, *arguments, *SHORT.get(called, [])], tmp_path)
+        arguments += SHORT.get(called, [])
+        if words[0] == "torchrun":
+            run([*TORCHRUN, *KIMI, *arguments], tmp_path)
+        else:
+            assert run_here(*arguments).returncode == 0
         ran.append(called)
     assert ran == ["convert", "generate", "bench", "capture"]
 
@@ -72,11 +76,11 @@ def test_the_others_need_a_gpu(page_commands: list[list[str]]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tunes for minutes on a GPU")
-def test_tuning_and_timing_say_that_they_need_a_gpu(page_commands: list[list[str]]) -> None:
+def test_tuning_and_timing_say_that_they_need_a_gpu(page_commands: list[list[str]], run_here: Command) -> None:
     commands = [words[1:] for words in page_commands if "tune" in words or words[1:3] in TIMERS]
     assert len(commands) == 3
     for words in commands:
-        done = subprocess.run([*KIMI, *words], capture_output=True, text=True, timeout=600)
+        done = run_here(*words)
         assert done.returncode == 1
         assert "no CUDA device" in done.stderr
 
