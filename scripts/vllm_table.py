@@ -148,22 +148,26 @@ def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
 
 def start(given: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
     """Stock and ours, by what the table calls them: of each form of experts; of the first one also what is asked."""
-    whole = ("--layers", given.layers)
-    one = ("--layers", "1", "--pages", "600", "--requests", "1", "4", "--prompts", "1024")
-    few = (*whole, "--pages", "600", "--requests", "1", "4", "--prompts", "1024")
-    wanted: list[tuple[str, str, Sequence[str], dict[str, str]]] = [(kind, kind, whole, {}) for kind in given.experts]
+    whole = ["--layers", given.layers, "--ranks", given.ranks, "--pages", given.pages]
+    warm = ["--requests", *map(str, given.requests), "--prompts", *map(str, given.prompts)]
+    few = ["--pages", "600", "--requests", "1", "4", "--prompts", "1024"]
+    # Each one's name, form of experts, options, environment.
+    wanted: list[tuple[str, str, list[str], dict[str, str]]] = [
+        (kind, kind, [*whole, *warm], {}) for kind in given.experts
+    ]
     first = given.experts[0]
-    wanted += [(f"{first}-one-layer", first, one, {})] if given.one_layer else []
-    wanted += [(f"{first}-v2", first, few, {"VLLM_USE_V2_MODEL_RUNNER": "1"})] if given.second_runner else []
+    if given.ranks != "1":
+        shared_out = ["--engine", json.dumps({"enable_expert_parallel": True})]
+        wanted.append((f"{first}-ep", first, [*whole, *warm, *shared_out], {}))
+    if given.one_layer:
+        wanted.append((f"{first}-one-layer", first, [*whole, *few, "--layers", "1"], {}))
+    if given.second_runner:
+        wanted.append((f"{first}-v2", first, [*whole, *few], {"VLLM_USE_V2_MODEL_RUNNER": "1"}))
     pairs = {}
     for (what, kind, options, environment), device in zip(wanted, itertools.cycle(given.devices), strict=False):
-        stock, ours = (
-            Engine(
-                f"{name}-{what}", given.directory, [kind, "--executor", given.executor, *options],
-                {"CUDA_VISIBLE_DEVICES": device, **environment},
-            )
-            for name in PLUGINS
-        )  # fmt: skip
+        environment |= {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}
+        given_options = [kind, *(["--executor", given.executor] if given.executor else []), *options]
+        stock, ours = (Engine(f"{name}-{what}", given.directory, given_options, environment) for name in PLUGINS)
         pairs[what] = stock, ours
     return pairs
 
@@ -177,8 +181,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
-    parser.add_argument("--executor", default="uni", choices=("uni", "mp"))
-    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs, shared out among the forms of experts")
+    parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
+    parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
+    parser.add_argument("--ranks", default="1", help="GPUs of an engine; of several, experts shared out too")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs for engines in turn; 0,1 for two ranks")
     parser.add_argument("--one-layer", action="store_true", help="also one layer of each: what the engine itself takes")
     parser.add_argument("--second-runner", action="store_true", help="also vLLM's second model runner, few requests")
     parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
@@ -191,9 +197,10 @@ def main() -> None:
     if compiling is not None:
         say(f"DeepGEMM compiled: {compiling.wait()}")
     wait([engine for pair in pairs.values() for engine in pair], BEGAN + given.ready)
+    long = [what for what in pairs if not what.endswith(("-one-layer", "-v2"))]
     found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs.values() for engine in pair}
     for number, row in enumerate(rows(given.requests, given.contexts, given.prompts)):
-        for engine in (engine for what in (given.experts if number else pairs) for engine in pairs[what]):
+        for engine in (engine for what in (long if number else pairs) for engine in pairs[what]):
             if any(row.values()) and time.monotonic() < BEGAN + given.within:
                 found[engine.name] |= engine.ask(120, **row)
                 (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
