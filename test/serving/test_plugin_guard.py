@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
         @classmethod
         def register_model(cls, architecture: str, target: str) -> None:
             registered.append(architecture)
+            cls.models[architecture] = SimpleNamespace(class_name=target.rpartition(":")[2])
 
     for module, name in support.NEEDED:
         parts = module.split(".")
@@ -55,6 +57,22 @@ def test_all_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
         plugin.register()
     assert registered == list(plugin.ARCHITECTURES)
     assert caplog.text == ""
+    plugin.register()  # vLLM calls it again
+    assert registered == list(plugin.ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "gone"),
+    [
+        ("json.decoder", "class JSONDecoder(", []),
+        ("json.decoder", "class Gone(", ["json.decoder: class Gone"]),
+        ("json.gone", "class JSONDecoder(", ["json.gone: class JSONDecoder"]),
+    ],
+)
+def test_what_is_looked_at_as_text(monkeypatch: pytest.MonkeyPatch, module: str, text: str, gone: list[str]) -> None:
+    fake_vllm(monkeypatch, without="")
+    monkeypatch.setattr(support, "AS_TEXT", ((module, text),))
+    assert support.changed() == gone
 
 
 def test_parsers_managers_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,12 +82,30 @@ def test_parsers_managers_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert caplog.text.count("no parser kimi_k2_stream") == 2
 
 
+def test_parsers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(monkeypatch, without="")
+    named: list[tuple[str, ...]] = []
+    for package, manager in (("tool_parsers", "ToolParserManager"), ("reasoning", "ReasoningParserManager")):
+        module = ModuleType(f"vllm.{package}")
+        setattr(module, manager, SimpleNamespace(register_lazy_module=lambda *given: named.append(given)))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    plugin.register_parsers()
+    assert named == [
+        ("kimi_k2_stream", "kimi_k2.serving.vllm.tool_parser", "KimiK2StreamToolParser"),
+        ("kimi_k2_stream", "kimi_k2.serving.vllm.reasoning_parser", "KimiK2StreamReasoningParser"),
+    ]
+    for _, module_name, name in named:
+        path = Path(plugin.__file__).with_name(f"{module_name.rpartition('.')[2]}.py")
+        assert f"class {name}(" in path.read_text(encoding="utf-8")
+
+
 def deployment(**changed: Any) -> SimpleNamespace:
     """What `refusal` reads of vLLM's configuration: one GPU, as the command line's defaults leave it."""
     fields = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
-        "enable_expert_parallel": False, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False,
-        "dtype": torch.bfloat16, "device_type": "cuda", "lora_config": None, "speculative_config": None, **changed,
+        "decode_context_parallel_size": 1, "enable_expert_parallel": False, "enable_eplb": False,
+        "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False, "dtype": torch.bfloat16,
+        "device_type": "cuda", "lora_config": None, "speculative_config": None, **changed,
     }  # fmt: skip
     one = SimpleNamespace(**fields)
     for part in ("parallel_config", "cache_config", "model_config", "device_config"):
@@ -104,15 +140,48 @@ def test_one_gpu_is_ours() -> None:
     [
         ({"dtype": torch.float16}, {}, "torch.float16, the kernels take torch.bfloat16"),
         ({"block_size": 128, "user_specified_block_size": True}, {}, "pages of 128 tokens, the kernels take 64"),
-        ({"tensor_parallel_size": 8}, {}, "several GPUs, which are not measured yet; KIMI_K2_VLLM_GPU=1 takes them"),
+        ({"tensor_parallel_size": 2}, {}, "several GPUs, which are not measured yet; KIMI_K2_VLLM_GPU=1 takes them"),
         ({}, {"kv_lora_rank": 256}, "attention of sizes (256, 64, 128, 128)"),
         ({}, {"num_attention_heads": 4, "num_key_value_heads": 4}, "4 heads a rank"),
         ({"cache_dtype": "fp8"}, {}, "a cache in fp8"),
         ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        ({"data_parallel_size": 2}, {}, "data parallelism, whose experts need vLLM's exchange"),
+        ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"enable_eplb": True}, {}, "expert load balancing"),
+        ({"lora_config": object()}, {}, "LoRA"),
+        ({"speculative_config": object()}, {}, "speculative decoding"),
     ],
 )
 def test_reasons_on_a_gpu(changed: dict[str, Any], sizes: dict[str, int], reason: str) -> None:
     assert support.refusal(deployment(**changed), model(**sizes)) == reason
+
+
+@pytest.mark.usefixtures("hopper")
+def test_pages_of_a_version_that_does_not_say_who_chose_them() -> None:
+    one = deployment(block_size=16)
+    del one.user_specified_block_size
+    assert support.refusal(one, model()) == "pages of 16 tokens, the kernels take 64"
+
+
+def test_ranks_that_do_not_divide_the_model() -> None:
+    assert "3" in str(support.refusal(deployment(tensor_parallel_size=3, device_type="cpu"), model()))
+
+
+@pytest.mark.parametrize(("shared_out", "moe_tp", "moe_ep"), [(False, 4, 1), (True, 1, 4)])
+def test_experts_are_cut_or_shared_out(shared_out: bool, moe_tp: int, moe_ep: int) -> None:
+    layout = support.layout_of(deployment(tensor_parallel_size=4, enable_expert_parallel=shared_out))
+    assert (layout.moe_tp, layout.moe_ep, layout.target) == (moe_tp, moe_ep, "cuda")
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
+def test_hopper_as_the_platform_says(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    fake_vllm(monkeypatch, without="")
+    platforms = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
+        is_cuda=lambda: True, is_device_capability=lambda asked: asked == capability
+    )
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert support._is_hopper() == (capability == (9, 0))
 
 
 @pytest.mark.usefixtures("hopper")
