@@ -77,6 +77,9 @@ def test_tensors_that_do_not_fit_are_named(checkpoints: dict[str, Path]) -> None
         new_loader(config, layout, 0).load([(expert, weights[expert][:, :-1])])
     with pytest.raises(TensorShapeError, match=r"model\.norm\.weight"):
         new_loader(config, layout, 0).load([("model.norm.weight", torch.zeros(3))])
+    taller = "model.layers.1.self_attn.o_proj.weight"  # whose part a rank could cut all the same
+    with pytest.raises(TensorShapeError, match=r"self_attn\.o_proj"):
+        new_loader(config, layout, 0).load([(taller, weights[taller].repeat(2, 1))])
     for name in ("model.layers.9.mlp.gate.weight", "model.layers.1.mlp.experts.0.up_proj.bias"):
         with pytest.raises(CheckpointError, match="no such tensor"):
             new_loader(config, layout, 0).load([(name, torch.zeros(3))])
