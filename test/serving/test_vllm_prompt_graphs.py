@@ -1,0 +1,94 @@
+"""When steps with prompts run from CUDA graphs, and of which sizes: what a deployment asks for decides."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+HELD = 12345
+
+
+class Recorder:
+    """Stands for the recorder of CUDA graphs."""
+
+    def held(self) -> int:
+        return HELD
+
+
+class Graphs:
+    """Stands for the graphs: keeps how many tokens they were asked for."""
+
+    fails = False
+
+    def __init__(self, steps: list[object], norm: object, widest: int, record: Recorder) -> None:
+        self.widest, self.widths = widest, [widest]
+
+    def capture(self) -> None:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def made(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Graphs | None, int]:
+    """The graphs of a deployment on one GPU, as vLLM's defaults leave it, but for what is changed."""
+    from kimi_k2.serving.vllm import prompt_graphs as module
+
+    fields = {
+        "tensor_parallel_size": 1, "max_num_batched_tokens": 8192, "enforce_eager": False,
+        "cudagraph_mode": SimpleNamespace(name="FULL_AND_PIECEWISE"), "is_cuda": True, **changed,
+    }  # fmt: skip
+    one = SimpleNamespace(**fields)
+    for part in ("compilation_config", "parallel_config", "scheduler_config", "model_config", "weight"):
+        setattr(one, part, one)
+    monkeypatch.setattr(module, "GraphRecorder", Recorder)
+    monkeypatch.setattr(module, "PromptGraphs", Graphs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found: tuple[Any, int] = module.prompt_graphs([], one, one)  # type: ignore[arg-type]
+    return found
+
+
+def test_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 4,096 tokens, or what a step has at most; the environment says otherwise."""
+    graphs, held = made(monkeypatch)
+    assert graphs is not None
+    assert (graphs.widest, held) == (4096, HELD)
+    graphs, _ = made(monkeypatch, max_num_batched_tokens=2048)
+    assert graphs is not None
+    assert graphs.widest == 2048
+    monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "512")
+    graphs, _ = made(monkeypatch)
+    assert graphs is not None
+    assert graphs.widest == 512
+    monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "0")
+    assert made(monkeypatch) == (None, 0)
+
+
+def test_several_ranks_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(monkeypatch, tensor_parallel_size=2) == (None, 0)
+    monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "1024")
+    graphs, _ = made(monkeypatch, tensor_parallel_size=2)
+    assert graphs is not None
+    assert graphs.widest == 1024
+
+
+@pytest.mark.parametrize(
+    "changed", [{"enforce_eager": True}, {"cudagraph_mode": SimpleNamespace(name="NONE")}, {"is_cuda": False}]
+)
+def test_none(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    assert made(monkeypatch, **changed) == (None, 0)
+
+
+def test_a_capture_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Such steps are then launched one by one."""
+    monkeypatch.setattr(Graphs, "fails", True)
+    with caplog.at_level(logging.WARNING):
+        assert made(monkeypatch) == (None, 0)
+    assert "launched one by one" in caplog.text
+    assert "not permitted when stream is capturing" in caplog.text
