@@ -1,0 +1,97 @@
+"""Layers over batches as vLLM makes them, prompts in parts among decodes: the plain model's hidden states.
+
+vLLM on a CPU takes prompts whole, so the parts that a GPU's come in are made here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.engine.layer_step import Place
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.ops.norm import add_norm
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+PAGE, PAGES = 4, 40
+LENGTHS = (23, 12, 18)
+# New tokens of each sequence in each step: whole prompts, parts of them, and single tokens, which come first.
+STEPS: list[dict[int, int]] = [{0: 10, 1: 9}, {1: 1, 0: 7, 2: 5}, {1: 1, 0: 5}, {0: 1, 1: 1, 2: 10}, {2: 2}, {2: 1}]
+
+
+class Layers:
+    """The layers of a model over caches of their own, step by step."""
+
+    def __init__(self, model: KimiK2ForCausalLM) -> None:
+        from kimi_k2.serving.vllm.layer import PagedLayer
+
+        self.model, self.batch, self.done = model, None, [0] * len(LENGTHS)
+        order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
+        self.table, self.steps = order.int(), []
+        for layer in model.model.layers:
+            cache = torch.randn(PAGES, PAGE, model.config.cache_dim)  # what others left
+            held: Any = SimpleNamespace(cache=cache, dtype=cache.dtype, batch=lambda: self.batch)
+            assert isinstance(layer, DecoderLayer)
+            self.steps.append(PagedLayer(layer, lambda x: x, held))
+
+    def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
+        """Hidden states of the new tokens of each sequence."""
+        from kimi_k2.serving.vllm.attention import Batch
+
+        rows, counts = list(new), list(new.values())
+        positions = [torch.arange(self.done[row], self.done[row] + count) for row, count in new.items()]
+        tables = [self.table[row].long() for row in rows]
+        slots = [table[at // PAGE] * PAGE + at % PAGE for table, at in zip(tables, positions, strict=True)]
+        for row, count in new.items():
+            self.done[row] += count
+        starts, lengths = [0, *itertools.accumulate(counts)], [self.done[row] for row in rows]
+        decodes = counts.count(1)
+        self.batch = Batch(  # type: ignore[assignment]
+            query_start=starts, query_starts=torch.tensor(starts).int(), seq_lens=torch.tensor(lengths).int(),
+            lengths=lengths[decodes:], block_table=self.table[rows], decodes=decodes,
+            slots=torch.cat((*slots, torch.full((padding,), -1))),
+        )  # fmt: skip
+        tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
+        x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
+        at = torch.cat((*positions, torch.zeros(padding, dtype=torch.int64)))
+        place, delta = Place(at, at, *self.model.model.rotary(at, x.dtype)), None
+        for layer in self.steps:
+            x, delta = layer(x, delta, place, layer.held.cache)
+        norm = self.model.model.norm
+        assert delta is not None
+        found = add_norm(x, delta, norm.weight, norm.eps)[1]
+        return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["prompts together", "one by one"])
+@pytest.mark.parametrize("name", ["bf16", "thinking"])
+def test_prompts_in_parts(
+    name: str, together: bool, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kimi_k2.serving.vllm import attention
+
+    if not together:
+        monkeypatch.setattr(attention, "MOST_SLOTS", 0)
+    torch.manual_seed(0)
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True)
+    ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]
+    model.prepare()
+    layers, found = Layers(model), [list[Tensor]() for _ in LENGTHS]
+    with torch.inference_mode():
+        for number, new in enumerate(STEPS):
+            for row, states in layers.step(new, ids, padding=number % 3).items():
+                found[row].append(states)
+        assert layers.done == list(LENGTHS)
+        for sequence, parts in zip(ids, found, strict=True):
+            positions = torch.arange(len(sequence)).unsqueeze(0)
+            wanted = model.model(sequence.unsqueeze(0), positions, None, len(sequence))[0]
+            torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
