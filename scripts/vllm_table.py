@@ -1,12 +1,14 @@
 """Stock vLLM against our plugin in one run: the engines warm side by side, timed in turns, one table.
 
-    python scripts/vllm_table.py DIRECTORY --experts fp8 --layers 12
-    python scripts/vllm_table.py DIRECTORY --experts fp8 int4 --devices 0 1 --one-layer --runner
+    python scripts/vllm_table.py DIRECTORY --pairs fp8 --layers 12
+    python scripts/vllm_table.py DIRECTORY --pairs fp8 int4 fp8-one fp8-tp2 --devices 0 1 1 0,1 --runner
 
-Needs vLLM, this package and a Hopper GPU that holds both models (12 layers: 31 GB each with the cache of 64 requests of
-8k); a second GPU may hold the other form of experts. FP8 linears of stock vLLM are compiled first, several at once
-(`warm_deep_gemm.py`). Logs and figures go to DIRECTORY; figures are printed and written as they come, the ones that
-matter most first. Whatever else runs on the host is in the figures of few requests.
+A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-one` for one layer, which is what the
+engine takes by itself, `-v2` for vLLM's second model runner, `-tp2` for two ranks, `-ep2` with experts shared out among
+them. Needs vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests
+of 8k). FP8 linears of stock vLLM are compiled first, several at once (`warm_deep_gemm.py`). Logs and figures go to
+DIRECTORY; figures are printed and written as they come, the ones that matter most first. Whatever else runs on the host
+is in the figures of few requests.
 """
 
 from __future__ import annotations
@@ -123,16 +125,15 @@ def warm_deep_gemm(directory: Path, environment: Mapping[str, str]) -> subproces
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
 
 
-def rows(requests: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What is asked of each pair of engines in turn: few requests first, the long ones last."""
-    few, many = [count for count in requests if count < 16], [count for count in requests if count >= 16]
-    for length in contexts[:1]:
-        yield {"requests": few, "contexts": [length]}
-        yield {"prompts": list(prompts[:1])}
-        yield {"requests": many, "contexts": [length]}
-    yield {"prompts": list(prompts[1:])}
-    for length in contexts[1:]:
-        yield from ({"requests": [count], "contexts": [length]} for count in (*few, *many))
+def rows(given: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What is asked of each pair in turn, and of which pairs (see `Pair.asked`): few requests first, long ones last."""
+    few, many = [count for count in given.requests if count < 16], [count for count in given.requests if count >= 16]
+    yield 0, {"requests": few, "contexts": given.contexts[:1]}
+    yield 1, {"prompts": given.prompts[:1]}
+    yield 1, {"requests": many, "contexts": given.contexts[:1]}
+    yield 2, {"prompts": given.prompts[1:]}
+    for length in given.contexts[1:]:
+        yield from ((2, {"requests": [count], "contexts": [length]}) for count in (*few, *many))
 
 
 def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
@@ -146,71 +147,77 @@ def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
     return {} if found is None else {"own runner": float(found[1])}
 
 
-def start(given: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
-    """Stock and ours, by what the table calls them: of each form of experts; of the first one also what is asked."""
-    whole = ["--layers", given.layers, "--ranks", given.ranks, "--pages", given.pages]
-    warm = ["--requests", *map(str, given.requests), "--prompts", *map(str, given.prompts)]
-    few = ["--pages", "600", "--requests", "1", "4", "--prompts", "1024"]
-    # Each one's name, form of experts, options, environment.
-    wanted: list[tuple[str, str, list[str], dict[str, str]]] = [
-        (kind, kind, [*whole, *warm], {}) for kind in given.experts
-    ]
-    first = given.experts[0]
-    if given.ranks != "1":
-        shared_out = ["--engine", json.dumps({"enable_expert_parallel": True})]
-        wanted.append((f"{first}-ep", first, [*whole, *warm, *shared_out], {}))
-    if given.one_layer:
-        wanted.append((f"{first}-one-layer", first, [*whole, *few, "--layers", "1"], {}))
-    if given.second_runner:
-        wanted.append((f"{first}-v2", first, [*whole, *few], {"VLLM_USE_V2_MODEL_RUNNER": "1"}))
-    pairs = {}
-    for (what, kind, options, environment), device in zip(wanted, itertools.cycle(given.devices), strict=False):
-        environment |= {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}
-        given_options = [kind, *(["--executor", given.executor] if given.executor else []), *options]
-        stock, ours = (Engine(f"{name}-{what}", given.directory, given_options, environment) for name in PLUGINS)
-        pairs[what] = stock, ours
-    return pairs
+class Pair:
+    """Stock and ours.
+
+    Args:
+        what: form of experts and marks, as on the command line.
+        device: `CUDA_VISIBLE_DEVICES`.
+        given: the command line.
+
+    Attributes:
+        asked: 0 for the first row alone, 1 for those of short contexts too, 2 for all.
+    """
+
+    def __init__(self, what: str, device: str, given: argparse.Namespace) -> None:
+        self.what, self.device, self.asked = what, device, 2
+        self.experts, *marks = what.split("-")
+        requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
+        environment, executor = {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}, given.executor
+        ranks = "1"
+        for mark in marks:
+            if mark in ("one", "v2"):
+                self.asked, requests, prompts, pages = 0, requests[:2], prompts[:1], "600"
+            if mark == "one":
+                layers = "1"
+            elif mark == "v2":
+                environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+            elif mark[:2] in ("tp", "ep"):
+                self.asked, ranks, pages, prompts = 1, mark[2:], "2000", prompts[:1]
+                engine = {"enable_expert_parallel": True} if mark.startswith("ep") else {}
+            else:
+                raise SystemExit(f"{what}: no mark {mark}")
+        options = [self.experts, "--layers", layers, "--pages", pages, "--ranks", ranks, "--engine", json.dumps(engine)]
+        options += ["--requests", *map(str, requests), "--prompts", *map(str, prompts)]
+        options += ["--executor", executor] if executor else []
+        self.stock, self.ours = (Engine(f"{name}-{what}", given.directory, options, environment) for name in PLUGINS)
 
 
 def main() -> None:
     """The table of one depth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--experts", nargs="+", default=["fp8"], choices=NAMES)
+    parser.add_argument("--pairs", nargs="+", default=["fp8"], metavar="EXPERTS[-MARK]", help="see above")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs of the pairs in turn; 0,1 for two ranks")
     parser.add_argument("--layers", default="12")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
     parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
-    parser.add_argument("--ranks", default="1", help="GPUs of an engine; of several, experts shared out too")
-    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs for engines in turn; 0,1 for two ranks")
-    parser.add_argument("--one-layer", action="store_true", help="also one layer of each: what the engine itself takes")
-    parser.add_argument("--second-runner", action="store_true", help="also vLLM's second model runner, few requests")
     parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
     parser.add_argument("--ready", type=float, default=1200, help="seconds after which what is warm is timed")
     parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
-    compiling = warm_deep_gemm(given.directory, {}) if "fp8" in given.experts else None
-    pairs = start(given)
+    compiling = warm_deep_gemm(given.directory, {}) if any("fp8" in what for what in given.pairs) else None
+    pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
     if compiling is not None:
         say(f"DeepGEMM compiled: {compiling.wait()}")
-    wait([engine for pair in pairs.values() for engine in pair], BEGAN + given.ready)
-    long = [what for what in pairs if not what.endswith(("-one-layer", "-v2"))]
-    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs.values() for engine in pair}
-    for number, row in enumerate(rows(given.requests, given.contexts, given.prompts)):
-        for engine in (engine for what in (long if number else pairs) for engine in pairs[what]):
+    wait([engine for pair in pairs for engine in (pair.stock, pair.ours)], BEGAN + given.ready)
+    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs for engine in (pair.stock, pair.ours)}
+    for least, row in rows(given):
+        for engine in (engine for pair in pairs if pair.asked >= least for engine in (pair.stock, pair.ours)):
             if any(row.values()) and time.monotonic() < BEGAN + given.within:
                 found[engine.name] |= engine.ask(120, **row)
                 (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
-    for kind, device in zip(given.experts if given.runner else (), itertools.cycle(given.devices), strict=False):
-        found[f"ours-{kind}"] |= own_runner(kind, given.layers, device)
+    for pair in (pair for pair in pairs if given.runner and pair.asked == 2):
+        found[pair.ours.name] |= own_runner(pair.experts, given.layers, pair.device)
         (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
-    for what, (stock, ours) in pairs.items():
-        sys.stdout.write(f"{what}: stock / ours\n{table(found[stock.name], found[ours.name])}\n")
-    for engine in itertools.chain(*pairs.values()):
-        engine.end()
+    for pair in pairs:
+        sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
+        pair.stock.end()
+        pair.ours.end()
 
 
 if __name__ == "__main__":
