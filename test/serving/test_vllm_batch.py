@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +63,31 @@ def test_one_prompt_and_very_long_ones_are_taken_one_by_one(monkeypatch: pytest.
     assert batch([1, 3], [4, 9], 1).prompts(PAGE).together is None
     monkeypatch.setattr(attention, "MOST_SLOTS", 13)
     assert batch([3, 2], [9, 5], 0).prompts(PAGE).together is None
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["host's copy", "device's"])
+def test_what_the_runner_says_of_a_step(bound: bool) -> None:
+    """Two decodes, then two prompts; behind them what the runner's buffers hold of other steps."""
+    from kimi_k2.serving.vllm.attention import BatchBuilder
+
+    starts, lengths = torch.tensor([0, 1, 2, 6, 9]).int(), torch.tensor([7, 30, 4, 12, 99]).int()
+    common = SimpleNamespace(
+        num_reqs=4, max_query_len=4, num_actual_tokens=9, query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=lengths, block_table_tensor=torch.zeros(4, 8).int(), slot_mapping=torch.arange(9), is_prefilling=None,
+    )  # fmt: skip
+    if bound:
+        common.seq_lens_cpu_upper_bound, common.seq_lens = lengths, lengths.flip(0)
+    made = BatchBuilder.__new__(BatchBuilder).build(0, common)
+    assert (made.decodes, made.lengths, made.query_start) == (2, [4, 12], [0, 1, 2, 6, 9])
+
+
+def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
+    from kimi_k2.serving.vllm.attention import BatchBuilder
+
+    starts = torch.arange(5).int()
+    common = SimpleNamespace(
+        num_reqs=4, max_query_len=1, num_actual_tokens=4, query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=None, block_table_tensor=torch.zeros(4, 8).int(), slot_mapping=torch.arange(4), is_prefilling=None,
+    )  # fmt: skip
+    made = BatchBuilder.__new__(BatchBuilder).build(0, common)
+    assert (made.decodes, made.lengths) == (4, [])

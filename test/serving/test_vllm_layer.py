@@ -23,9 +23,16 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 PAGE, PAGES = 4, 40
-LENGTHS = (23, 12, 18)
+LENGTHS = (24, 12, 18)
 # New tokens of each sequence in each step: whole prompts, parts of them, and single tokens, which come first.
-STEPS: list[dict[int, int]] = [{0: 10, 1: 9}, {1: 1, 0: 7, 2: 5}, {1: 1, 0: 5}, {0: 1, 1: 1, 2: 10}, {2: 2}, {2: 1}]
+STEPS: list[dict[int, int]] = [
+    {0: 10, 1: 9},
+    {1: 1, 0: 7, 2: 5},
+    {1: 1, 0: 5},
+    {0: 1, 1: 1, 2: 10},
+    {2: 2},
+    {0: 1, 2: 1},
+]
 
 
 class Layers:
