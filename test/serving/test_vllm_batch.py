@@ -70,15 +70,15 @@ def test_what_the_runner_says_of_a_step(bound: bool) -> None:
     """Two decodes, then two prompts; behind them what the runner's buffers hold of other steps."""
     from kimi_k2.serving.vllm.attention import BatchBuilder
 
-    starts, lengths = torch.tensor([0, 1, 2, 6, 9]).int(), torch.tensor([7, 30, 4, 12, 99]).int()
+    starts, lengths = torch.tensor([0, 1, 2, 4, 8]).int(), torch.tensor([7, 30, 12, 4, 99]).int()
     common = SimpleNamespace(
-        num_reqs=4, max_query_len=4, num_actual_tokens=9, query_start_loc=starts, query_start_loc_cpu=starts,
-        seq_lens=lengths, block_table_tensor=torch.zeros(4, 8).int(), slot_mapping=torch.arange(9), is_prefilling=None,
+        num_reqs=4, max_query_len=4, num_actual_tokens=8, query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=lengths, block_table_tensor=torch.zeros(4, 8).int(), slot_mapping=torch.arange(8), is_prefilling=None,
     )  # fmt: skip
     if bound:
         common.seq_lens_cpu_upper_bound, common.seq_lens = lengths, lengths.flip(0)
     made = BatchBuilder.__new__(BatchBuilder).build(0, common)
-    assert (made.decodes, made.lengths, made.query_start) == (2, [4, 12], [0, 1, 2, 6, 9])
+    assert (made.decodes, made.lengths, made.query_start) == (2, [12, 4], [0, 1, 2, 4, 8])
 
 
 def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
