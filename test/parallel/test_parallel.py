@@ -28,15 +28,14 @@ def convert(source: Path, out: Path, layout: Layout) -> Path:
     return out
 
 
-def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, the ranks' logits for all, and their DecodeStep's for the last three."""
+def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each dtype: token ids, the ranks' logits for all, and their DecodeStep's for the last three."""
     converted, out = convert(source, work / "ranks", layout), work / "logits.pt"
     arguments = [source, converted, layout.moe_tp, layout.moe_ep, work / "rendezvous", out, where]
     command = [[sys.executable, WORKER, rank, *arguments] for rank in range(layout.ranks)]
     ranks = [subprocess.Popen([str(part) for part in one]) for one in command]
     assert [rank.wait(timeout=600) for rank in ranks] == [0] * layout.ranks
-    ids, logits, stepped = torch.load(out)
-    return ids, logits, stepped
+    return [(ids, logits, stepped) for ids, logits, stepped in torch.load(out)]
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -53,7 +52,7 @@ def test_ranks_agree_with_the_plain_model(
     """FP8 and INT4; tensor parallel, expert parallel and both; prefill and decode, plain and by DecodeStep."""
     directory = wide if source in ("wide", "fp8") else checkpoints[source]
     layout = Layout(moe_tp, moe_ep, target="cuda", experts="stored")
-    ids, logits, stepped = run_ranks(directory, tmp_path, layout, "cpu:float32")
+    ((ids, logits, stepped),) = run_ranks(directory, tmp_path, layout, "cpu:float32")
     wanted = KimiK2ForCausalLM.from_pretrained(directory)(ids).double()
     assert logits.shape == wanted.shape
     assert distance(logits, wanted) < 2e-5
@@ -70,10 +69,9 @@ def test_ranks_on_gpus(for_gpus: KimiK2Config, moe_tp: int, moe_ep: int, tmp_pat
     write_synthetic_checkpoint(tmp_path / "source", for_gpus)
     exact = decide_routes(KimiK2ForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float64))
     # With kernels the FP8 experts of more than four tokens round activations to e4m3.
-    for dtype, limit in (("float32", 1e-5), ("bfloat16", 0.05)):
-        work = tmp_path / dtype
-        work.mkdir()
-        ids, logits, stepped = run_ranks(tmp_path / "source", work, layout, f"cuda:{dtype}")
+    limits = {"float32": 1e-5, "bfloat16": 0.05}
+    found = run_ranks(tmp_path / "source", tmp_path, layout, "cuda:" + ",".join(limits))
+    for (dtype, limit), (ids, logits, stepped) in zip(limits.items(), found, strict=True):
         wanted = exact(ids)
         errors = distance(logits, wanted), distance(stepped, wanted[:, -3:])
         method = for_gpus.quantization and for_gpus.quantization.name

@@ -18,25 +18,25 @@ from kimi_k2.vision_config import Grid
 WORKER = Path(__file__).with_name("vision_worker.py")
 
 
-def encode(source: Path | str, work: Path, ranks: int, where: str) -> list[Any]:
-    """What each rank saved."""
-    outs = [work / f"{ranks}-{rank}.pt" for rank in range(ranks)]
+def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[list[Any]]:
+    """What each rank of groups of so many ranks saved; all run at once."""
+    outs = [[work / f"{ranks}-{rank}.pt" for rank in range(ranks)] for ranks in groups]
     commands = [
-        [sys.executable, WORKER, rank, ranks, source, work / f"rendezvous-{ranks}", out, where]
-        for rank, out in enumerate(outs)
+        [sys.executable, WORKER, rank, len(group), source, work / f"rendezvous-{len(group)}", out, where]
+        for group in outs
+        for rank, out in enumerate(group)
     ]
     processes = [subprocess.Popen([str(word) for word in command]) for command in commands]
     try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+        assert [process.wait(timeout=300) for process in processes] == [0] * len(commands)
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(out) for out in outs]
+    return [[torch.load(out) for out in group] for group in outs]
 
 
 def compare(source: Path | str, work: Path, where: str, ranks: int) -> float:
-    ((expected, _, distance),) = encode(source, work, 1, where)
-    found = encode(source, work, ranks, where)
+    ((expected, _, distance),), found = encode(source, work, where, 1, ranks)
     for results, _, _ in found:
         for one, other in zip(results, expected, strict=True):
             assert len(one) == len(other)
