@@ -1,11 +1,11 @@
 """Stock vLLM against our plugin in one run: the engines warm side by side, timed in turns, one table.
 
     python scripts/vllm_table.py DIRECTORY --pairs fp8 --layers 12
-    python scripts/vllm_table.py DIRECTORY --pairs fp8 int4 fp8-one fp8-tp2 --devices 0 1 1 0,1 --runner
+    python scripts/vllm_table.py DIRECTORY --pairs fp8 int4 fp8-1 fp8-6-tp2 --devices 0 1 1 0,1 --runner
 
-A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-one` for one layer, which is what the
-engine takes by itself, `-v2` for vLLM's second model runner, `-tp2` for two ranks, `-ep2` with experts shared out among
-them. Needs vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests
+A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-6` for six layers (one layer is what the
+engine takes by itself), `-v2` for vLLM's second model runner, `-tp2` for two ranks, `-ep2` for two with experts shared
+out. Needs vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests
 of 8k). FP8 linears of stock vLLM are compiled first, several at once (`warm_deep_gemm.py`). Logs and figures go to
 DIRECTORY; figures are printed and written as they come, the ones that matter most first. Whatever else runs on the host
 is in the figures of few requests.
@@ -166,10 +166,10 @@ class Pair:
         environment, executor = {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}, given.executor
         ranks = "1"
         for mark in marks:
-            if mark in ("one", "v2"):
+            if mark in ("1", "v2"):
                 self.asked, requests, prompts, pages = 0, requests[:2], prompts[:1], "600"
-            if mark == "one":
-                layers = "1"
+            if mark.isdecimal():
+                layers = mark
             elif mark == "v2":
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
             elif mark[:2] in ("tp", "ep"):
