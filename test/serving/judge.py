@@ -34,17 +34,17 @@ def write_slice(directory: Path, name: str = "kimi-k2-instruct-0905", ranks: int
 
 
 class Judge:
-    """The plain model in float32; each token of an answer is judged after those that the server chose before it."""
+    """The plain model in float32 or 64; each token of an answer is judged after those that were chosen before it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = KimiK2ForCausalLM.from_pretrained(directory, device=self.device)
+        self.model = KimiK2ForCausalLM.from_pretrained(directory, device=self.device, dtype=dtype)
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> Tensor:
         """[tokens, vocab_size]."""
         given = torch.tensor([prompt + tokens[:-1]], device=self.device)
         logits: Tensor = self.model(given)
-        return logits[0, len(prompt) - 1 :].float().log_softmax(-1).cpu()
+        return logits[0, len(prompt) - 1 :].log_softmax(-1).cpu()
 
     def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
         """How far below the best token each chosen one is."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from judge import ROUNDING, Judge, write_slice
+from torch import Tensor
 
 from kimi_k2.kernels.common.build import find_nvcc
 
@@ -28,12 +29,22 @@ OPTIONS = {
     "kv_cache_memory_bytes": 300_000_000, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False,
 }  # fmt: skip
 OURS = "kimi-k2: operations are ours ("
+# vLLM's own model. DeepGEMM's warm-up would go through all sizes one by one, a second each.
+STOCK = {"VLLM_PLUGINS": "kimi_k2_parsers", "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# Each answers by tokens of its own, so that the means of their 1,024 errors differ by a few percent in any case.
+DRAWN = 1.1
 
 
 def serve(
-    directory: Path, job: list[dict[str, Any]], tmp_path: Path, environment: dict[str, str], **options: Any
+    directory: Path,
+    job: list[dict[str, Any]],
+    tmp_path: Path,
+    environment: dict[str, str],
+    stock: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """What vllm_requests.py answers: chunked prompts beside decodes, CUDA graphs, pages that are used again."""
+    environment = {**environment, **(STOCK if stock else {})}
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
     asked.write_text(json.dumps({"dtype": "bfloat16", "requests": job, "options": {**OPTIONS, **options}}))
     done = subprocess.run(
@@ -42,7 +53,7 @@ def serve(
     )  # fmt: skip
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-4000:]
-    assert OURS in log
+    assert (OURS in log) != stock
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer | {"log": log}
 
@@ -57,15 +68,22 @@ def requests() -> list[dict[str, Any]]:
     return job
 
 
+def distances(judge: Judge, job: list[dict[str, Any]], answer: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+    """How far below the judge's best token each chosen one is, and the errors of their log-probabilities; printed."""
+    prompts: list[list[int]] = [one["prompt"] for one in job]
+    gaps = [judge.gaps(*one) for one in zip(prompts, answer["tokens"], strict=True)]
+    errors = torch.cat([judge.errors(*one) for one in zip(prompts, answer["tokens"], answer["logprobs"], strict=True)])
+    best = sum(int((gap == 0).sum()) for gap in gaps)
+    print(f"best {best} of {len(errors)}, error of log-probabilities mean {errors.mean():.4f}, 99 % "
+          f"{errors.quantile(0.99):.3f}, largest {errors.max():.3f}")  # fmt: skip
+    return gaps, errors
+
+
 def check(judge: Judge, job: list[dict[str, Any]], answer: dict[str, Any]) -> None:
     """Every answer is float32's but for rounding, and the judge sees one that is another request's."""
     prompts: list[list[int]] = [one["prompt"] for one in job]
     tokens: list[list[int]] = answer["tokens"]
-    gaps = [judge.gaps(*one) for one in zip(prompts, tokens, strict=True)]
-    errors = torch.cat([judge.errors(*one) for one in zip(prompts, tokens, answer["logprobs"], strict=True)])
-    best = sum(int((gap == 0).sum()) for gap in gaps)
-    print(f"best {best} of {len(errors)}, error of log-probabilities mean {errors.mean():.4f}, 99 % "
-          f"{errors.quantile(0.99):.3f}, largest {errors.max():.3f}")  # fmt: skip
+    gaps, errors = distances(judge, job, answer)
     assert max(float(gap.mean()) for gap in gaps) < ROUNDING
     assert float(errors.mean()) < 0.06
     others = [float(judge.gaps(*one).mean()) for one in zip(prompts, tokens[1:] + tokens[:1], strict=True)]
@@ -88,12 +106,20 @@ def test_as_far_from_float32_as_rounding(judged: tuple[Path, Judge], runner: str
     check(judge, job, answer)
 
 
+def test_no_farther_from_float64_than_vllms_own_model(judged: tuple[Path, Judge], tmp_path: Path) -> None:
+    (directory, _), job = judged, requests()
+    judge = Judge(directory, torch.float64)
+    _, ours = distances(judge, job, serve(directory, job, tmp_path, {}))
+    _, stock = distances(judge, job, serve(directory, job, tmp_path, {}, stock=True))
+    assert float(ours.mean()) < DRAWN * float(stock.mean())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("experts", ["cut", "whole"])
 def test_two_ranks(experts: str, tmp_path: Path) -> None:
     """Each holds half of the heads; half of each expert, or half of the experts."""
     write_slice(tmp_path / "model", ranks=2)
-    options = {"tensor_parallel_size": 2, "enable_expert_parallel": experts == "whole"}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": experts == "whole"}
     job = requests()
     answer = serve(tmp_path / "model", job, tmp_path, {"KIMI_K2_VLLM_GPU": "1"}, **options)
     check(Judge(tmp_path / "model"), job, answer)
