@@ -91,3 +91,50 @@ def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
     )  # fmt: skip
     made = BatchBuilder.__new__(BatchBuilder).build(0, common)
     assert (made.decodes, made.lengths) == (4, [])
+
+
+def held(name: str, entered: dict[str, Any]) -> Any:
+    from kimi_k2.serving.vllm.attention import LatentAttention
+
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=entered))
+    return LatentAttention(config, name, cache_dim=3, dtype=torch.float32)
+
+
+def test_a_layer_is_entered_once() -> None:
+    entered: dict[str, Any] = {}
+    assert held("one", entered) is entered["one"]
+    with pytest.raises(ValueError, match="two layers are called one"):
+        held("one", entered)
+
+
+def test_the_cache_as_any_version_gives_it() -> None:
+    layer, cache = held("one", {}), torch.randn(5, PAGE, 3)
+    for given in (cache, [cache], (cache,), cache.unsqueeze(1), [cache.unsqueeze(1)]):
+        layer.kv_cache = given
+        assert layer.cache.shape == cache.shape
+        assert layer.cache.data_ptr() == cache.data_ptr()
+
+
+def test_the_batch_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dictionary by layers' names, or a list of these; none while vLLM measures memory."""
+    from kimi_k2.serving.vllm import attention
+
+    layer, mine = held("one", {}), object()
+    metadata: dict[str, object] = {"other": object(), "one": mine}
+    for given, wanted in ((metadata, mine), ([metadata], mine), (None, None), ({}, None)):
+        context = SimpleNamespace(attn_metadata=given)
+        monkeypatch.setattr(attention, "get_forward_context", lambda context=context: context)
+        assert layer.batch() is wanted
+
+
+def test_what_the_backend_says_to_vllm() -> None:
+    from kimi_k2.serving.vllm.attention import LatentAttention, LatentBackend
+
+    layer = held("one", {})
+    backend = layer.get_attn_backend()
+    assert backend is LatentBackend
+    assert backend.is_mla()
+    assert backend.get_impl_cls() is LatentAttention
+    spec = layer.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=64)))
+    assert (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype) == (64, 1, 3, torch.float32)
+    assert backend.get_kv_cache_shape(7, 64, 1, 3) == (7, 64, 3)
