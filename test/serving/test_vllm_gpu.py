@@ -55,6 +55,8 @@ def serve(
     assert done.returncode == 0, log[-4000:]
     assert (OURS in log) != stock
     answer: dict[str, Any] = json.loads(result.read_text())
+    said = [line.partition("kimi-k2: ")[2] for line in log.splitlines()]
+    print(next((line for line in said if "are replayed" in line), "no prompt graphs"))
     return answer | {"log": log}
 
 
