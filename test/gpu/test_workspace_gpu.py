@@ -14,10 +14,15 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.moe import random_experts, random_routing
 from kimi_k2.kernels.common import workspace
+from kimi_k2.kernels.experts.entries import experts_beside_shared
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.kernels.router.router_gemm import router_decode
+from kimi_k2.ops import experts as operations
+from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.weights import Weight
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -78,6 +83,30 @@ def test_streams_at_the_same_shape(
     torch.cuda.synchronize()
     for results, right in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, right, strict=True))
+
+
+def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: int = 512) -> None:
+    """The second stream's shared expert runs while the first's waits to be added: it must not take its memory."""
+
+    def routed(x: Tensor, *_: object) -> Tensor:
+        torch.cuda._sleep(10**7)
+        return torch.zeros_like(x)
+
+    monkeypatch.setattr(operations, "routed_experts", routed)
+    weights = [tensor[0] for tensor in random_experts(1, INTER, HIDDEN)]
+    gate_up, down = (
+        Weight({"weight": weights[at], "weight_scale_inv": weights[at + 1]}, Fp8BlockFormat()) for at in (0, 2)
+    )
+    given = ExpertWeights(gate_up, down), *random_routing(tokens, 1, 1), gate_up, down
+    inputs = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(2)]
+    wanted = [experts_beside_shared(x, *given) for x in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for x in inputs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(experts_beside_shared(x, *given))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, right) for one, right in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "tokens"), CASES)

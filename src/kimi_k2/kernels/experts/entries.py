@@ -331,4 +331,6 @@ def experts_beside_shared(
         shared = ops_experts.swiglu(x, shared_gate_up, shared_down)
     routed = ops_experts.routed_experts(x, experts, topk_indices, topk_weights)
     main.wait_stream(side)
+    if not torch.cuda.is_current_stream_capturing():
+        shared.record_stream(main)  # or another stream's shared expert takes its place before it is added
     return routed + shared
