@@ -7,7 +7,7 @@ import torch
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear.block_gemm import block_gemm, padded, quantize_groups
-from kimi_k2.kernels.linear.wide_gemm import wide_gemm
+from kimi_k2.kernels.linear.wide_gemm import TILES, wide_gemm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -27,12 +27,19 @@ def test_product(tokens: int, rows: int, columns: int, terms: int) -> None:
         weight_scale = (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
         fp8, scale = quantize_groups(x, terms=terms)
         scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
-        out = wide_gemm(fp8, scale, weight, weight_scale)
+        out = wide_gemm(fp8, scale, weight, weight_scale, list(TILES[-1]))
         wide = weight.double() * weight_scale.double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
         restored = fp8.double().sum(0) * scale[:, :tokens].T.double().repeat_interleave(128, 1)
         wanted = restored @ wide.T
         assert (out.double() - wanted).norm() / wanted.norm() < 2.5e-3, (tokens, rows, columns)
-        assert torch.equal(out, block_gemm(fp8, scale, weight, weight_scale, [1, 64, 1])), (tokens, rows, columns)
+        same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, 1])
+        for tile in TILES:
+            assert torch.equal(wide_gemm(fp8, scale, weight, weight_scale, list(tile)), same), (
+                tokens,
+                rows,
+                columns,
+                tile,
+            )
 
 
 def test_refusals() -> None:

@@ -92,3 +92,11 @@ def test_tall_tiles_of_tokens_are_for_many(rows: int, columns: int, terms: int) 
         size = terms, tokens, rows, columns, 132
         assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == many
         assert wide_gemm.is_faster(*size, block_gemm.fixed_launch(*size, False)) or not many
+
+
+def test_measured_tiles_are_known() -> None:
+    for (terms, rows, columns), buckets in wide_gemm.MEASURED.items():
+        for tokens, tile in buckets.items():
+            size = terms, tokens, rows, columns, 132
+            assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == (tile is not None)
+            assert tile is None or wide_gemm.choose_tile(*size) == tile in wide_gemm.TILES

@@ -207,14 +207,14 @@ MEASURED = {
     (1, 4608, 7168): {64: Choice(1, 64, 2)},
     (1, 7168, 2304): {128: Choice(1, 64, 1)},
 }
-_MEASURED_SMS = 132
+MEASURED_SMS = 132
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_launch(terms: int, tokens: int, rows: int, columns: int, sms: int) -> Choice:
     """The launch with the least time, measured where that is known, else modelled."""
     bucket = 1 << (tokens - 1).bit_length()
-    if sms == _MEASURED_SMS and (known := MEASURED.get((terms, rows, columns), {}).get(bucket)) is not None:
+    if sms == MEASURED_SMS and (known := MEASURED.get((terms, rows, columns), {}).get(bucket)) is not None:
         return known
     most = min(MAX_CLUSTER, columns // BLOCK)
     choices = [Choice(*tile, cluster) for tile in TILES[terms] for cluster in range(1, most + 1)]

@@ -21,7 +21,10 @@ BLOCK = (128, 128)
 FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, few_gemm.BIG
 FEW_OF_NARROW = fused_linear.DECODE_TOKENS_NARROW
 # Up to here two terms beat dequantizing the weight for cuBLAS: of some shapes of a TP8 rank further than of others.
-MANY, MANY_OF = 256, {(2112, 7168): 512, (7168, 1024): 1024, (7168, 2304): 1024, (7168, 256): 1024}
+MANY, MANY_OF = 256, {
+    (2112, 7168): 1024, (1536, 1536): 1024, (7168, 1024): 1024, (7168, 256): 2048, (4608, 7168): 512,
+    (7168, 2304): 1024,
+}  # fmt: skip
 ONE_ORDER = "one order of the columns: parts by the weight's shape"
 
 

@@ -6,6 +6,7 @@ What `block_gemm` computes with one part of the columns, bit for bit. csrc/wide_
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,33 +15,100 @@ from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.linear import block_gemm
 
-TILE = 128  # tokens, and rows of the weight
-# Microseconds of a tile and, by terms, of its block of 128 columns, fitted to a rank's shapes at 256 to 8192 tokens on
-# an H200; and what a launch takes beyond what `block_gemm`'s model leaves out.
-_LAUNCH, _TILE, _STEP = 1.0, 0.67, {1: 0.42, 2: 0.73}
+
+class Tile(NamedTuple):
+    """What a block sums at a time: `groups` of 64 tokens, by so many rows of the weight."""
+
+    groups: int
+    rows: int
 
 
-def modelled_time(terms: int, tokens: int, rows: int, columns: int, sms: int) -> float:
+# Up to so many tokens `block_gemm`, whose tiles may have fewer, is as fast or faster.
+FEW = 64
+# Microseconds of a launch, and by terms of a tile and of its block of 128 columns, fitted to a rank's shapes at 64 to
+# 8192 tokens on an H200 (662 launches); of one group of tokens, whose blocks share an SM by twos, a block of columns
+# where they do and where one has the SM to itself. The best modelled launch of this kernel and `block_gemm` takes
+# 1.6 % longer than the best timed one on the mean, 18 at most, where `MEASURED` says nothing.
+_LAUNCH = 1.6
+_TIMES = {
+    1: {
+        Tile(1, 64): (0.25, 0.370, 0.215), Tile(1, 72): (0.36, 0.412, 0.272), Tile(2, 64): (0.56, 0.305),
+        Tile(2, 72): (0.62, 0.360), Tile(2, 128): (0.95, 0.391), Tile(2, 144): (1.09, 0.588),
+        Tile(2, 192): (1.22, 0.748),
+    },
+    2: {
+        Tile(1, 64): (0.44, 0.510, 0.310), Tile(1, 72): (0.53, 0.550, 0.385), Tile(2, 64): (0.55, 0.446),
+        Tile(2, 72): (0.57, 0.525), Tile(2, 128): (0.89, 0.678), Tile(2, 144): (1.00, 0.869),
+        Tile(2, 192): (1.16, 1.132),
+    },
+}  # fmt: skip
+TILES = tuple(_TIMES[1])
+# Launches of a TP8 rank's shapes where the best timed one is 4 % faster and more than the best modelled one: by terms,
+# rows and columns, for more than half of so many tokens up to as many. None: `block_gemm`'s.
+MEASURED: dict[tuple[int, int, int], dict[int, Tile | None]] = {
+    (1, 4608, 7168): {128: Tile(2, 64)},
+    (1, 2112, 7168): {128: None, 256: Tile(1, 64)},
+    (1, 1536, 1536): {128: Tile(1, 64), 256: Tile(1, 64)},
+    (1, 7168, 1024): {128: Tile(1, 64)},
+    (1, 7168, 256): {128: Tile(1, 64), 256: Tile(2, 128)},
+    (1, 512, 7168): {1024: Tile(1, 64)},
+    (2, 4608, 7168): {128: Tile(2, 64)},
+    (2, 2112, 7168): {128: None},
+    (2, 1536, 1536): {128: Tile(1, 64), 256: Tile(1, 72)},
+    (2, 7168, 256): {128: Tile(2, 64)},
+}
+
+
+def modelled_time(terms: int, tokens: int, rows: int, columns: int, tile: Tile, sms: int) -> float:
     """Microseconds of a launch."""
-    waves = -(-(-(-rows // TILE) * -(-tokens // TILE)) // sms)
-    return _LAUNCH + waves * (_TILE + columns // block_gemm.BLOCK * _STEP[terms])
+    of_tile, step, *alone = _TIMES[terms][tile]
+    count = -(-rows // tile.rows) * -(-tokens // (64 * tile.groups))
+    waves, rest = divmod(count, sms * (1 + len(alone)))
+    steps = columns // block_gemm.BLOCK
+    last = 0.0
+    if rest:
+        last = of_tile + steps * (alone[0] if alone and rest <= sms else step)
+    return _LAUNCH + waves * (of_tile + steps * step) + last
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(terms: int, tokens: int, rows: int, columns: int, sms: int) -> Tile:
+    """The tile with the least time, measured where that is known, else modelled."""
+    if (known := _measured(terms, tokens, rows, columns, sms)) is not None and known[0] is not None:
+        return known[0]
+    return min(TILES, key=lambda tile: modelled_time(terms, tokens, rows, columns, tile, sms))
+
+
+def _measured(terms: int, tokens: int, rows: int, columns: int, sms: int) -> tuple[Tile | None] | None:
+    """What `MEASURED` says, if it says anything."""
+    found = MEASURED.get((terms, rows, columns), {}) if sms == block_gemm.MEASURED_SMS else {}
+    bucket = 1 << (tokens - 1).bit_length()
+    return (found[bucket],) if bucket in found else None
 
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(terms: int, tokens: int, rows: int, columns: int, sms: int, other: block_gemm.Choice) -> bool:
-    """Whether it takes less time than this launch of `block_gemm`, as modelled."""
+    """Whether it takes less time than this launch of `block_gemm`, as measured where that is known, else modelled."""
     size = terms, tokens, rows, columns
-    return modelled_time(*size, sms) < block_gemm.modelled_time(*size, other, sms)
+    if tokens <= FEW:
+        return False
+    if (known := _measured(*size, sms)) is not None:
+        return known[0] is not None
+    time = modelled_time(*size, choose_tile(*size, sms), sms)
+    return time < block_gemm.modelled_time(*size, other, sms)
 
 
 @kernel_operation("wide_gemm")
-def wide_gemm(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
+def wide_gemm(
+    x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, tile: list[int] | None = None
+) -> Tensor:
     """x W^T.
 
     Args:
         x, scale: e4m3 [terms, T, K] and float32 [K / 128, `padded(T)`], as `block_gemm.quantize_groups` gives them.
         weight: e4m3 [N, K], N a multiple of 8.
         weight_scale_inv: float32 [ceil(N / 128), K / 128].
+        tile: one of `TILES` to pin it; None: the best modelled one.
 
     Returns:
         bfloat16 [T, N].
@@ -51,7 +119,9 @@ def wide_gemm(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor
     out = block_gemm.expect_operands(x, scale, weight, weight_scale_inv)
     (terms, tokens, columns), rows = x.shape, weight.shape[0]
     if tokens:
-        sizes = terms, tokens, rows, columns, scale.shape[1], hopper(x.device.index, "wide_gemm")[1]
+        _, sms = hopper(x.device.index, "wide_gemm")
+        chosen = Tile(*tile) if tile is not None else choose_tile(terms, tokens, rows, columns, sms)
+        sizes = terms, tokens, rows, columns, scale.shape[1], *chosen, sms
         given = x, scale, weight, weight_scale_inv, out
         launch("linear/wide_gemm", "kimi_wide_gemm", "wide_gemm", x.device, *given, *sizes)
     return out

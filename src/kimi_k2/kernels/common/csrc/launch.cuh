@@ -70,18 +70,26 @@ inline EncodeFn tensor_map_encoder() {
   return found;
 }
 
-// Tensor map of a row-major matrix, in boxes of `box_rows` rows of 128 bytes with 128-byte swizzle; what lies past the
-// end arrives as zeros. Returns 0 or an Error.
-inline int encode_rows(CUtensorMap* map, CUtensorMapDataType type, int value_bytes, const void* base, uint64_t columns,
-                       uint64_t rows, int box_rows) {
+// Tensor map of a row-major matrix, in boxes of `box_rows` rows by `box_columns`, row after row unless swizzled; what
+// lies past the end arrives as zeros. Returns 0 or an Error.
+inline int encode_box(CUtensorMap* map, CUtensorMapDataType type, int value_bytes, const void* base, uint64_t columns,
+                      uint64_t rows, int box_columns, int box_rows,
+                      CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
   const auto encode_tiled = tensor_map_encoder();
   if (!encode_tiled) return kNoEncoder;
   const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * value_bytes};
-  const cuuint32_t box[2] = {cuuint32_t(128 / value_bytes), cuuint32_t(box_rows)}, step[2] = {1, 1};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, step[2] = {1, 1};
   return encode_tiled(map, type, 2, const_cast<void*>(base), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+                      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
              ? kNotEncoded
              : 0;
+}
+
+// The same in boxes of rows of 128 bytes with 128-byte swizzle.
+inline int encode_rows(CUtensorMap* map, CUtensorMapDataType type, int value_bytes, const void* base, uint64_t columns,
+                       uint64_t rows, int box_rows) {
+  return encode_box(map, type, value_bytes, base, columns, rows, 128 / value_bytes, box_rows,
+                    CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // The same of bytes, in boxes of `box_blocks` blocks of 128 columns by `box_rows` rows: row after row, of each its

@@ -59,6 +59,10 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leadin
 #define PTX_S56 PTX_S52 ", %52, %53, %54, %55"
 #define PTX_S60 PTX_S56 ", %56, %57, %58, %59"
 #define PTX_S64 PTX_S60 ", %60, %61, %62, %63"
+#define PTX_S72 PTX_S64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PTX_S80 PTX_S72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PTX_S88 PTX_S80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define PTX_S96 PTX_S88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 // clang-format on
 
 template <int N>
@@ -84,8 +88,11 @@ PTX_WGMMA(24, 12, "12", "13", "14", PTX_D8(d, 0), PTX_D4(d, 8))
 PTX_WGMMA(32, 16, "16", "17", "18", PTX_D16(d, 0))
 PTX_WGMMA(48, 24, "24", "25", "26", PTX_D16(d, 0), PTX_D8(d, 16))
 PTX_WGMMA(64, 32, "32", "33", "34", PTX_D32(d, 0))
+PTX_WGMMA(72, 36, "36", "37", "38", PTX_D32(d, 0), PTX_D4(d, 32))
 PTX_WGMMA(96, 48, "48", "49", "50", PTX_D32(d, 0), PTX_D16(d, 32))
 PTX_WGMMA(128, 64, "64", "65", "66", PTX_D32(d, 0), PTX_D32(d, 32))
+PTX_WGMMA(144, 72, "72", "73", "74", PTX_D32(d, 0), PTX_D32(d, 32), PTX_D8(d, 64))
+PTX_WGMMA(192, 96, "96", "97", "98", PTX_D32(d, 0), PTX_D32(d, 32), PTX_D32(d, 64))
 
 #undef PTX_WGMMA
 

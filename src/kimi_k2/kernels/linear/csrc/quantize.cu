@@ -29,32 +29,35 @@ __device__ __forceinline__ void store_group(const QuantizeArguments& a, int toke
 }
 
 // A block a token, EACH times eight values a thread: one where few blocks run, so that a token takes little time;
-// several where many do, so that more tokens are under way on an SM.
-template <int EACH>
-__global__ void __launch_bounds__(1024 / EACH) quantize_norm(const QuantizeArguments a) {
+// several where many do, so that more tokens are under way on an SM. Where they do not all run at once the norm's
+// weight, which the SM's blocks find in its L1, is not asked for EARLY: held in registers it leaves room for fewer.
+template <int EACH, bool ADDED, bool EARLY>
+__global__ void __launch_bounds__(1024 / EACH, EARLY ? 1 : 5) quantize_norm(const QuantizeArguments a) {
   __shared__ float sums[32];
   decode::pdl_launch();
   const int thread = threadIdx.x, groups = a.columns / 8, token = blockIdx.x;
-  uint4 weight[EACH], value[EACH], delta[EACH];
+  const auto weight_of = [&](int v) {
+    return v < groups ? __ldg(reinterpret_cast<const uint4*>(a.norm) + v) : make_uint4(0, 0, 0, 0);
+  };
+  uint4 value[EACH], weight[EARLY ? EACH : 1];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int v = thread + i * blockDim.x;
-    weight[i] = v < groups ? __ldg(reinterpret_cast<const uint4*>(a.norm) + v) : make_uint4(0, 0, 0, 0);
-  }
+  for (int i = 0; i < EACH && EARLY; ++i) weight[i] = weight_of(thread + i * blockDim.x);
   decode::pdl_wait();
+  uint4 delta[ADDED ? EACH : 1];
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int v = thread + i * blockDim.x;
-    value[i] = delta[i] = make_uint4(0, 0, 0, 0);
+    value[i] = make_uint4(0, 0, 0, 0);
+    if constexpr (ADDED) delta[i] = value[i];
     if (v >= groups) continue;
     value[i] = __ldcg(reinterpret_cast<const uint4*>(a.x + int64_t(token) * a.x_stride) + v);
-    if (a.delta != nullptr) delta[i] = __ldcg(reinterpret_cast<const uint4*>(a.delta) + int64_t(token) * groups + v);
+    if constexpr (ADDED) delta[i] = __ldcg(reinterpret_cast<const uint4*>(a.delta) + int64_t(token) * groups + v);
   }
   // 256 values a sum of a warp's, whatever EACH is: a token's bits do not depend on how many tokens there are.
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int v = thread + i * blockDim.x;
-    if (a.delta != nullptr) {
+    if constexpr (ADDED) {
       value[i] = decode::add8(value[i], delta[i]);
       if (v < groups) reinterpret_cast<uint4*>(a.total)[int64_t(token) * groups + v] = value[i];
     }
@@ -65,38 +68,69 @@ __global__ void __launch_bounds__(1024 / EACH) quantize_norm(const QuantizeArgum
   const float whole = decode::sum_lanes(thread % 32 < EACH * blockDim.x / 32 ? sums[thread % 32] : 0.f);
   const float inverse = rsqrtf(whole / a.columns + a.eps);
 #pragma unroll
-  for (int i = 0; i < EACH; ++i)
-    store_group(a, token, thread + i * blockDim.x, decode::normed8(value[i], inverse, weight[i]));
+  for (int i = 0; i < EACH; ++i) {
+    const int v = thread + i * blockDim.x;
+    store_group(a, token, v, decode::normed8(value[i], inverse, EARLY ? weight[i] : weight_of(v)));
+  }
 }
 
-// Nothing of a token but its own group of 128 is needed: blocks take 256 groups of eight values, whatever the tokens.
-template <bool SWIGLU>
+// Nothing of a token but its own group of 128 is needed: blocks take EACH times 256 groups of eight values, whatever
+// the tokens.
+template <bool SWIGLU, int EACH>
 __global__ void __launch_bounds__(256) quantize_groups(const QuantizeArguments a) {
   decode::pdl_launch();
   const int groups = a.columns / 8;
-  const unsigned place = blockIdx.x * 256u + threadIdx.x;
-  const int found = place / groups, v = place - found * groups;
-  const bool here = found < a.tokens;
-  const int token = here ? found : 0;
   decode::pdl_wait();
-  uint4 value = make_uint4(0, 0, 0, 0);
-  if (here) {
-    const uint4* row = reinterpret_cast<const uint4*>(a.x + int64_t(token) * a.x_stride);
-    value = __ldcg(row + v);
-    if (SWIGLU) {
-      float gate[8], up[8];
-      decode::widen(value, gate);
-      decode::widen(__ldcg(row + a.columns / 8 + v), up);
+  uint4 value[EACH], other[SWIGLU ? EACH : 1];
+  int token[EACH], at[EACH];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < EACH; ++i) {
+    const unsigned place = (blockIdx.x * EACH + i) * 256u + threadIdx.x;
+    token[i] = place / groups, at[i] = place - token[i] * groups;
+    value[i] = make_uint4(0, 0, 0, 0);
+    if constexpr (SWIGLU) other[i] = value[i];
+    if (token[i] >= a.tokens) {
+      token[i] = 0, at[i] = groups;  // nothing is stored
+      continue;
+    }
+    const uint4* row = reinterpret_cast<const uint4*>(a.x + int64_t(token[i]) * a.x_stride);
+    value[i] = __ldcg(row + at[i]);
+    if constexpr (SWIGLU) other[i] = __ldcg(row + groups + at[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if constexpr (SWIGLU) {
+      float gate[8], up[8];
+      decode::widen(value[i], gate);
+      decode::widen(other[i], up);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
         // silu is rounded before the product, as the plain functions do.
-        const __nv_bfloat162 silu = __floats2bfloat162_rn(__fdividef(gate[2 * i], 1.f + __expf(-gate[2 * i])),
-                                                          __fdividef(gate[2 * i + 1], 1.f + __expf(-gate[2 * i + 1])));
-        reinterpret_cast<__nv_bfloat162*>(&value)[i] = __hmul2(silu, __floats2bfloat162_rn(up[2 * i], up[2 * i + 1]));
+        const __nv_bfloat162 silu = __floats2bfloat162_rn(__fdividef(gate[2 * k], 1.f + __expf(-gate[2 * k])),
+                                                          __fdividef(gate[2 * k + 1], 1.f + __expf(-gate[2 * k + 1])));
+        reinterpret_cast<__nv_bfloat162*>(&value[i])[k] =
+            __hmul2(silu, __floats2bfloat162_rn(up[2 * k], up[2 * k + 1]));
       }
     }
+    store_group(a, token[i], at[i], value[i]);
   }
-  store_group(a, token, here ? v : groups, value);
+}
+
+// From so many groups of eight values on a thread takes several.
+constexpr int64_t kManyGroups = 1 << 20;
+
+template <int EACH>
+int start_groups(const QuantizeArguments& a, bool swiglu, void* stream) {
+  const auto kernel = swiglu ? quantize_groups<true, EACH> : quantize_groups<false, EACH>;
+  return decode::launch(kernel, dim3((int64_t(a.tokens) * (a.columns / 8) + 256 * EACH - 1) / (256 * EACH)), 256, 0, a,
+                        stream);
+}
+
+template <int EACH, bool EARLY = EACH == 1>
+int start_norm(const QuantizeArguments& a, void* stream) {
+  const int padded = (a.columns / 8 + 31) / 32 * 32, threads = ((padded + EACH - 1) / EACH + 31) / 32 * 32;
+  const auto kernel = a.delta != nullptr ? quantize_norm<EACH, true, EARLY> : quantize_norm<EACH, false, EARLY>;
+  return padded > 1024 ? host::kNoInstance : decode::launch(kernel, dim3(a.tokens), threads, 0, a, stream);
 }
 
 }  // namespace linear
@@ -117,14 +151,10 @@ extern "C" int kimi_quantize(const void* x, const void* delta, const void* norm,
                                     scale_stride,
                                     terms,
                                     eps};
-  const int padded = (columns / 8 + 31) / 32 * 32;
   if (norm != nullptr) {
-    if (padded > 1024) return host::kNoInstance;
-    constexpr int kEach = 4;
-    if (tokens <= 132) return decode::launch(linear::quantize_norm<1>, dim3(tokens), padded, 0, a, stream);
-    const int threads = ((padded + kEach - 1) / kEach + 31) / 32 * 32;
-    return decode::launch(linear::quantize_norm<kEach>, dim3(tokens), threads, 0, a, stream);
+    if (tokens <= 132 || columns <= 2048) return linear::start_norm<1>(a, stream);
+    return tokens <= 4 * 132 ? linear::start_norm<4, true>(a, stream) : linear::start_norm<4>(a, stream);
   }
-  const auto kernel = swiglu ? linear::quantize_groups<true> : linear::quantize_groups<false>;
-  return decode::launch(kernel, dim3((int64_t(tokens) * (columns / 8) + 255) / 256), 256, 0, a, stream);
+  if (int64_t(tokens) * (columns / 8) < linear::kManyGroups) return linear::start_groups<1>(a, swiglu, stream);
+  return swiglu ? linear::start_groups<2>(a, swiglu, stream) : linear::start_groups<4>(a, swiglu, stream);
 }

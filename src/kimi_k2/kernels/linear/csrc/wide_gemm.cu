@@ -5,33 +5,54 @@
 
 namespace linear {
 
-// As many stages as fit the shared memory of an SM.
-template <int TERMS, int STAGES = 8>
+// As many stages as fit the shared memory of an SM's blocks, at most eight.
+template <int GROUPS, int ROWS, int TERMS, int STAGES = 8>
 constexpr int wide_stages() {
-  if constexpr (sizeof(WideMemory<TERMS, STAGES>) <= host::kMaxShared) return STAGES;
-  else return wide_stages<TERMS, STAGES - 1>();
+  constexpr size_t kBlocks = WideBlock<GROUPS>::kBlocks, kShare = host::kMaxShared / kBlocks - 1024 * (kBlocks - 1);
+  if constexpr (sizeof(WideMemory<GROUPS, ROWS, TERMS, STAGES>) <= kShare) return STAGES;
+  else return wide_stages<GROUPS, ROWS, TERMS, STAGES - 1>();
+}
+
+template <int GROUPS, int ROWS, int TERMS>
+int start_wide(const WideArguments& a, const void* weight, const void* x, void* out, int sms, cudaStream_t stream) {
+  constexpr int kStages = wide_stages<GROUPS, ROWS, TERMS>(), kBox = kWideBox<ROWS>;
+  static_assert(kStages > 2, "too few requests under way");
+  using Memory = WideMemory<GROUPS, ROWS, TERMS, kStages>;
+  const int tiles = WideTiles<GROUPS, ROWS>(a).count();
+  CUtensorMap weights, tokens, outputs;
+  constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (int rc = host::encode_rows(&weights, kType, 1, weight, a.columns, a.rows, ROWS)) return rc;
+  if (int rc = host::encode_rows(&tokens, kType, 1, x, a.columns, TERMS * a.tokens, Memory::kTokens)) return rc;
+  constexpr auto kOut = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  if (int rc = kBox == 64 ? host::encode_rows(&outputs, kOut, 2, out, a.rows, a.tokens, 16)
+                          : host::encode_box(&outputs, kOut, 2, out, a.rows, a.tokens, kBox, 16))
+    return rc;
+  return host::launch(wide_gemm<GROUPS, ROWS, TERMS, kStages>,
+                      {dim3(min(tiles, sms * WideBlock<GROUPS>::kBlocks)), WideBlock<GROUPS>::kThreads, sizeof(Memory),
+                       stream},
+                      weights, tokens, outputs, a);
 }
 
 template <int TERMS>
-int start_wide(const WideArguments& a, const void* weight, const void* x, void* out, int sms, cudaStream_t stream) {
-  constexpr int kStages = wide_stages<TERMS>();
-  static_assert(kStages > 2, "too few requests under way");
-  const int tiles = ((a.rows + kWideRows - 1) / kWideRows) * ((a.tokens + kWideTokens - 1) / kWideTokens);
-  CUtensorMap weights, tokens, outputs;
-  constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  if (int rc = host::encode_rows(&weights, kType, 1, weight, a.columns, a.rows, kWideRows)) return rc;
-  if (int rc = host::encode_rows(&tokens, kType, 1, x, a.columns, TERMS * a.tokens, kWideTokens)) return rc;
-  if (int rc = host::encode_rows(&outputs, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, out, a.rows, a.tokens, 16)) return rc;
-  return host::launch(wide_gemm<TERMS, kStages>,
-                      {dim3(min(tiles, sms)), kWideThreads, sizeof(WideMemory<TERMS, kStages>), stream}, weights,
-                      tokens, outputs, a);
+int wide_by_tile(const WideArguments& a, int groups, int tile, const void* weight, const void* x, void* out, int sms,
+                 cudaStream_t stream) {
+  switch (groups * 1000 + tile) {
+    case 1064: return start_wide<1, 64, TERMS>(a, weight, x, out, sms, stream);
+    case 1072: return start_wide<1, 72, TERMS>(a, weight, x, out, sms, stream);
+    case 2064: return start_wide<2, 64, TERMS>(a, weight, x, out, sms, stream);
+    case 2072: return start_wide<2, 72, TERMS>(a, weight, x, out, sms, stream);
+    case 2128: return start_wide<2, 128, TERMS>(a, weight, x, out, sms, stream);
+    case 2144: return start_wide<2, 144, TERMS>(a, weight, x, out, sms, stream);
+    case 2192: return start_wide<2, 192, TERMS>(a, weight, x, out, sms, stream);
+  }
+  return host::kNoInstance;
 }
 
 }  // namespace linear
 
 extern "C" int kimi_wide_gemm(const void* x, const void* token_scale, const void* weight, const void* weight_scale,
-                              void* out, int terms, int tokens, int rows, int columns, int token_stride, int sms,
-                              void* stream) {
+                              void* out, int terms, int tokens, int rows, int columns, int token_stride, int groups,
+                              int tile, int sms, void* stream) {
   const linear::WideArguments a{static_cast<const float*>(token_scale),
                                 static_cast<const float*>(weight_scale),
                                 tokens,
@@ -39,7 +60,7 @@ extern "C" int kimi_wide_gemm(const void* x, const void* token_scale, const void
                                 columns,
                                 token_stride};
   const auto s = static_cast<cudaStream_t>(stream);
-  if (terms == 1) return linear::start_wide<1>(a, weight, x, out, sms, s);
-  if (terms == 2) return linear::start_wide<2>(a, weight, x, out, sms, s);
+  if (terms == 1) return linear::wide_by_tile<1>(a, groups, tile, weight, x, out, sms, s);
+  if (terms == 2) return linear::wide_by_tile<2>(a, groups, tile, weight, x, out, sms, s);
   return host::kNoInstance;
 }
