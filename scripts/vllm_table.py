@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ class Engine:
         with (directory / f"{name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-                env={**os.environ, **SETTINGS, "VLLM_PLUGINS": plugins, **environment},
+                env={**os.environ, **SETTINGS, "VLLM_PLUGINS": plugins, **environment}, start_new_session=True,
             )  # fmt: skip
 
     def is_ready(self) -> bool:
@@ -88,14 +89,17 @@ class Engine:
         say(f"{self.name}: {', '.join(f'{what} {figure:.3f}' for what, figure in figures.items())}")
         return figures
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close its input, which ends it."""
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+    def end(self) -> None:
+        """Wait until it has ended."""
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def wait(engines: Sequence[Engine], until: float) -> None:
@@ -204,8 +208,9 @@ def main() -> None:
     pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
     if compiling is not None:
         say(f"DeepGEMM compiled: {compiling.wait()}")
-    wait([engine for pair in pairs for engine in (pair.stock, pair.ours)], BEGAN + given.ready)
-    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs for engine in (pair.stock, pair.ours)}
+    engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
+    wait(engines, BEGAN + given.ready)
+    found: dict[str, dict[str, float]] = {engine.name: {} for engine in engines}
     for least, row in rows(given):
         for engine in (engine for pair in pairs if pair.asked >= least for engine in (pair.stock, pair.ours)):
             if any(row.values()) and time.monotonic() < BEGAN + given.within:
@@ -216,8 +221,11 @@ def main() -> None:
         (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
     for pair in pairs:
         sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
-        pair.stock.end()
-        pair.ours.end()
+    sys.stdout.flush()
+    for engine in engines:
+        engine.close()
+    for engine in engines:
+        engine.end()
 
 
 if __name__ == "__main__":
