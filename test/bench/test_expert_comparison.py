@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import unpack_from_int32
@@ -9,12 +13,22 @@ from torch import Tensor
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
-from kimi_k2.bench.kernels import moe, tune, w4a16
+from kimi_k2.bench.kernels import expert_rows, moe, tune, w4a16
 from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, RandomExperts
-from kimi_k2.bench.kernels.expert_peers import peers
-from kimi_k2.bench.kernels.experts import TOKENS, Comparison, Selection, by_layout, run, summary
+from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
+from kimi_k2.bench.kernels.expert_rows import (
+    Comparison,
+    add_row,
+    by_layout,
+    kernel_state,
+    read_rows,
+    summary,
+    table,
+)
+from kimi_k2.bench.kernels.experts import TOKENS, Selection, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
+from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 EXPERTS, INTER, HIDDEN = 4, 256, 512
@@ -136,3 +150,58 @@ def test_launches_that_a_first_look_finds_slow_are_not_timed_again(monkeypatch: 
     assert {slabs for slabs, _, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
     left = tune.time_candidates(tune.Case(384, 256, 8), None, 512)
     assert {timed.same for timed in left} == {50.0, 52.5}
+
+
+def test_a_resumed_run_takes_what_is_missing_and_then_what_other_kernels_gave(tmp_path: Path) -> None:
+    wanted = Selection(formats=["FP8", "BF16"], layouts=["TP8", "EP8"], routings=["uniform", "same"], tokens=[8192, 64])
+    every = list(sections(wanted, {}))
+    assert every[:2] == [
+        ("FP8", "TP8", [(64, "uniform"), (64, "same")]),
+        ("BF16", "TP8", [(64, "uniform"), (64, "same")]),
+    ]
+    assert [(name, layout, [tokens for tokens, _ in left]) for name, layout, left in every[4:6]] == [
+        ("FP8", "TP8", [8192, 8192]),
+        ("BF16", "TP8", [8192, 8192]),
+    ]
+    file = tmp_path / "rows.jsonl"
+    assert read_rows(file) == {}
+    now, before = (
+        replace(compared(1.0), state=kernel_state("FP8")),
+        replace(compared(2.0), routing="uniform", state="0"),
+    )
+    for row in (compared(3.0), before, now):
+        add_row(file, row)
+    have = read_rows(file)
+    assert have == {now.key: now, before.key: before}
+    left = list(sections(wanted, have))
+    assert len(left) == 8 and left[-1] == ("FP8", "TP8", [(64, "uniform")]) and left[0][0] == "BF16"
+    file.write_text("{}\n")
+    with pytest.raises(KernelError, match=r"rows.jsonl, line 1: .* expected a row of the comparison"):
+        read_rows(file)
+
+
+def test_a_formats_state_follows_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {name: kernel_state(name) for name in ("FP8", "INT4", "BF16")}
+    assert len(set(states.values())) == 3 and all(re.fullmatch("[0-9a-f]{8}", state) for state in states.values())
+    kernel_state.cache_clear()
+    hashed = build.source_hash
+    monkeypatch.setattr(expert_rows, "source_hash", lambda name: hashed(name) + "changed" * (name == "experts/w4a16"))
+    assert {name: kernel_state(name) == state for name, state in states.items()} == {
+        "FP8": True, "INT4": False, "BF16": True,
+    }  # fmt: skip
+    kernel_state.cache_clear()
+
+
+def test_the_table_tells_where_the_largest_ratio_is() -> None:
+    slow, fast = replace(compared(120.0, Marlin=100.0), state="1a"), replace(compared(50.0, Marlin=100.0), tokens=1024)
+    told = list(table([slow, fast, compared(1.0)]))
+    assert told[2] == "| FP8 TP8 | 2 | 0.85 | 1.200 | same, 64 tokens | 1 | not noted and 1 more |"
+    assert told[3] == "| FP8, all | 2 | 0.85 | 1.200 | same, 64 tokens, TP8 | 1 | not noted and 1 more |"
+
+
+def test_deep_gemm_is_left_out_where_it_ends_in_an_illegal_access() -> None:
+    deep = Peer("DeepGEMM pipeline", lambda *_: torch.empty(0), least=512, most_pairs=DEEP_GEMM_PAIRS)
+    assert deep.absent(256, 8) == "not timed below 512 tokens" and deep.absent(512, 8) is None
+    assert deep.absent(32768, 8) is None and deep.absent(65536, 2) is None
+    assert deep.absent(65536, 8) == "not timed above 299593 pairs"
+    assert Peer("Marlin", None, "not installed").absent(1, 8) == "not installed"

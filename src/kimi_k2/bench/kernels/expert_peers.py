@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, Operation, RandomExperts
+from kimi_k2.bench.kernels.moe import HIDDEN
 from kimi_k2.kernels.experts.w4a16_layout import GROUP
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
 PART = 32
+# DeepGEMM's pipeline counts the bytes of its rows in 32 bits and ends in an illegal access beyond.
+DEEP_GEMM_PAIRS = (2**31 - 1) // HIDDEN
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,24 @@ class Peer:
         call: the operation; None if it is not installed.
         reason: why it is not.
         least: tokens from which it is timed.
+        most_pairs: token-expert pairs to which it is; None for any.
     """
 
     name: str
     call: Operation | None
     reason: str = ""
     least: int = 1
+    most_pairs: int | None = None
+
+    def absent(self, tokens: int, top_k: int) -> str | None:
+        """Why it is not timed at so many tokens; None if it is."""
+        if self.call is None:
+            return self.reason
+        if tokens < self.least:
+            return f"not timed below {self.least} tokens"
+        if self.most_pairs is not None and tokens * top_k > self.most_pairs:
+            return f"not timed above {self.most_pairs} pairs"
+        return None
 
 
 def triton_fp8(experts: Fp8Experts) -> Operation:
@@ -132,21 +147,21 @@ def _module(name: str) -> Any:
 
 def peers(experts: RandomExperts) -> Iterator[Peer]:
     """Each implementation that is known for the experts' format, installed or not."""
-    known: list[tuple[str, Callable[[], Operation], int]] = []
+    known: list[tuple[str, Callable[[], Operation], int, int | None]] = []
     if isinstance(experts, Fp8Experts):
         known = [
-            ("vLLM Triton", partial(triton_fp8, experts), 1),
-            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512),
+            ("vLLM Triton", partial(triton_fp8, experts), 1, None),
+            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512, DEEP_GEMM_PAIRS),
         ]
     elif isinstance(experts, Int4Experts):
-        known = [("Marlin", partial(marlin, experts), 1)]
+        known = [("Marlin", partial(marlin, experts), 1, None)]
     elif isinstance(experts, Bf16Experts):
-        known = [("vLLM Triton", partial(triton_bf16, experts), 1)]
-    for name, make, least in known:
+        known = [("vLLM Triton", partial(triton_bf16, experts), 1, None)]
+    for name, make, least, most in known:
         if importlib.util.find_spec("vllm") is None:
             yield Peer(name, None, "not installed")
             continue
         try:
-            yield Peer(name, make(), least=least)
+            yield Peer(name, make(), least=least, most_pairs=most)
         except (ImportError, AttributeError, RuntimeError) as failure:
             yield Peer(name, None, f"not installed: {failure}".splitlines()[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,36 @@ def graph_median(calls: Sequence[Callable[[], Any]], replays: int = 25, warm_up:
         for call in calls:
             call()
     return statistics.median(event_times(graph.replay, replays, warm_up)) / len(calls)
+
+
+class Captures:
+    """Captures graphs one after another in memory of their own, which is kept from one to the next.
+
+    `torch.cuda.graph` gives the allocator's caches back at every capture, and getting them again takes longer than
+    most of what a benchmark of many cases times.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # A pool lives as long as a graph in it.
+        self._first = self._capture([partial(torch.zeros, 1, device="cuda")])
+
+    def _capture(self, calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def times(self, calls: Sequence[Callable[[], Any]], replays: int, warm_up: int) -> list[float]:
+        """Microseconds of one call, of each replay of a graph of all of them; one has run before."""
+        graph = self._capture(calls)
+        return [time / len(calls) for time in event_times(graph.replay, replays, warm_up)]
 
 
 def event_times(action: Callable[[], Any], repeats: int, warm_up: int = 3) -> list[float]:

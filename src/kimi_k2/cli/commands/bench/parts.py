@@ -79,6 +79,10 @@ def experts(
     replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
     out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Keep --out's rows: time the cases it lacks, then those of other kernels.")
+    ] = False,
+    seconds: Annotated[float | None, number(0, "Begin no case after so many.")] = None,
 ) -> None:
     """Time the routed experts over routings and layouts beside the peers installed, each checked against float64."""
     from kimi_k2.bench.kernels.experts import Selection, run
@@ -86,4 +90,5 @@ def experts(
 
     given = {"formats": format_, "layouts": shape, "routings": routing, "tokens": tokens, "replays": replays}
     chosen = {name: value for name, value in given.items() if value}
-    run(KimiK2Config.load(model), Selection(**chosen, with_peers=peers), out, typer.echo)  # type: ignore[arg-type]
+    selection = Selection(**chosen, with_peers=peers)  # type: ignore[arg-type]
+    run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
