@@ -62,15 +62,23 @@ def new_parser(
 
 
 class Collected:
-    """Deltas of vLLM's streams put together as a client does."""
+    """Deltas of vLLM's streams put together as a client does.
 
-    def __init__(self) -> None:
+    Args:
+        parsed: by our parsers alone, which say something in each delta; else vLLM itself adds some.
+    """
+
+    def __init__(self, parsed: bool) -> None:
+        self.parsed = parsed
         self.message = AssistantMessage()
         self.deltas: list[Any] = []
 
     def add(self, delta: Any) -> None:
         if delta is None:
             return
+        said = {name: getattr(delta, name) for name in delta.model_fields_set}
+        said.pop("tool_calls", None)  # which vLLM empties where none are wanted
+        assert not self.parsed or delta.tool_calls or (said and all(said.values())), f"an empty delta or field: {said}"
         self.deltas.append(delta)
         self.message.reasoning_content += delta.reasoning or ""
         self.message.content += delta.content or ""
@@ -87,7 +95,7 @@ def stream(
     pieces: Sequence[tuple[str, list[int]]], asked: Any, tokenizer: Tokenizer, **options: Any
 ) -> tuple[AssistantMessage, list[Any]]:
     """A stream of (text, ids), the last piece being the end."""
-    parser, collected = new_parser(tokenizer, asked, **options), Collected()
+    parser, collected = new_parser(tokenizer, asked, **options), Collected(options.get("tools", NAME) is not None)
     prompt = tokenizer.prompt(**options)
     for place, (text, ids) in enumerate(pieces):
         last = place == len(pieces) - 1
