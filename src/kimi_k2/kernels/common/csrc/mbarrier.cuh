@@ -15,6 +15,20 @@ __device__ __forceinline__ void mbar_init(uint64_t* bar, uint32_t count) {
 __device__ __forceinline__ void mbar_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_u32(bar)) : "memory");
 }
+// The same once `read` has come from shared memory. An arrival may overtake loads that wait for their turn, which a
+// neighbour's loads can make long, and then lets the copy engine overwrite what they read; only a use of their values
+// waits for them. The shift gives zero: a block has more than 32 threads, which the compiler does not know.
+__device__ __forceinline__ void mbar_arrive_behind(uint64_t* bar, uint32_t read) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 at;\n"
+      "shr.u32 at, %1, %2;\n"
+      "add.u32 at, at, %0;\n"
+      "mbarrier.arrive.shared::cta.b64 _, [at];\n"
+      "}\n" ::"r"(smem_u32(bar)),
+      "r"(read), "r"(blockDim.x)
+      : "memory");
+}
 // At the same barrier of another block of the cluster, or of this one; orders no memory accesses beyond this block's.
 __device__ __forceinline__ void mbar_arrive_at(uint64_t* bar, uint32_t rank) {
   asm volatile(

@@ -246,9 +246,11 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
       auto promote = [&](float (&from)[kPart / 2], int at, int p, float w) {
         const float* scale = m.scale[at % STAGES] + 2 * (lane & 3) + p * kPart;
         fence_regs(from);
+        uint32_t read = 0;
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
           const float2 c = *reinterpret_cast<const float2*>(scale + 8 * j);
+          read |= __float_as_uint(c.x);
           const float c0 = c.x * w, c1 = c.y * w;
           float* to = acc + p * (kPart / 2) + 4 * j;
           to[0] += from[4 * j] * c0;
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
         }
         if (p == kParts - 1) {
           __syncwarp();
-          if (lane == 0) mbar_arrive(&m.empty[at % STAGES]);
+          if (lane == 0) mbar_arrive_behind(&m.empty[at % STAGES], read);
         }
       };
       auto scale_of = [&](int kb) { return __ldg(scales + min(kb, end - 1)); };

@@ -145,9 +145,9 @@ __device__ __forceinline__ void multiply_wide(const WideArguments& a, WideMemory
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x & 31, group = __shfl_sync(0xffffffffu, warp / 4, 0);
   const int blocks = a.columns / 128, mine = warp * 16 + (lane >> 2);
   const uint64_t left0 = desc_sw128(smem_u32(m.x[0][0]) + group * 8192), right0 = desc_sw128(smem_u32(m.w[0]));
-  auto release = [&](int st) {
+  auto release = [&](int st, uint32_t read = 0) {
     __syncwarp();
-    if (lane == 0) mbar_arrive(&m.empty[st]);
+    if (lane == 0) mbar_arrive_behind(&m.empty[st], read);
   };
   int st = 0, phase = 0;
   auto advance = [&] {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply_wide(const WideArguments& a, WideMemory
       const float own0 = c[b][0] * next[0], own1 = c[b][1] * next[0];
       const float other0 = c[b][0] * next[kScales - 1], other1 = c[b][1] * next[kScales - 1];
       request(kb + 1);
-      release(at[b]);
+      release(at[b], __float_as_uint(c[b][0]) | __float_as_uint(c[b][1]));
       fence_regs(sum[b]);
 #pragma unroll
       for (int j = 0; j < ROWS / 8; ++j) {
