@@ -120,13 +120,35 @@ def test_thinking_switched_off(prefilled: bool, through_vllm: Any) -> None:
         assert (message.reasoning_content, message.content, len(message.tool_calls)) == ("", "Answer ", 1)
 
 
-def test_cut_off_in_reasoning_that_the_prompt_opened(through_vllm: Any) -> None:
+@pytest.mark.parametrize("end", [" s", " <", " <|tool_call"])
+def test_cut_off_in_reasoning_that_the_prompt_opened(end: str, through_vllm: Any) -> None:
+    """Also where the last characters may have become a marker."""
     tokenizer, asked = through_vllm.Tokenizer(True), through_vllm.request()
     for message in (
-        through_vllm.whole("Let me s", asked, tokenizer),
-        through_vllm.stream([("Let me", []), (" s", [])], asked, tokenizer)[0],
+        through_vllm.whole(f"Let me{end}", asked, tokenizer),
+        through_vllm.stream([("Let me", []), (end, [])], asked, tokenizer)[0],
     ):
-        assert (message.reasoning_content, message.content) == ("Let me s", "")
+        assert (message.reasoning_content, message.content) == (f"Let me{end}", "")
+
+
+def test_a_prompt_that_opened_no_reasoning_is_believed(through_vllm: Any) -> None:
+    """A closing tag in the text is then no end of reasoning."""
+    tokenizer = through_vllm.Tokenizer()
+    parser = through_vllm.new_parser(tokenizer, through_vllm.request()).reasoning_parser
+    text = f"As you wrote, {THINK_END} ends it"
+    assert parser.extract_reasoning(text, through_vllm.request())[0] == "As you wrote, "  # nobody told the prompt
+    parser.set_prompt_token_ids(tokenizer.prompt())
+    assert parser.extract_reasoning(text, through_vllm.request())[0] is None
+
+
+def test_a_vocabulary_without_reasoning(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K2-Instruct's: all is content, in a stream from the beginning."""
+    known = {name: token for name, token in through_vllm.Tokenizer().get_vocab().items() if "think" not in name}
+    monkeypatch.setattr(through_vllm.Tokenizer, "get_vocab", lambda self: known)
+    tokenizer, asked = through_vllm.Tokenizer(), through_vllm.request()
+    parser = through_vllm.new_parser(tokenizer, asked).reasoning_parser
+    assert parser.is_reasoning_end(tokenizer.prompt())
+    assert parser.extract_reasoning(f"so{THINK_END}", asked) == (None, f"so{THINK_END}")
 
 
 def test_tool_parser_without_reasoning_parser(through_vllm: Any) -> None:
@@ -166,6 +188,8 @@ def test_text_with_markers_is_asked_for(through_vllm: Any) -> None:
     asked = through_vllm.request()
     parser = through_vllm.new_parser(through_vllm.Tokenizer(), asked)
     assert parser.adjust_request(asked).skip_special_tokens is False
+    asked.skip_special_tokens = True
+    assert parser.reasoning_parser.adjust_request(asked).skip_special_tokens is False
 
 
 def test_reasoning_tokens_are_counted(through_vllm: Any) -> None:
@@ -174,6 +198,8 @@ def test_reasoning_tokens_are_counted(through_vllm: Any) -> None:
     parser = through_vllm.new_parser(through_vllm.Tokenizer(), through_vllm.request()).reasoning_parser
     assert parser.count_reasoning_tokens(text) == len(encode("one two three"))
     assert parser.is_reasoning_end(text)
+    assert not parser.is_reasoning_end(encode(f"{THINK}one two", allow_special=True))
+    assert not parser.is_reasoning_end(encode("one two"))
     assert not parser.is_reasoning_end([*text, through_vllm.TOKENIZER.special_tokens["<|im_middle|>"]])
     assert parser.extract_content_ids(text) == encode("four")
 
