@@ -64,7 +64,8 @@ class DecodeStep:
         if graph and not capturable(model, batch):
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         model.prepare()
-        self.model, self.cache, self.gather, self.graph = model, cache, gather, graph
+        self.model, self.cache, self.graph = model, cache, graph
+        self.reduce, self.gather = reduce, gather
         self.layers: list[LayerStep] = []
         for layer in model.model.layers:
             assert isinstance(layer, DecoderLayer)

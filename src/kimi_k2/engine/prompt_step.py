@@ -2,10 +2,14 @@
 
 Launched one by one, a short prefill takes the host longer than the GPU. A graph has fixed sizes, so that a chunk is
 padded to one of few widths and attends over one of few lengths; a size that comes a second time is captured.
+
+Graphs of several ranks hold their sums, so that all replay a size or none: what is captured follows from sizes and from
+how often they came, which are the same on all ranks, and from whether every rank could capture.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -14,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import Prompt
-from kimi_k2.errors import GenerationError
+from kimi_k2.errors import GenerationError, KernelError
 
 # Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
 MAX_CAPTURED = 4096
@@ -29,6 +33,10 @@ def padded_width(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+# Width of a chunk, slots to attend over, `whole` of `PromptStep.run`.
+Size = tuple[int, int, bool]
+
+
 @dataclass
 class _Captured:
     ids: Tensor
@@ -41,14 +49,17 @@ class _Captured:
 class PromptStep:
     """Logits of one token of each prompt's chunk, whose entries go to the decode step's cache.
 
+    Every rank must make the same calls. A size that one of them cannot capture is launched one by one on all.
+
     Args:
         step: gives model, cache, layers and the sums over ranks; its `graph` says whether sizes are captured.
     """
 
     def __init__(self, step: DecodeStep) -> None:
         self.step, self.model, self.cache = step, step.model, step.cache
-        self._captured: OrderedDict[tuple[int, int, bool], _Captured] = OrderedDict()
-        self._seen: set[tuple[int, int, bool]] = set()
+        self._captured: OrderedDict[Size, _Captured] = OrderedDict()
+        self._seen: set[Size] = set()
+        self._refused: set[Size] = set()
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
@@ -80,28 +91,47 @@ class PromptStep:
                 torch.nn.functional.pad(tensor, padding, value=value) for tensor, value in ((ids, 0), (positions, -1))
             )
             given = ids.to(device), positions.to(device), last.to(device)
-            if key not in self._seen:
+            if key not in self._seen or key in self._refused or not self._capture(key, *given):
                 self._seen.add(key)
                 return self.run(*given, *key[1:])
-            self._capture(key, *given)
         found = self._captured[key]
         self._captured.move_to_end(key)
         found.ids[:, :width].copy_(ids[:, :width])
+        found.ids[:, width:] = 0  # padding is routed too, and an expert's sums may follow how many tokens it has
         found.positions[:, :width].copy_(positions[:, :width])
         found.positions[:, width:] = -1
         found.last.copy_(last)
         found.graph.replay()
         return found.logits
 
-    def _capture(self, key: tuple[int, int, bool], ids: Tensor, positions: Tensor, last: Tensor) -> None:
-        self.run(ids, positions, last, *key[1:])  # builds and communicators are made outside the capture
+    def _capture(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
+        """Whether every rank holds a graph of this size now."""
+        self.run(ids, positions, last, *size[1:])  # builds and communicators are made outside the capture
         while len(self._captured) >= MAX_GRAPHS:
             self._captured.popitem(last=False)[1].graph.reset()
+        captured, reason = None, "another rank could not"
+        try:
+            captured = self._record(size, ids, positions, last)
+        except (RuntimeError, KernelError) as error:  # no memory left, or a launch that a graph cannot hold
+            reason = str(error).partition("\n")[0]
+        # Nothing of a capture waits for other ranks: they meet again here.
+        failures = self.step.reduce(torch.tensor([captured is None], dtype=torch.int32, device=ids.device))
+        if captured is None or int(failures):
+            if captured is not None:
+                captured.graph.reset()
+            self._refused.add(size)
+            warnings.warn(f"prompts of {size[0]} tokens are launched one by one, not captured: {reason}", stacklevel=3)
+            return False
+        self._captured[size] = captured
+        return True
+
+    def _record(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> _Captured:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self.run(ids, positions, last, *key[1:])
-        self._captured[key] = _Captured(ids, positions, last, graph, logits)
+        # The outer one gives the stream back after a failed capture too. NCCL's watchdog may ask for events meanwhile.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = self.run(ids, positions, last, *size[1:])
+        return _Captured(ids, positions, last, graph, logits)
 
     def run(self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False) -> Tensor:
         """The chunk, launch by launch; arguments on the model's device.
@@ -125,3 +155,4 @@ class PromptStep:
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
+        self._refused.clear()

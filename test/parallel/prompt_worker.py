@@ -1,0 +1,144 @@
+"""One rank that reads prompts of many sizes, captured and launched one by one, and says what it captured.
+
+On GPUs over NCCL in BF16; on CPUs over gloo, where a stand-in for a graph computes again what it was made of.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.prompt_step import PromptStep, Size, _Captured, padded_width
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops.collective import gather_last
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.load import load_rank
+from kimi_k2.sharding.manifest import made_layout
+
+# Sums of two prompts of 430 tokens are too long to be pushed on GPUs. Five sizes come often, 150 once, and 200 twice
+# before the third, of which rank 1 refuses to make a graph.
+LENGTHS = (5, 16, 5, 14, 300, 290, 5, 430, 300, 440, 80, 257, 3, 80, 150, 448, 200, 40, 40, 193, 33, 5, 7, 200)
+SLOTS, REFUSED = 600, 224
+
+
+class Read:
+    """A PromptStep that tells what became of each prompt.
+
+    Attributes:
+        refuses: a capture of REFUSED columns fails here.
+        told: `replay`, `capture` or `refusal` with its size, in their order.
+    """
+
+    def __init__(self, model: KimiK2ForCausalLM, reduce: AllReduce, refuses: bool, device: torch.device) -> None:
+        gather, self.refuses = partial(gather_last, group=None), refuses
+        graph = device.type == "cuda"
+        steps = [
+            DecodeStep(model, model.new_cache(2, SLOTS), reduce=reduce, gather=gather, graph=graph) for _ in range(2)
+        ]
+        steps[0].graph = True
+        self.step, self.launched, self.device = PromptStep(steps[0]), PromptStep(steps[1]), device
+        self.told: list[tuple[str, Size]] = []
+        self.capturing = False
+        self.record, self.run = self.step._record, self.step.run
+        self.step._record = self.recorded  # type: ignore[method-assign]
+        self.step.run = self.ran  # type: ignore[method-assign]
+
+    def ran(self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False) -> Tensor:
+        """Nothing that a graph can hold, where the other rank records all its sums."""
+        if self.refuses and ids.shape[1] == REFUSED and self.capturing:
+            raise RuntimeError("refused by rank 1")
+        return self.run(ids, positions, last, length, whole)
+
+    def recorded(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> _Captured:
+        """`_record`, with a stand-in on a CPU."""
+        self.capturing = True
+        try:
+            if self.device.type == "cuda":
+                found = self.record(size, ids, positions, last)
+            elif self.refuses and size[0] == REFUSED:
+                raise RuntimeError("refused by rank 1")
+            else:
+                logits = torch.empty(2, self.step.model.config.vocab_size)
+                graph: Any = SimpleNamespace(replay=lambda: logits.copy_(self.run(ids, positions, last, *size[1:])))
+                graph.reset = partial(setattr, graph, "replay", None)  # a call from now on fails
+                found = _Captured(ids, positions, last, graph, logits)
+        except RuntimeError:
+            self.told.append(("refusal", size))
+            raise
+        finally:
+            self.capturing = False
+        self.told.append(("capture", size))
+        return found
+
+    def prompts(self, lengths: Sequence[int]) -> None:
+        """Two prompts of each length, of some the second shorter: the bits of the launches."""
+        generator = torch.Generator().manual_seed(1)
+        for length in lengths:
+            ids = torch.randint(0, self.step.model.config.vocab_size, (2, length), generator=generator)
+            positions = torch.arange(length).repeat(2, 1)
+            last = torch.tensor([length - 1, length // 2 if length % 5 else length - 1])
+            positions[1, last[1] + 1 :] = -1
+            wide = padded_width(length)
+            whole = length == wide and bool((positions >= 0).all())
+            if (wide, wide, whole) in self.step._captured:
+                self.told.append(("replay", (wide, wide, whole)))
+            found = self.step(ids, positions, last).clone()
+            extra = 0, wide - length
+            ids, positions = pad(ids, extra).to(self.device), pad(positions, extra, value=-1).to(self.device)
+            if held := self.step._captured.get((wide, wide, whole)):
+                assert torch.equal(held.ids, ids)
+                assert torch.equal(held.positions, positions)
+            wanted = self.launched.run(ids, positions, last.to(self.device), wide, whole)
+            self.compare(found, wanted, f"{length} tokens, {self.told[-1:]}")
+        self.compare(self.step.cache.data, self.launched.cache.data, "cache")
+
+    def compare(self, found: Tensor, wanted: Tensor, what: str) -> None:
+        """Equal bits; a CPU's library of GEMMs adds in an order that depends on where its operands lie."""
+        limit = 0.0 if self.device.type == "cuda" else 1e-5
+        distance = ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        assert distance <= limit, f"{what}: {distance:.1e}"
+
+
+@torch.inference_mode()
+def run(rank: int, source: str, rendezvous: str, out: str, where: str, conversions: Sequence[str]) -> None:
+    """For each conversion saves what became of the prompts: of sums pushed, and of sums by the group, where rank 1
+    cannot capture one size.
+    """
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if where == "cuda" else torch.device("cpu")
+    gpu = {"backend": "nccl", "device_id": device} if where == "cuda" else {"backend": "gloo"}
+    if where == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(init_method=f"file://{rendezvous}", rank=rank, world_size=2, **gpu)
+    config, dtype = KimiK2Config.from_pretrained(source), torch.bfloat16 if where == "cuda" else torch.float32
+    saved = []
+    for converted in conversions:
+        model = load_rank(converted, config, made_layout(converted), rank, dtype=dtype, device=device)
+        for push, refuses in ((True, False), (False, rank == 1)):
+            read = Read(model, AllReduce(None, push=push), refuses, device)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                read.prompts(LENGTHS)
+            warned = sum("launched one by one, not captured" in str(warning.message) for warning in caught)
+            saved.append((read.told, list(read.step._captured), read.step._refused.copy(), warned))
+            read.step.close()
+            assert not read.step._captured
+    torch.save(saved, f"{out}-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()  # NCCL waits here for graphs that hold its launches
+
+
+if __name__ == "__main__":
+    a = sys.argv
+    run(int(a[1]), a[2], a[3], a[4], a[5], a[6:])
