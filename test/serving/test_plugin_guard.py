@@ -77,6 +77,8 @@ def test_what_is_looked_at_as_text(monkeypatch: pytest.MonkeyPatch, module: str,
 
 def test_parsers_managers_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fake_vllm(monkeypatch, without="")
+    for module in ("vllm.tool_parsers", "vllm.reasoning"):  # a real one, where another test has loaded it
+        monkeypatch.delitem(sys.modules, module, raising=False)
     with caplog.at_level(logging.WARNING):
         plugin.register_parsers()
     assert caplog.text.count("no parser kimi_k2_stream") == 2
