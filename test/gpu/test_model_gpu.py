@@ -236,6 +236,26 @@ def test_decode_of_eight(preset: str) -> None:
 
 
 @on_gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("preset", [FP8, INT4])
+def test_a_step_has_the_same_bits_each_time(preset: str) -> None:
+    """Every sum has a fixed order, however launches overlap: a launch that reads too early or too late is seen."""
+    model = rank_of_many(real(preset, 2))
+    flushed = torch.empty(2**26, dtype=torch.uint8, device=DEVICE)
+    for batch in (1, 8, 20, 65, 128):
+        cache = model.new_cache(batch, 512)
+        cache.data.normal_()
+        tokens = torch.randint(0, 100_000, (batch,), device=DEVICE)
+        positions = torch.randint(100, 500, (batch,), device=DEVICE)
+        step = DecodeStep(model, cache, graph=True)
+        step(tokens, positions)
+        wanted = step(tokens, positions).clone()
+        for _ in range(40):
+            flushed.zero_()  # the step's launches are there before it ends
+            assert torch.equal(step(tokens, positions), wanted), batch
+
+
+@on_gpu
 def test_a_graph_of_plain_experts_is_refused() -> None:
     """They read the routing back, which would end the process in the middle of a capture."""
     registry.pin("routed_experts=plain")

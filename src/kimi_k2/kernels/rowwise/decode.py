@@ -26,7 +26,7 @@ ABSORB_APART = 17
 ABSORB_TOKENS = 16  # of a program that multiplies several tokens together
 ABSORB_WIDTH = 32  # columns of such a program
 # Sequences that go by such programs, in one launch with the rest; fewer are multiplied one by one.
-ABSORB_GROUPS = range(5, 17)
+ABSORB_GROUPS = range(5, 129)
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
