@@ -116,12 +116,12 @@ def test_a_part_has_the_same_bits_wherever_it_is_taken(heads: int, dtype: torch.
     found = mla_decode(q, rows, seq_lens, SCALE, plan=plan)
     batch = len(lengths)
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    firsts = plan[3 * batch + blocks :].view(-1)
+    firsts = plan[2 * batch :].view(-1)
     items = int(firsts[blocks])
     for block in (1, 5, 50):  # this many blocks take all items
         moved = plan.clone()
         places = [min(items, -(-items * one // block)) if one < block else items for one in range(blocks + 1)]
-        moved[3 * batch + blocks :].view(-1)[: blocks + 1] = torch.tensor(places, dtype=torch.int32)
+        moved[2 * batch :].view(-1)[: blocks + 1] = torch.tensor(places, dtype=torch.int32)
         assert torch.equal(mla_decode(q, rows, seq_lens, SCALE, plan=moved), found)
 
 
