@@ -14,7 +14,12 @@ template <bool FP8_CACHE, int HEADS>
 constexpr int kFewThreads = kConsumers + (FP8_CACHE ? 128 * kFewGroups<HEADS> : 32);
 // Named barriers: one for each warpgroup, both at the end, both at the beginning. compute-sanitizer's racecheck (CUDA
 // 13.0) does not follow a barrier without all of a block's warps, nor an arrival apart from its wait: it reports what
-// lies before and behind.
+// lies before and behind. All its reports were held against the disassembly; they are of these pairs alone:
+//   what `few_store` hands over (sums, maxima, values): kHanded lies between.
+//   the weights, where rotated keys were, and the keys that are converted to the same place for a later step; the zeros
+//   of `clear_rows` and rows that are converted there later: a warpgroup's barrier lies between them and its MMAs, and
+//   only behind those does each warp's first lane release the stage, on which the converting warp waits.
+//   of 32 heads and more, weights and what shrinks: kReady and kFree lie between (mla_attend.cuh).
 constexpr int kWarpgroup = 1, kHanded = 3, kQuery = 4;
 static_assert(kStages == 2, "a stage for each warpgroup: neither can come upon the other one's phase");
 
