@@ -144,21 +144,28 @@ def time_mla(
     return graph_median(calls * -(-16 // count))
 
 
+def ragged_layers(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16) -> list[Inputs]:
+    """As a model's layers: queries and caches of their own; lengths, pages and plan are the same, so stay in the L2."""
+    count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
+    first = ragged_inputs(lengths, heads, dtype)
+    queries = [torch.randn_like(first.q) for _ in range(count)]
+    caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]
+    return [replace(first, q=q, cache=cache) for q, cache in zip(queries, caches, strict=True)]
+
+
+def time_layers(call: Callable[[Inputs], Tensor], layers: list[Inputs]) -> float:
+    """As `time_mla` over these inputs, which share one tensor of lengths."""
+    if isinstance(call, mla_peers.Scheduled):
+        layers = [replace(one, q=one.q.to(call.query_dtype)) for one in layers]
+        call.schedule(layers[0])
+    return graph_median([partial(call, one) for one in layers] * -(-16 // len(layers)))
+
+
 def time_ragged(
     call: Callable[[Inputs], Tensor], lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16
 ) -> float:
     """As `time_mla` over these lengths; `dtype` of the cache."""
-    count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
-    first = ragged_inputs(lengths, heads, dtype)
-    query_dtype = torch.bfloat16
-    if isinstance(call, mla_peers.Scheduled):
-        query_dtype = call.query_dtype
-        call.schedule(replace(first, q=first.q.to(query_dtype)))
-    # As a model's layers: queries and caches of their own; lengths, pages and plan are the same and stay in the L2.
-    queries = [torch.randn_like(first.q).to(query_dtype) for _ in range(count)]
-    caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]
-    calls = [partial(call, replace(first, q=q, cache=cache)) for q, cache in zip(queries, caches, strict=True)]
-    return graph_median(calls * -(-16 // count))
+    return time_layers(call, ragged_layers(lengths, heads, dtype))
 
 
 def ragged_rows(calls: list[tuple[str, Callable[[Inputs], Tensor]]], dtype: torch.dtype) -> Iterator[Row]:

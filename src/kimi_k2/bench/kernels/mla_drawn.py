@@ -12,7 +12,6 @@ import torch
 from kimi_k2.bench.kernels import mla
 from kimi_k2.bench.kernels.mla_peers import RoundedQueries
 from kimi_k2.bench.kernels.row import Row
-from kimi_k2.kernels.attention import flash_mla
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 from kimi_k2.kernels.attention.mla_plan import available, pays
 
@@ -77,11 +76,12 @@ def drawn_rows(count: int, seed: int, with_peers: bool) -> Iterator[Row]:
     for case in drawn_cases(count, seed):
         even = not available() or not pays(len(case.lengths), -(-max(case.lengths) // PAGE) * PAGE, case.heads)
         calls = [("ours", mla.ours)] if even else [("ours", mla.by_plan), ("ours, even split", mla.ours)]
-        if case.fp8 and flash_mla.library() is not None:
+        if case.fp8 and not even:
             calls.append(("ours, e4m3 queries", RoundedQueries()))
         dtype, rows = torch.float8_e4m3fn if case.fp8 else torch.bfloat16, sum(case.lengths)
         moved = rows * ROW * dtype.itemsize + len(case.lengths) * case.heads * (ROW + LATENT) * 2
         flops = 2 * rows * case.heads * (ROW + LATENT)
+        layers = mla.ragged_layers(list(case.lengths), case.heads, dtype)
         for who, call in (*calls, *others.get(dtype, [])):
-            microseconds = mla.time_ragged(call, list(case.lengths), case.heads, dtype)
+            microseconds = mla.time_layers(call, layers)
             yield Row("mla_decode", case.name, who, microseconds, moved, flops)

@@ -100,6 +100,15 @@ def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None
     return plan
 
 
+@ops_decode.attention_plan.entry(
+    "e4m3", takes=_supports_plan, before="mla_plan", joins={"mla_decode": "e4m3"}, optional=True
+)
+def rounded_attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
+    """`mla_plan` for rounded queries where the cache is e4m3."""
+    plan: Tensor = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16, rounded=True)
+    return plan
+
+
 def _supports_flash_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
     return is_hopper(cache.device) and cache.shape[1] > 0 and mla_decode.uses_cuda(heads, cache.dtype)
 
@@ -119,6 +128,15 @@ def decode_attention(
     if batch_invariant():
         return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan)
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
+    return out
+
+
+@ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)
+def rounded_decode_attention(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
+) -> Tensor:
+    """`mla_decode` with queries and weights rounded to e4m3 over an e4m3 cache, by a plan."""
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan, rounded=True)
     return out
 
 
@@ -174,6 +192,26 @@ def paged_decode_attention(
 ) -> Tensor:  # fmt: skip
     """`mla_decode` over pages of 64 slots."""
     out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
+    return out
+
+
+@mla_paged.paged_attention_plan.entry(
+    "e4m3", takes=_supports_paged_plan, before="mla_plan", joins={"paged_mla_decode": "e4m3"}, optional=True
+)
+def rounded_paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
+    """`mla_plan` for pages of 64 slots and rounded queries where the cache is e4m3."""
+    capacity = block_table.shape[1] * mla_decode.PAGE
+    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded=True)
+    return plan
+
+
+@mla_paged.paged_mla_decode.entry("e4m3", takes=_supports_pages, optional=True)
+def rounded_paged_decode_attention(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
+    plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`paged_mla_decode` with queries and weights rounded to e4m3 over an e4m3 cache, by a plan."""
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=True)
     return out
 
 

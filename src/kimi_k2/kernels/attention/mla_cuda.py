@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return parts, q.new_empty(batch, splits, 2, heads, 2, dtype=torch.float32)
 
 
-def _launch(
+def arguments_of(
     q: Tensor,
     cache: Tensor,
     seq_lens: Tensor,
@@ -122,9 +123,9 @@ def _launch(
     tokens: int = 1,
     uniform: bool = False,
     whole: bool = False,
-) -> None:
-    fp8_cache = cache.dtype != q.dtype
-    value_scale = cache_scale if fp8_cache else 1.0
+) -> _Arguments:
+    """`mla::Arguments` of a launch."""
+    value_scale = cache_scale if cache.dtype != q.dtype else 1.0
     capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
     sequences = cache.shape[0] if block_table is None else block_table.shape[0]
     arguments = _Arguments(
@@ -142,7 +143,14 @@ def _launch(
         arguments.blocks = arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
     if parts is not None:
         arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
-    launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, out is not None)
+    return arguments
+
+
+def _launch(q: Tensor, cache: Tensor, *rest: Any, **more: Any) -> None:
+    """`kimi_mla_decode` with `arguments_of` these."""
+    arguments = arguments_of(q, cache, *rest, **more)
+    fp8_cache, joins = cache.dtype != q.dtype, arguments.out is not None
+    launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, joins)
 
 
 def run(

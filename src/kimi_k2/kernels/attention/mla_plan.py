@@ -57,6 +57,12 @@ COSTS = {
     (False, True): Costs(2.7, 0.0082, 3.0, 0.03, 2.0, 0.05),
 }
 
+# 8 or 16 heads -> costs over an e4m3 cache with rounded queries (mla_fp8.py).
+ROUNDED_COSTS = {
+    True: Costs(1.2, 0.0084, 1.5, 0.006, 1.5, 0.03),
+    False: Costs(1.25, 0.0084, 3.0, 0.015, 2.0, 0.05),
+}
+
 
 # Parts from which several groups of threads share a merge: with 8 and 16 heads it has few columns.
 SOME_PARTS = {True: 5, False: 9}
@@ -99,14 +105,15 @@ def check(seq_lens: Tensor, heads: int) -> None:
     expect("seq_lens", seq_lens, seq_lens.device, tuple(seq_lens.shape), torch.int32)
 
 
-def costs_of(batch: int, capacity: int, heads: int, quantized: bool) -> Costs:
+def costs_of(batch: int, capacity: int, heads: int, quantized: bool, rounded: bool = False) -> Costs:
     """What a plan is chosen by; where no context is to be cut a merge costs too much for any plan that cuts one."""
-    costs = COSTS[heads <= MOST_FEW_HEADS, quantized]
+    few = heads <= MOST_FEW_HEADS
+    costs = ROUNDED_COSTS[few] if quantized and rounded else COSTS[few, quantized]
     return replace(costs, merge=math.inf) if uncut(batch, capacity, heads) else costs
 
 
 @kernel_operation("mla_plan")
-def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = False) -> Tensor:
+def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = False, rounded: bool = False) -> Tensor:
     """The plan for `mla_decode` over contexts of these lengths.
 
     Args:
@@ -115,6 +122,7 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
         heads: of the queries; 8 and 16 have a kernel of their own, with costs of its own. Of several queries a sequence
             `folding(tokens, heads).rows`, and seq_lens are `request_lengths`.
         quantized: the cache is e4m3.
+        rounded: the plan is for `mla_decode` with `rounded`.
 
     Returns:
         int32 [`plan_rows`, 4], as csrc/mla_plan.cuh says.
@@ -128,7 +136,7 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     plan = torch.empty(plan_rows(batch, blocks), 4, dtype=torch.int32, device=device)
     few = heads <= MOST_FEW_HEADS
     sizes = batch, capacity, blocks, SOME_PARTS[few]
-    costs = astuple(costs_of(batch, capacity, heads, quantized))
+    costs = astuple(costs_of(batch, capacity, heads, quantized, rounded))
     launch("attention/mla_plan", "kimi_mla_plan", "mla_plan", device, seq_lens, plan, *sizes, *costs)
     return plan
 

@@ -1,6 +1,7 @@
 // Host side of MLA decode attention: tensor maps and launches behind one C function.
 #include "common/csrc/launch.cuh"
 #include "mla_attend.cuh"
+#include "mla_merge_launch.cuh"
 
 namespace mla {
 
@@ -8,29 +9,15 @@ static int encode(CUtensorMap* map, const void* base, int64_t rows, int box_rows
   return host::encode_rows(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, base, kRow, rows, box_rows);
 }
 
-template <bool HALVES>
+template <PartsAs AS>
 static int launch_join(const Arguments& a, cudaStream_t stream) {
-  const int threads = a.batch * a.heads * (kLatent / Source<HALVES>::kValues);
+  const int threads = a.batch * a.heads * (kLatent / Source<AS>::kValues);
   const auto on = [&](int groups) {
     return host::Launch{dim3(threads / kJoinThreads * groups), kJoinThreads, 0, stream};
   };
-  if (a.splits <= 2) return host::launch(join<HALVES, 1, 2>, on(1), a);
-  if (a.splits <= 8) return host::launch(join<HALVES, 1, 8>, on(1), a);
-  return host::launch(join<HALVES, 8, 16>, on(8), a);
-}
-
-template <bool HALVES, class How>
-static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
-  const int most = a.batch * a.heads * (kLatent / Source<HALVES>::kValues) / kJoinThreads * merge_groups(0);
-  const int blocks = min(most, How::kBlocks * a.sm_count);
-  return host::launch(merge_planned<HALVES, How>, {dim3(blocks), kJoinThreads, 0, stream}, a);
-}
-
-template <bool HALVES>
-static int launch_merge_planned(const Arguments& a, cudaStream_t stream) {
-  constexpr int kFew = 32;
-  return a.batch < kFew && !a.uniform ? launch_merge_planned<HALVES, FewMerges>(a, stream)
-                                      : launch_merge_planned<HALVES, ManyMerges>(a, stream);
+  if (a.splits <= 2) return host::launch(join<AS, 1, 2>, on(1), a);
+  if (a.splits <= 8) return host::launch(join<AS, 1, 8>, on(1), a);
+  return host::launch(join<AS, 8, 16>, on(8), a);
 }
 
 template <bool FP8_CACHE, int HEADS>
@@ -69,7 +56,8 @@ extern "C" int kimi_mla_decode(const void* q, const mla::Arguments* args, int fp
   if (int rc = fp8_cache ? launch<true>(a, query, cache, stream) : launch<false>(a, query, cache, stream)) return rc;
   if (!joins || (a.plan && a.whole)) return 0;
   if (a.plan)
-    return a.heads <= kMostFewHeads ? launch_merge_planned<false>(a, stream) : launch_merge_planned<true>(a, stream);
+    return a.heads <= kMostFewHeads ? launch_merge_planned<kFloat32>(a, stream)
+                                    : launch_merge_planned<kRegisters>(a, stream);
   if (a.splits == 1) return 0;
-  return a.heads <= kMostFewHeads ? launch_join<false>(a, stream) : launch_join<true>(a, stream);
+  return a.heads <= kMostFewHeads ? launch_join<kFloat32>(a, stream) : launch_join<kRegisters>(a, stream);
 }

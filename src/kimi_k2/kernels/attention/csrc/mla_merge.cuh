@@ -6,13 +6,16 @@ namespace mla {
 
 constexpr int kJoinThreads = 256;
 
+// How parts lie: rows of float32 for 8 and 16 heads; as `store_part` leaves them; rows of float16 [part, heads, 512].
+enum PartsAs { kFloat32, kRegisters, kFloat16 };
+
 // Where a thread's columns of the parts and their sums are; `step` from one part to the next.
-template <bool HALVES>
+template <PartsAs AS>
 struct Source;
 
 // As `store_part` leaves them: eight columns a thread.
 template <>
-struct Source<true> {
+struct Source<kRegisters> {
   static constexpr int kValues = 8;
   int64_t row;  // of the result
   int column, part_step, sums_step;
@@ -44,7 +47,7 @@ struct Source<true> {
 
 // Rows of float32 for 8 and 16 heads, all parts of a head after another: four columns a thread.
 template <>
-struct Source<false> {
+struct Source<kFloat32> {
   static constexpr int kValues = 4;
   int64_t row;
   int column;
@@ -66,15 +69,25 @@ struct Source<false> {
   }
 };
 
+// Where they lie is `PlannedSource`'s to say: eight columns a thread.
+template <>
+struct Source<kFloat16> {
+  static constexpr int kValues = 8;
+  __device__ static void unpack(float (&values)[8], const uint4& from) { Source<kRegisters>::unpack(values, from); }
+  __device__ static void write(__nv_bfloat16* out, const float (&values)[8]) {
+    *reinterpret_cast<uint4*>(out) = make_uint4(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
+                                                pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
+  }
+};
+
 // CHUNKS groups of threads take every CHUNKS-th part, at most PARTS each, every load before its first use; then the
 // first group adds up.
-template <bool HALVES, int CHUNKS, int PARTS>
+template <PartsAs AS, int CHUNKS, int PARTS>
 __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
-  constexpr int kLanes = kJoinThreads / CHUNKS, kValues = Source<HALVES>::kValues,
-                kOthers = CHUNKS > 1 ? CHUNKS - 1 : 1;
+  constexpr int kLanes = kJoinThreads / CHUNKS, kValues = Source<AS>::kValues, kOthers = CHUNKS > 1 ? CHUNKS - 1 : 1;
   __shared__ float others[kOthers][kValues + 2][kLanes];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const Source<HALVES> source(a, blockIdx.x * kLanes + lane);
+  const Source<AS> source(a, blockIdx.x * kLanes + lane);
   pdl_wait();
   pdl_launch();
   float2 log[PARTS];
@@ -97,7 +110,7 @@ __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
     if (log[i].x == -INFINITY) continue;
     const float share = exp2_approximate(log[i].x - top), weight = share * log[i].y;
     float values[kValues];
-    Source<HALVES>::unpack(values, part[i]);
+    Source<AS>::unpack(values, part[i]);
     total += share;
 #pragma unroll
     for (int j = 0; j < kValues; ++j) sum[j] += values[j] * weight;
@@ -130,7 +143,7 @@ __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
   const float inverse = total > 0 ? 1.f / total : 0.f;
 #pragma unroll
   for (int j = 0; j < kValues; ++j) sum[j] *= inverse;
-  Source<HALVES>::write(a.out + source.row * kLatent + source.column, sum);
+  Source<AS>::write(a.out + source.row * kLatent + source.column, sum);
 }
 
 }  // namespace mla

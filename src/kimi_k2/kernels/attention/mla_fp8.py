@@ -1,0 +1,44 @@
+"""MLA decode attention over an e4m3 cache with queries and weights rounded to e4m3 too: csrc/mla_fp8.cuh.
+
+Queries are rounded head by head, times a power of two that brings the largest value into e4m3's upper range. Results
+are about 3.7 % off over values of a normal distribution, where `mla_cuda` is off by 0.2 %; FlashMLA rounds so too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, float16, float32
+
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention.mla_cuda import arguments_of
+from kimi_k2.kernels.attention.mla_decode import LATENT
+from kimi_k2.kernels.common.hardware import hopper
+from kimi_k2.kernels.common.launch import launch
+
+
+def run_planned(
+    q: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    block_table: Tensor | None,
+    plan: Tensor,
+    cache_scale: float = 1.0,
+    tokens: int = 1,
+    whole: bool = False,
+) -> Tensor:
+    """`mla_cuda.run_planned` over an e4m3 cache, its arguments.
+
+    Raises:
+        KernelError: a scale is not positive, there is no CUDA compiler, or the launch failed.
+    """
+    if not softmax_scale * cache_scale > 0:
+        raise KernelError(f"softmax_scale {softmax_scale}, cache_scale {cache_scale}: expected positive ones")
+    batch, heads = q.shape[:2]
+    out, parts = q.new_empty(batch, heads, LATENT), None
+    if not whole:
+        items = plan.shape[0] - (2 * batch + hopper(q.device.index, "mla_decode")[1] // 4 + 1)
+        parts = q.new_empty(items, heads, LATENT, dtype=float16), q.new_empty(items, heads, 2, dtype=float32)
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, parts
+    arguments = arguments_of(*given, plan, tokens, whole=whole)
+    launch("attention/mla_fp8", "kimi_mla_fp8", "mla_decode", q.device, q, arguments)
+    return out
