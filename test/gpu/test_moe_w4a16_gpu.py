@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kimi_k2.bench.kernels.moe import random_routing
-from kimi_k2.bench.kernels.w4a16 import random_packed
+from kimi_k2.bench.kernels.w4a16 import random_experts, random_packed
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
@@ -118,11 +118,14 @@ def test_few_experts_in_more_parts(tokens: int, choice: list[int] | None, inter:
 
 
 @pytest.mark.parametrize("w2_bf16", [False, True])
-@pytest.mark.parametrize(("tokens", "top_k"), [(2, 8), (3, 8), (5, 4), (6, 8), (6, 16)])
-def test_pairs_that_share_an_expert(tokens: int, top_k: int, w2_bf16: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "inter"),
+    [(2, 8, 256), (3, 8, 256), (5, 4, 256), (6, 8, 256), (6, 16, 256), (4, 8, 512), (5, 4, 512), (5, 16, 512)],
+)
+def test_pairs_that_share_an_expert(tokens: int, top_k: int, inter: int, w2_bf16: bool) -> None:
     """All tokens' experts the same, some the same and some pairs invalid, or one expert for every pair."""
     torch.manual_seed(tokens * top_k)
-    weights = random_weights(256)
+    weights = random_weights(inter)
     prepared = prepare_w4a16(*weights, w2_bf16=w2_bf16)
     x = torch.randn(tokens, H, device="cuda").bfloat16()
     same, scores = random_routing(tokens, top_k, E, same=True)
@@ -134,6 +137,20 @@ def test_pairs_that_share_an_expert(tokens: int, top_k: int, w2_bf16: bool) -> N
         out = moe_w4a16(x, *prepared, indices, scores)
         assert distance(out, exact) < 1.02 * distance(reference(x, weights, indices, scores, like_bf16=True), exact)
         assert torch.equal(out, moe_w4a16(x, *prepared, indices, scores)), "not deterministic"
+
+
+@pytest.mark.parametrize(("tokens", "inter"), [(2, 1024), (3, 512), (4, 512), (5, 512), (6, 256)])
+def test_a_token_has_the_bits_that_it_has_alone(tokens: int, inter: int) -> None:
+    """At the model's width, whoever shares its experts: a GEMM's other columns are other tokens."""
+    torch.manual_seed(tokens + inter)
+    prepared = random_experts(16, inter)
+    x = torch.randn(tokens, 7168, device="cuda").bfloat16()
+    same, scores = random_routing(tokens, 8, 16, same=True)
+    for indices in (same, random_routing(tokens, 8, 16)[0]):
+        out = moe_w4a16(x, *prepared, indices, scores)
+        for t in range(tokens):
+            one = slice(t, t + 1)
+            assert torch.equal(out[one], moe_w4a16(x[one], *prepared, indices[one].contiguous(), scores[one]))
 
 
 @pytest.mark.parametrize("inter", [256, 512])

@@ -237,7 +237,7 @@ def test_pairs_are_taken_one_by_one_while_warps_have_experts() -> None:
         return sum(takes_decode(tokens, 8, held, 7168, inter, w2_bf16) for tokens in range(1, 20))
 
     assert (most(8), most(4), most(2), most(1)) == (6, 6, 2, 1)
-    assert (most(8, 512), most(8, 1024), most(8, 2048), most(1, 2048)) == (3, 1, 1, 1)
+    assert (most(8, 512), most(8, 1024), most(8, 2048), most(1, 2048)) == (5, 2, 1, 1)
     assert (most(8, 256, True), most(8, 1024, True), most(1, 256, True)) == (2, 2, 2)
     assert not takes_decode(1, 8, 8, 512, 512, False)
 

@@ -6,7 +6,8 @@ times scale rounded once; for few tokens an expert to e4m3, unrounded, and scale
 the sum of two e4m3 values, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
 bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
 order by `prepare_w4a16`. csrc/w4a16_kernel.cuh says how the launch works; up to `DECODE_TOKENS` tokens
-csrc/w4a16_decode.cu takes one token-expert pair at a time. Capture-safe: see common/workspace.py for scratch memory.
+csrc/w4a16_decode.cu takes the pairs one by one, those of one expert together. Capture-safe: see common/workspace.py for
+scratch memory.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ MOST_ITEMS = 132
 # Bytes of a token's 128 columns as e4m3 values, offsets and a factor (csrc/w4a16_records.cuh).
 RECORD = 288
 # Up to here the pairs are GEMMs of their own, by whether the second stage is in bfloat16 and, in INT4, by the
-# intermediate size: H200, TP4, 55 us against 62 at four tokens, but 52 against 37 where all go to the same experts.
+# intermediate size: H200, TP4, 58 us against 62 at four tokens; at six 82 against 85, but 50 against 38 where all go to
+# the same experts.
 DECODE_TOKENS = {False: 6, True: 2}
-DECODE_ROWS = 1536  # tokens times intermediate size
+DECODE_ROWS = 2560  # tokens times intermediate size
 # Of a token with fewer experts, under expert parallelism, some warps have none: no more INT4 tokens than that.
 FEW_EXPERTS = 4
 DECODE_HIDDEN = (1024, 7168)
@@ -160,7 +162,7 @@ class _DecodeArguments(ctypes.Structure):
 
 
 def takes_decode(tokens: int, top_k: int, held: float, hidden: int, inter: int, w2_bf16: bool) -> bool:
-    """Whether pairs are taken one by one (csrc/w4a16_decode.cu): few tokens, which hardly share an expert.
+    """Whether csrc/w4a16_decode.cu takes them: few tokens, an item for each pair and a few rows.
 
     Args:
         held: of a token's experts, those that this rank holds of an even routing.

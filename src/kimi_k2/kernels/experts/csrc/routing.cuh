@@ -8,16 +8,33 @@ namespace decode {
 constexpr int kMaxSlots = 17;  // 16 routed experts of a token and a shared one
 constexpr int kShared = 0xffff;
 
-// Local expert of a pair, -1 if it does not count; its weight too. Past the first-level cache: a second launch reads
-// them while the first still runs, which the router's launch has preceded.
+// What the router chose for a pair. Past the first-level cache: a second launch reads it while the first still runs,
+// which the router's launch has preceded.
+struct Choice {
+  long long id;
+  float weight;
+};
+template <class Arguments>
+__device__ __forceinline__ Choice load_choice(const Arguments& a, int pair) {
+  return {a.ids64 ? __ldcg(static_cast<const long long*>(a.topk_indices) + pair)
+                  : __ldcg(static_cast<const int*>(a.topk_indices) + pair),
+          __ldcg(a.topk_weights + pair)};
+}
+
+// Its local expert, -1 if it does not count.
+template <class Arguments>
+__device__ __forceinline__ int local_expert(const Arguments& a, const Choice& choice) {
+  if (choice.id < 0 || choice.id >= a.num_global || choice.weight == 0.f) return -1;
+  const int expert = a.expert_map != nullptr ? __ldg(a.expert_map + choice.id) : static_cast<int>(choice.id);
+  return expert >= 0 && expert < a.experts ? expert : -1;
+}
+
+// Local expert of a pair, -1 if it does not count; its weight too.
 template <class Arguments>
 __device__ __forceinline__ int routed_expert(const Arguments& a, int pair, float& weight) {
-  const long long id = a.ids64 ? __ldcg(static_cast<const long long*>(a.topk_indices) + pair)
-                               : __ldcg(static_cast<const int*>(a.topk_indices) + pair);
-  weight = __ldcg(a.topk_weights + pair);
-  if (id < 0 || id >= a.num_global || weight == 0.f) return -1;
-  const int expert = a.expert_map != nullptr ? __ldg(a.expert_map + id) : static_cast<int>(id);
-  return expert >= 0 && expert < a.experts ? expert : -1;
+  const Choice choice = load_choice(a, pair);
+  weight = choice.weight;
+  return local_expert(a, choice);
 }
 
 // The pairs of a token that count, in order; a warp makes and reads its own.

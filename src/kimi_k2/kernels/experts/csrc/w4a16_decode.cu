@@ -1,8 +1,8 @@
-// INT4 experts for a few tokens, one token-expert pair at a time, in two launches: 8 gate rows and their 8 up rows a
-// block, whose warps share out the hidden dimension; then 16 output rows a block, whose warps share out the token's
-// experts. Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8
-// token columns one is used. The second launch asks for its weights while the first still runs. Every sum has a fixed
-// order.
+// INT4 experts for a few tokens in two launches: 8 gate rows and their 8 up rows of an expert a block, whose warps
+// share out the hidden dimension; then 16 output rows of a token a block, whose warps share out the token's experts.
+// Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8 token
+// columns one is used, or in the first launch one for each token of the expert. The second launch asks for its weights
+// while the first still runs. Every sum has a fixed order, which does not depend on how many tokens an expert has.
 #include "routing.cuh"
 #include "w4a16_multiply.cuh"
 
@@ -67,30 +67,160 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (
   }
 }
 
-// PER_WARP chunks of 128 columns a warp, AHEAD of them in flight. Four blocks of an SM, so that all of eight
-// pairs' are under way at once where the intermediate is 512 wide; with three the last ones ran alone.
+// A warp's chunks of the first stage: PER_WARP of 128 columns, AHEAD of them in flight.
 template <int PER_WARP, int AHEAD>
-__global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArguments a) {
-  DECODE_DYNAMIC_SHARED(uint32_t, token_values);
-  __shared__ float part[kWarps][16];
-  constexpr int kChunks = PER_WARP * kWarps, kColumns = kChunks * 128;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, pair = blockIdx.y;
-  decode::pdl_wait();
-  decode::pdl_launch();
-  float weight;
-  const int expert = decode::routed_expert(a, pair, weight);
-  if (expert < 0) return;
-  const uint4* words = words_of(a.gate_up, expert, 2 * a.inter, kChunks, rows16, warp, lane);
-  const uint32_t* scales = scales_of(a.gate_up_scale, expert, 2 * a.inter, kChunks, rows16, warp, lane);
+struct GateUpWeights {
+  static constexpr int kChunks = PER_WARP * kWarps;
+  const uint4* words;
+  const uint32_t* scales;
   uint4 word[AHEAD][2];
   uint32_t scale[AHEAD];
-  auto request = [&](int i) {
+
+  __device__ __forceinline__ GateUpWeights(const DecodeArguments& a, int expert, int rows16, int warp, int lane)
+      : words(words_of(a.gate_up, expert, 2 * a.inter, kChunks, rows16, warp, lane)),
+        scales(scales_of(a.gate_up_scale, expert, 2 * a.inter, kChunks, rows16, warp, lane)) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) request(i);
+  }
+  __device__ __forceinline__ void request(int i) {
     word[i % AHEAD][0] = decode::load_once(words + i * kWarps * kChunkWords);
     word[i % AHEAD][1] = decode::load_once(words + i * kWarps * kChunkWords + 128);
     scale[i % AHEAD] = __ldg(scales + i * kWarps * kChunkScales);
-  };
+  }
+  // Chunk i, and the request of the one that takes its place.
+  __device__ __forceinline__ void multiply(float (&acc)[2][4], int i, const uint32_t* token, int column, int lane) {
+    multiply_chunk(acc, word[i % AHEAD], scale[i % AHEAD], token, column, lane);
+    if (i + AHEAD < PER_WARP) request(i + AHEAD);
+  }
+};
+
+// `part` has a warp's 8 gate and 8 up sums every `stride` values.
+__device__ __forceinline__ __nv_bfloat16 activated(const float* part, int stride) {
+  float gate = 0, up = 0;
 #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) request(i);
+  for (int w = 0; w < kWarps; ++w) gate += part[w * stride], up += part[w * stride + 8];
+  gate *= Unpack::kUp, up *= Unpack::kUp;
+  return __float2bfloat16(__fdividef(gate, 1.f + __expf(-gate)) * up);
+}
+
+// Pairs of one expert that a block takes together, and how far apart their tokens' columns lie in shared memory, where
+// eight lanes then read without conflicts.
+constexpr int kMostSharers = 6, kRoundColumns = kWarps * 128, kTokenWords = kRoundColumns / 2 + 16;
+constexpr size_t kSharedBytes = kMostSharers * kTokenWords * 4;
+
+// An expert with several pairs: each is a column of the MMAs. A chunk a warp of every token's columns is in shared
+// memory, the next in registers.
+template <int PER_WARP, int AHEAD>
+__device__ __noinline__ void gate_up_shared(const DecodeArguments& a, int expert, uint64_t sharers, uint32_t* values) {
+  __shared__ int pairs[kMostSharers];
+  constexpr int kGroups = kRoundColumns / 8, kEach = (kMostSharers * kGroups + kThreads - 1) / kThreads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x;
+  const uint4* x = reinterpret_cast<const uint4*>(a.x);
+  for (int count = __popcll(sharers); count > 0; count -= kMostSharers) {
+    const int here = min(count, kMostSharers);
+    GateUpWeights<PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
+    for (int k = 0; k < here; ++k, sharers &= sharers - 1)
+      if (threadIdx.x == 0) pairs[k] = __ffsll(sharers) - 1;
+    __syncthreads();
+    int from[kEach];
+    uint4 next[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = threadIdx.x + k * kThreads;
+      from[k] = pairs[min(i / kGroups, here - 1)] / a.top_k * PER_WARP * kGroups + i % kGroups;
+    }
+    auto fetch = [&](int round) {
+#pragma unroll
+      for (int k = 0; k < kEach; ++k)
+        if (threadIdx.x + k * kThreads < here * kGroups) next[k] = __ldcg(x + from[k] + round * kGroups);
+    };
+    fetch(0);
+    const uint32_t* mine = values + min(lane / 4, here - 1) * kTokenWords + warp * 64;
+    float acc[2][4] = {};
+#pragma unroll
+    for (int round = 0; round < PER_WARP; ++round) {
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        const int i = threadIdx.x + k * kThreads;
+        if (i < here * kGroups) put8(values + i / kGroups * kTokenWords, i % kGroups, next[k]);
+      }
+      __syncthreads();
+      if (round + 1 < PER_WARP) fetch(round + 1);
+      weights.multiply(acc, round, mine, 0, lane);
+      __syncthreads();
+    }
+    float* part = reinterpret_cast<float*>(values);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = lane % 4 * 2 + i;
+      if (column >= here) continue;
+      float* to = part + (warp * kMostSharers + column) * 16 + lane / 4;
+      to[0] = acc[0][i] + acc[1][i], to[8] = acc[0][2 + i] + acc[1][2 + i];
+    }
+    __syncthreads();
+    if (threadIdx.x < 8 * here) {
+      const int column = threadIdx.x / 8, row = threadIdx.x % 8;
+      a.intermediate[int64_t(pairs[column]) * a.inter + rows16 * 8 + row] =
+          activated(part + column * 16 + row, kMostSharers * 16);
+    }
+    __syncthreads();
+  }
+}
+
+// The expert of a pair, -1 if it does not count, and all pairs that have it (bit i: pair i). Beyond 64 pairs each is
+// taken alone. By a warp.
+struct Sharers {
+  int expert;
+  uint64_t pairs;
+};
+__device__ __forceinline__ Sharers find_sharers(const DecodeArguments& a, int pair, int lane) {
+  const int pairs = a.tokens * a.top_k;
+  if (pairs > 64) {
+    float weight;
+    return {decode::routed_expert(a, pair, weight), 0};
+  }
+  decode::Choice choice[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) choice[i] = decode::load_choice(a, min(lane + 32 * i, pairs - 1));
+  int experts[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) experts[i] = lane + 32 * i < pairs ? decode::local_expert(a, choice[i]) : -1;
+  const int expert = __shfl_sync(decode::kAll, pair < 32 ? experts[0] : experts[1], pair % 32);
+  const uint64_t upper = __ballot_sync(decode::kAll, experts[1] == expert);
+  return {expert, upper << 32 | __ballot_sync(decode::kAll, experts[0] == expert)};
+}
+
+// Four blocks of an SM, so that all of eight pairs' are under way at once where the intermediate is 512 wide; with
+// three the last ones ran alone. SHARE: pairs of one expert are taken together, which costs others 3 %.
+template <int PER_WARP, int AHEAD, bool SHARE>
+__global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constant__ DecodeArguments a) {
+  DECODE_DYNAMIC_SHARED(uint32_t, token_values);
+  __shared__ float part[kWarps][16];
+  constexpr int kColumns = PER_WARP * kRoundColumns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, pair = blockIdx.y;
+  decode::pdl_wait();
+  decode::pdl_launch();
+  int expert;
+  if constexpr (SHARE) {
+    __shared__ Sharers found;
+    if (warp == 0) {
+      const Sharers mine = find_sharers(a, pair, lane);
+      if (lane == 0) found = mine;
+    }
+    __syncthreads();
+    expert = found.expert;
+    const uint64_t sharers = found.pairs;
+    if (expert < 0) return;
+    if (sharers & (sharers - 1)) {  // the first of them is taken for all
+      if (__ffsll(sharers) - 1 == pair) gate_up_shared<PER_WARP, AHEAD>(a, expert, sharers, token_values);
+      return;
+    }
+  } else {
+    float weight;
+    expert = decode::routed_expert(a, pair, weight);
+    if (expert < 0) return;
+  }
+  GateUpWeights<PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
   const uint4* x = reinterpret_cast<const uint4*>(a.x) + int64_t(pair / a.top_k) * (kColumns / 8);
   decode::take_groups<(kColumns / 8 + kThreads - 1) / kThreads>(
       x, kColumns / 8, [&](int v, const uint4 value) { put8(token_values, v, value); });
@@ -98,23 +228,14 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const DecodeArgument
 
   float acc[2][4] = {};
 #pragma unroll
-  for (int i = 0; i < PER_WARP; ++i) {
-    multiply_chunk(acc, word[i % AHEAD], scale[i % AHEAD], token_values + warp * 64, i * kWarps * 128, lane);
-    if (i + AHEAD < PER_WARP) request(i + AHEAD);
-  }
+  for (int i = 0; i < PER_WARP; ++i) weights.multiply(acc, i, token_values + warp * 64, i * kRoundColumns, lane);
   if (lane % 4 == 0) {
     part[warp][lane / 4] = acc[0][0] + acc[1][0];
     part[warp][8 + lane / 4] = acc[0][2] + acc[1][2];
   }
   __syncthreads();
-  if (threadIdx.x < 8) {
-    float gate = 0, up = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) gate += part[w][threadIdx.x], up += part[w][8 + threadIdx.x];
-    gate *= Unpack::kUp, up *= Unpack::kUp;
-    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] =
-        __float2bfloat16(__fdividef(gate, 1.f + __expf(-gate)) * up);
-  }
+  if (threadIdx.x < 8)
+    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] = activated(part[0] + threadIdx.x, 16);
 }
 
 // Two chunks of int4 or bf16 weights at a time: 256 or 64 columns.
@@ -185,10 +306,15 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
   }
 }
 
+// Tokens times intermediate size up to which pairs that share an expert are fast enough alone.
+constexpr int kRowsAlone = 1536;
+
 template <int PER_WARP, int AHEAD>
 int start(const DecodeArguments& a, void* stream) {
-  const int status = decode::launch(gate_up_rows<PER_WARP, AHEAD>, dim3(a.inter / 8, a.tokens * a.top_k), kThreads,
-                                    size_t(a.hidden) * 2, a, stream);
+  const bool share = a.tokens > 1 && a.tokens * a.inter > kRowsAlone;
+  const size_t token = size_t(a.hidden) * 2, shared = share && token < kSharedBytes ? kSharedBytes : token;
+  const auto gate_up = share ? gate_up_rows<PER_WARP, AHEAD, true> : gate_up_rows<PER_WARP, AHEAD, false>;
+  const int status = decode::launch(gate_up, dim3(a.inter / 8, a.tokens * a.top_k), kThreads, shared, a, stream);
   if (status) return status;
   return decode::launch(a.down_scale == nullptr ? down_rows<true> : down_rows<false>, dim3(a.hidden / 16, a.tokens),
                         kThreads, size_t(a.top_k) * a.inter * 2, a, stream);
