@@ -30,7 +30,7 @@ from kimi_k2.ops.linear import add_project, dense_linear, project
 from kimi_k2.ops.mla import mla_naive_attention
 from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan, query_and_entry
 from kimi_k2.ops.router import add_norm_route
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.weights import Weight, dequantize
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.layout import Layout
@@ -115,6 +115,21 @@ def test_linears_are_near_float64() -> None:
                 found = dense_linear(x, weight)
             wanted = x.double() @ weight.double().T
             assert (found - wanted).norm() / wanted.norm() < 2.5e-3
+
+
+def test_fp8_linears_behind_sum_and_norm_are_near_float64() -> None:
+    """Few tokens and many, the norm's quotient in the tokens' scales."""
+    for rows, columns in SHAPES:
+        weight, norm = fp8(rows, columns), normal(columns)
+        matrix = dequantize(weight, torch.float32).double()
+        for count in BATCHES:
+            x, delta = normal(count, columns), normal(count, columns)
+            with registry.decoding():
+                found, total = add_project(x, delta, weight, norm, 1e-6)
+            assert torch.equal(total, x + delta)
+            wide = total.double()
+            wanted = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()) @ matrix.T
+            assert (found - wanted).norm() / wanted.norm() < 5e-3, count
 
 
 def test_swiglu() -> None:

@@ -227,6 +227,10 @@ inline float exp2_approximate(float x) { return exp2f(x); }
 namespace decode {
 
 inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(address); }
+template <class T>
+T load_early(const T* address) {
+  return *address;
+}
 inline void pdl_wait() {}
 inline void pdl_launch() {}
 inline float2 fp8x2_to_float2(uint32_t pair) { return {on_cpu::e4m3(pair & 0xff), on_cpu::e4m3(pair >> 8 & 0xff)}; }
@@ -284,6 +288,7 @@ inline void cluster_arrive() {
   on_cpu::cluster_generation[on_cpu::turns.current] = on_cpu::cluster_barrier.generation;
   on_cpu::cluster_barrier.arrive();
 }
+inline void cluster_begin() { cluster_arrive(); }
 inline void cluster_wait() {
   const unsigned mine = on_cpu::cluster_generation[on_cpu::turns.current];
   while (on_cpu::cluster_barrier.generation == mine) on_cpu::give_way();
@@ -314,3 +319,18 @@ int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t share
 }
 
 }  // namespace decode
+
+// A barrier counts the bytes that are still to come.
+namespace ptx {
+inline void mbar_init(uint64_t* bar, uint32_t) { *bar = 0; }
+inline void fence_mbar_init() {}
+inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) { *bar += bytes; }
+inline void mbar_wait(const uint64_t* bar, uint32_t) {
+  while (*static_cast<const volatile uint64_t*>(bar) != 0) on_cpu::give_way();
+}
+template <class T>
+void store_remote(T* mine, int rank, T value, uint64_t* bar) {
+  *decode::map_shared_rank(mine, rank) = value;
+  *decode::map_shared_rank(bar, rank) -= sizeof(T);
+}
+}  // namespace ptx

@@ -20,7 +20,7 @@ from kimi_k2.kernels.experts import fp8, fp8_few, w4a16_few
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
-from kimi_k2.kernels.linear.few_gemm import UNITS, few_gemm, tiles_of
+from kimi_k2.kernels.linear.few_gemm import UNITS, few_add_gemm, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.router.norm_route import add_norm_route, route_norm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
@@ -163,8 +163,15 @@ def test_few_tokens_with_the_bits_of_many() -> None:
         assert few_gemm(x, weight, scale, 2).shape == (1, 128)
         fp8, token_scale = torch.empty(2, 1, 256, dtype=E4M3), torch.empty(2, 256)
         assert few_gemm(fp8, weight, scale, 2, token_scale).shape == (1, 128)
+        assert few_gemm(x.repeat(2, 1), weight, scale, 2).shape == (2, 128)
+        added, norm = (x, torch.empty_like(x)), torch.empty(256, dtype=BF16)
+        assert [tuple(m.shape) for m in few_add_gemm(*added, norm, 1e-6, weight, scale, 2)] == [(1, 128), (1, 256)]
+        with pytest.raises(KernelError, match="delta"):
+            few_add_gemm(x, x.repeat(2, 1), norm, 1e-6, weight, scale, 2)
+        with pytest.raises(KernelError, match="norm_weight"):
+            few_add_gemm(*added, norm[:128], 1e-6, weight, scale, 2)
         for wrong, of_token, message in (
-            (x.repeat(2, 1), None, "x is"),
+            (x.repeat(4, 1), None, "4 tokens: expected 1 to 3"),
             (x, token_scale, "x is"),
             (fp8, scale, "token_scale"),
         ):

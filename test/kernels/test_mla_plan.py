@@ -265,6 +265,9 @@ def test_by_length_a_context_is_cut_alike_in_every_batch(library: ctypes.CDLL, f
         assert all(end > begin for _, begin, end, _ in mine)
     merged = {request: (first, parts) for request, (first, parts) in enumerate(found.requests) if parts != 1}
     assert {request: (first, parts) for request, first, parts in found.merges} == merged
+    taken = [len(block) for block in found.blocks()]
+    if sum(taken) <= BLOCKS:
+        assert taken == [1] * sum(taken) + [0] * (BLOCKS - sum(taken))
     loads = [sum(4 * (end - begin) + cut.item for _, begin, end, _ in block) for block in found.blocks()]
     longest = max((4 * (end - begin) + cut.item for _, begin, end, _ in found.items), default=0)
     assert max(loads) <= sum(loads) / BLOCKS + longest

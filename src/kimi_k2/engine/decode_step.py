@@ -5,6 +5,10 @@ Works on a CPU too, where it is tested.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,6 +40,11 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
     return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 class DecodeStep:
@@ -120,13 +129,28 @@ class DecodeStep:
     def place(self, positions: Tensor, dtype: torch.dtype) -> Place:
         """What the layers need to know of int64 [B] positions; cos and sin in `dtype`."""
         seq_lens = sequence_lengths(positions)
-        heads, plan, pages = len(self.layers[0].w_uk) if self.layers else 0, None, None
+        heads, pages = len(self.layers[0].w_uk) if self.layers else 0, None
+        plan: Callable[[], Tensor | None] = partial(attention_plan, seq_lens, self.cache.data[0], heads)
+        chosen = attention_plan.choose(seq_lens, self.cache.data[0], heads) if heads else None
         if isinstance(self.cache, PagedCache):
             pages = self.cache.slots(positions[:, None])[:, 0], self.cache.block_table
-            plan = paged_attention_plan(seq_lens, self.cache.data[0], pages[1], heads) if heads else None
-        elif heads:
-            plan = attention_plan(seq_lens, self.cache.data[0], heads)
-        return Place(positions, seq_lens, *self.model.model.rotary(positions, dtype), plan, pages)
+            given = seq_lens, self.cache.data[0], pages[1], heads
+            plan, chosen = partial(paged_attention_plan, *given), paged_attention_plan.choose(*given) if heads else None
+        rotary = partial(self.model.model.rotary, positions, dtype)
+        there = positions.is_cuda and torch.cuda.is_available()
+        if not there or chosen is None or chosen.name == PLAIN:
+            made = plan() if heads else None
+            return Place(positions, seq_lens, *rotary(), made, pages)
+        # One block makes the plan: the rest of the GPU goes on beside it.
+        main, side = torch.cuda.current_stream(positions.device), _side_stream(positions.device.index)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            made = plan()
+        rotation = rotary()
+        main.wait_stream(side)
+        if made is not None:
+            made.record_stream(main)
+        return Place(positions, seq_lens, *rotation, made, pages)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

@@ -23,6 +23,9 @@ ITEMS, INT4_ITEMS = 16, 32
 INNER_TOKENS = 9
 MAX_SPLITS = 8
 FEW, MANY = 32, 64  # tokens of a tile
+SLAB = 256  # values of an output row
+# Slabs of an item where the tuned launch is fused: a step of INT4 takes 2.15 ms at batch 16 with 7, 2.36 with one.
+INT4_SLABS = (7, 4, 2, 1)
 
 
 def decode_splits(top_k: int, hidden: int, inter: int, *, int4: bool = False) -> int:
@@ -38,6 +41,8 @@ def fixed_choice(
 ) -> ExpertChoice:
     """The launch next to the tuned one whose sums have the same order for any number of tokens."""
     slabs = 1 if tuned.fused else tuned.item_slabs
+    if decoding and int4 and tuned.fused:
+        slabs = next(count for count in INT4_SLABS if hidden // SLAB % count == 0)
     if decoding:
         return ExpertChoice(False, FEW, decode_splits(top_k, hidden, inter, int4=int4), 1, slabs)
     tokens = max(MANY if int4 else FEW, 0 if tuned.fused else tuned.max_tokens)

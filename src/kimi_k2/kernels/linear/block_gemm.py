@@ -111,7 +111,7 @@ def quantize_groups(
     """
     out, scale = _quantized(x, norm_weight, swiglu, terms)
     if x.shape[0]:
-        sizes = (*out.shape[1:], x.stride(0), scale.shape[1], terms, int(swiglu))
+        sizes = (*out.shape[1:], x.stride(0), scale.shape[1], terms, int(swiglu), 0)
         given = x, None, norm_weight, None, out, scale
         launch("linear/quantize", "kimi_quantize", "quantize_groups", x.device, *given, *sizes, float(eps))
     return out, scale
@@ -120,7 +120,9 @@ def quantize_groups(
 quantize_groups.fake(_quantized)
 
 
-def _added(x: Tensor, delta: Tensor, norm_weight: Tensor, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+def _added(
+    x: Tensor, delta: Tensor, norm_weight: Tensor, terms: int, apart: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     _rows_of(x)
     expect("delta", delta, x.device, tuple(x.shape), torch.bfloat16)
     expect("x", x, x.device, tuple(x.shape), torch.bfloat16)
@@ -132,7 +134,7 @@ def _added(x: Tensor, delta: Tensor, norm_weight: Tensor, terms: int) -> tuple[T
 
 @kernel_operation("add_quantize")
 def add_quantize(
-    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, terms: int = 1
+    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, terms: int = 1, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta, and RMSNorm(x + delta) as `quantize_groups` gives it.
 
@@ -140,6 +142,7 @@ def add_quantize(
         x, delta: bfloat16 [T, K], K a multiple of 128 up to 8192.
         norm_weight: bfloat16 [K].
         terms: as `quantize_groups` takes them.
+        apart: the norm's quotient is part of the scales alone, so that a GEMM's sums may begin before it is known.
 
     Returns:
         bfloat16 [T, K]; e4m3 [terms, T, K]; float32 [K / 128, `padded(T)`].
@@ -150,7 +153,7 @@ def add_quantize(
     total, out, scale = _added(x, delta, norm_weight, terms)
     if x.shape[0]:
         given = x, delta, norm_weight, total, out, scale
-        sizes = (*x.shape, x.shape[1], scale.shape[1], terms, 0)
+        sizes = (*x.shape, x.shape[1], scale.shape[1], terms, 0, int(apart))
         launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *given, *sizes, float(eps))
     return total, out, scale
 

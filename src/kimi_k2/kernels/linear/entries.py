@@ -103,25 +103,39 @@ def fixed_parts(tokens: int, rows: int, columns: int, device: torch.device) -> i
     return block_gemm.fixed_launch(2, tokens, rows, columns, hopper(device.index, "block_gemm")[1], True).cluster
 
 
-def _multiply_one(
+def _multiply_few(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, tokens: int, token_scale: Tensor | None = None
 ) -> Tensor | None:
-    """`few_gemm` of a decode step's only token in batch-invariant mode; None for others."""
+    """`few_gemm` of a decode step's few tokens in batch-invariant mode; None for others."""
     rows, columns = weight.shape
-    if not (batch_invariant() and is_decoding() and few_gemm.supports(tokens, rows, columns, x.device)):
+    if not (batch_invariant() and is_decoding()):
+        return None
+    if not few_gemm.supports(tokens, rows, columns, x.device, quantized=token_scale is not None):
         return None
     parts = fixed_parts(tokens, rows, columns, x.device)
     out: Tensor = few_gemm.few_gemm(x, weight, weight_scale_inv, parts, token_scale)
     return out
 
 
+def _add_few(x: Tensor, delta: Tensor, weight: Weight, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+    """`few_add_gemm` of a decode step's few tokens in batch-invariant mode; None for more."""
+    matrix, scale = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
+    (rows, columns), tokens = matrix.shape, len(x)
+    fits = 0 < tokens <= few_gemm.ADDED_TOKENS and columns <= few_gemm.MAX_COLUMNS and rows * columns < few_gemm.BIG
+    if not fits:
+        return None
+    parts = fixed_parts(tokens, rows, columns, x.device)
+    made: tuple[Tensor, Tensor] = few_gemm.few_add_gemm(x, delta, norm_weight, eps, matrix, scale, parts)
+    return made
+
+
 def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
     (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
     if (
         terms == few_gemm.TERMS
-        and (one := _multiply_one(quantized[0], weight, scale, tokens, quantized[1])) is not None
+        and (few := _multiply_few(quantized[0], weight, scale, tokens, quantized[1])) is not None
     ):
-        return one
+        return few
     size = terms, tokens, rows, columns, hopper(weight.device.index, "block_gemm")[1]
     invariant = batch_invariant()
     choice = block_gemm.fixed_launch(*size, is_decoding()) if invariant else block_gemm.choose_launch(*size)
@@ -175,8 +189,8 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
         if terms == few_gemm.TERMS and norm_weight is None and x.is_contiguous():
             stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
-            if (one := _multiply_one(x, *stored, len(x))) is not None:
-                return one
+            if (few := _multiply_few(x, *stored, len(x))) is not None:
+                return few
         return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
 
     def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
@@ -193,7 +207,10 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     ) -> tuple[Tensor, Tensor]:
         if delta is None:
             return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
-        total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms)
+        apart = batch_invariant() and is_decoding()
+        if apart and terms == few_gemm.TERMS and (few := _add_few(x, delta, weight, norm_weight, eps)) is not None:
+            return few
+        total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms, apart)
         return _multiply_weight((fp8, scale), weight), total
 
     def supports_swiglu(x: Tensor, gate_up: Weight, down: Weight) -> bool:

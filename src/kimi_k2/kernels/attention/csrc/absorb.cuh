@@ -15,7 +15,7 @@ __device__ __forceinline__ void request_keys(const __nv_bfloat16* w_uk, int head
   const uint32_t* from = reinterpret_cast<const uint32_t*>(w_uk) +
                          (int64_t(head * kNope + warp * kWarpKeys) * kRank + rank * kColumns) / 2 + lane;
 #pragma unroll
-  for (int k = 0; k < kWarpKeys; ++k) keys[k] = __ldg(from + k * (kRank / 2));
+  for (int k = 0; k < kWarpKeys; ++k) keys[k] = load_early(from + k * (kRank / 2));
 }
 
 // The warp's sums of a query, 128 values in shared memory, to `parts` [64] of this warp.

@@ -3,6 +3,9 @@
 // the others through shared memory, and then computes 16 of the head's 128 rows, whose weights are asked for before
 // attention has ended. Of more tokens than let all such clusters run at once, four blocks do.
 #include "common/csrc/decode.cuh"
+#ifndef KIMI_K2_CUDA_ON_CPU
+#include "common/csrc/mbarrier.cuh"
+#endif
 #include "mla_gather.cuh"
 #include "mla_plan.cuh"
 
@@ -39,6 +42,7 @@ struct JoinMemory {
     float others[mla::merge_groups(0) - 1][4 + 2][kLanes];
   };
   uint4 latent[kJoined / 8];
+  alignas(8) uint64_t gathered;  // once all of it is here
 };
 
 // How a context's parts are joined: as there are `splits`, by a plan, or by a plan in the steps of merge_planned.
@@ -82,14 +86,20 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
   const int rank = blockIdx.x, head = blockIdx.y;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = thread / Shape::kLanes;
   pdl_launch();
-  cluster_arrive();
+  if (thread == 0) {
+    ptx::mbar_init(&m.gathered, 1);
+    ptx::fence_mbar_init();
+    ptx::mbar_arrive_expect_tx(&m.gathered, kJoined * 2);
+  }
+  cluster_begin();
   const int row = (rank * kWarps + warp) * kRowsEach;
   uint4 raw_weight[kRowsEach][2];
 #pragma unroll
   for (int r = 0; r < kRowsEach; ++r)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      raw_weight[r][i] = load_once(a.weight + (int64_t(head) * kWidth + row + r) * kJoined + (i * 32 + lane) * 8);
+      raw_weight[r][i] = load_early(
+          reinterpret_cast<const uint4*>(a.weight + (int64_t(head) * kWidth + row + r) * kJoined) + i * 32 + lane);
   const int64_t place = int64_t(blockIdx.z) * a.heads + head;
   // A plan is there before attention starts, and so before this launch does.
   const int count = PLANNED ? __ldcg(&a.requests[blockIdx.z].parts) : a.splits, step = PLANNED ? a.heads : 1;
@@ -108,8 +118,8 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
                                      __floats2bfloat162_rn(joined[2], joined[3])};
 #pragma unroll
       for (int other = 0; other < BLOCKS; ++other)
-        reinterpret_cast<uint2*>(map_shared_rank(m.latent, other))[rank * Shape::kLanes + thread] =
-            *reinterpret_cast<const uint2*>(two);
+        ptx::store_remote(reinterpret_cast<uint2*>(m.latent) + rank * Shape::kLanes + thread, other,
+                          *reinterpret_cast<const uint2*>(two), &m.gathered);
     }
   } else {
     // Each warp weighs all parts, lane l those of l, l + 32, ...; parts without rows are read and dropped.
@@ -154,11 +164,11 @@ __global__ void __launch_bounds__(kThreads, 2) join_values(const JoinArguments a
     float two[2] = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) two[0] += columns[w * Shape::kWide], two[1] += columns[w * Shape::kWide + 1];
-    reinterpret_cast<__nv_bfloat162*>(map_shared_rank(m.latent, warp % BLOCKS))[(rank * Shape::kWide + first) / 2] =
-        __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
+    const __nv_bfloat162 joined = __floats2bfloat162_rn(two[0] * inverse, two[1] * inverse);
+    ptx::store_remote(reinterpret_cast<uint32_t*>(m.latent) + (rank * Shape::kWide + first) / 2, warp % BLOCKS,
+                      *reinterpret_cast<const uint32_t*>(&joined), &m.gathered);
   }
-  cluster_arrive();
-  cluster_wait();
+  ptx::mbar_wait(&m.gathered, 0);
 
   float total[kRowsEach] = {};
 #pragma unroll

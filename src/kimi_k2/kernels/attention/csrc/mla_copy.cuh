@@ -110,44 +110,6 @@ __device__ __forceinline__ PlannedItem item_of(const Arguments& a, int number) {
   return {found.x, found.y, found.z, found.w};
 }
 
-// A block's items of the plan.
-struct Items {
-  int begin, end;
-};
-
-// How a block begins that follows a plan, which is there as a whole before any launch behind it starts; so is the table
-// of pages, of which the warps that copy get the first item's first 32.
-template <bool FP8_CACHE, class M>
-__device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
-                                               const CUtensorMap* cache, int* page) {
-  const int* firsts = reinterpret_cast<const int*>(first_items_of(a.plan, a.batch)) + blockIdx.x;
-  const Items items = {__ldcg(firsts), __ldcg(firsts + 1)};
-  init_barriers<FP8_CACHE>(m, query, cache);
-  if (items.begin < items.end) {
-    const PlannedItem item = item_of(a, items.begin);
-    if (threadIdx.x >= kConsumers) {
-      const Part part(item);
-      *page = page_of(a, part, item.request, threadIdx.x % 32);
-      if (threadIdx.x == kConsumers) ask<FP8_CACHE>(a, part, row_of(a, part, item.request, *page, 0), 0);
-    }
-  }
-  __syncthreads();
-  pdl_wait();
-  pdl_launch();
-  return items;
-}
-
-// Where no merge follows, results of contexts without rows, by the threads that compute.
-__device__ __forceinline__ void clear_empty(const Arguments& a) {
-  if (!a.whole || threadIdx.x >= kConsumers) return;
-  const PlannedRequest* requests = requests_of(reinterpret_cast<const PlannedRequest*>(a.plan), a.batch);
-  for (int request = blockIdx.x; request < a.batch; request += gridDim.x) {
-    if (__ldcg(&requests[request].parts) > 0) continue;
-    uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
-    for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kConsumers) out[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-
 // The steps of 64 rows that a part's copies are made of, `n` before it in this block: into which stage, when it is
 // free.
 template <class M>
@@ -162,6 +124,54 @@ __device__ __forceinline__ void copy_step(M& m, const CUtensorMap* cache, int ro
     for (int box = 0; box < boxes; ++box)
       tma_load_2d(smem_u32(place + box * kBoxBytes), cache, &m.full[stage][group], (group * 4 + box) * 64, row,
                   kEvictFirst);
+  }
+}
+
+// A block's items of the plan; to the warps that copy, how many steps of the first one's rows are on their way.
+struct Items {
+  int begin, end, settled;
+};
+
+// How a block begins that follows a plan, which is there as a whole before any launch behind it starts; so is the table
+// of pages, of which the warps that copy get the first item's first 32. The launch ahead writes the context's last
+// `tokens` rows alone: those before them may come before it has ended.
+template <bool FP8_CACHE, class M>
+__device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
+                                               const CUtensorMap* cache, int* page) {
+  const int* firsts = reinterpret_cast<const int*>(first_items_of(a.plan, a.batch)) + blockIdx.x;
+  Items items = {__ldcg(firsts), __ldcg(firsts + 1), 0};
+  const int lane = int(threadIdx.x) - kConsumers;
+  Part part;
+  int request = 0;
+  init_barriers<FP8_CACHE>(m, query, cache);
+  if (items.begin < items.end && lane >= 0) {
+    const PlannedItem item = item_of(a, items.begin);
+    part = Part(item), request = item.request;
+    *page = page_of(a, part, request, lane % 32);
+    const int steps = min(part.count, kStages);
+    if (!FP8_CACHE) items.settled = max(0, min(steps, (part.length - a.tokens) / kRows - part.first));
+    if (lane >= items.settled && lane < steps) ask<FP8_CACHE>(a, part, row_of(a, part, request, *page, lane), lane);
+  }
+  __syncthreads();
+  if (!FP8_CACHE && lane >= 0 && lane < 32)
+    for (int i = 0; i < items.settled; ++i) {
+      const int row = int(row_of(a, part, request, __shfl_sync(~0u, *page, i), i));
+      if (lane == 0) copy_step(m, cache, row, i);
+      __syncwarp();
+    }
+  pdl_wait();
+  pdl_launch();
+  return items;
+}
+
+// Where no merge follows, results of contexts without rows, by the threads that compute.
+__device__ __forceinline__ void clear_empty(const Arguments& a) {
+  if (!a.whole || threadIdx.x >= kConsumers) return;
+  const PlannedRequest* requests = requests_of(reinterpret_cast<const PlannedRequest*>(a.plan), a.batch);
+  for (int request = blockIdx.x; request < a.batch; request += gridDim.x) {
+    if (__ldcg(&requests[request].parts) > 0) continue;
+    uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
+    for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kConsumers) out[i] = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -191,7 +201,9 @@ __device__ void copy_items(M& m, const Arguments& a, const CUtensorMap* query, c
     const bool early = M::kQueries > 1 || k == 0;
     if (k) page = page_of(a, part, item.request, lane);
     if (early && lane == 0) copy_next_query(m, a, query, item.request, k);
-    for (int i = 0; i < part.count; ++i, ++n) {
+    int i = 0;
+    if (k == 0) i = n = items.settled;
+    for (; i < part.count; ++i, ++n) {
       if (i % 32 == 0 && i > 0) page = page_of(a, part, item.request, i + lane);
       const int row = int(row_of(a, part, item.request, __shfl_sync(~0u, page, i % 32), i));
       if (lane == 0) {

@@ -78,7 +78,8 @@ struct ByLengthMemory {
   int warp_sums[3][kPlanWarps];
 };
 
-// Which block takes item `i`: by where it begins in the line of all.
+// Which block takes item `i`: by where it begins in the line of all. Fewer items than blocks go to the first ones: the
+// others hold SMs until the launch ahead has ended, and a block behind them would begin only then.
 struct Line {
   const ByLengthMemory& m;
   int batch, blocks, item;
@@ -86,6 +87,7 @@ struct Line {
     const int at = last_at_most(m.first, batch, i), part = i - m.first[at], parts = m.first[at + 1] - m.first[at];
     const int begin = begin_of(m.units[at], part, parts);
     if (made != nullptr) *made = {at, begin, begin_of(m.units[at], part + 1, parts), m.length[at]};
+    if (m.first[batch] <= blocks) return i;
     return int(int64_t(m.cost[at] + 4 * begin + item * part) * blocks / m.cost[batch]);
   }
 };

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
     store_entry(a, token, a.qkv_a + int64_t(token) * (kInput + kEntry) + kInput);
     return;
   }
-  cluster_arrive();
+  cluster_begin();
   const int mine = rank * kRows + warp;  // a warp's rows are kWarps apart, each with scales of its own
   uint4 fp8[kEach][kLoads], keys[kKeys];
   float scale[kEach];

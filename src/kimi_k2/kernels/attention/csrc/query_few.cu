@@ -24,7 +24,7 @@ struct QueryMemory {
   alignas(1024) unsigned char x[2][kStages][kAtomBytes];
   float product[kBlocks][kRows], factor[kTiles][kBlocks], squares[kWarps];
   alignas(16) float q[decode::kHead], parts[kWarps][decode::kColumns];
-  alignas(8) uint64_t full[kUnits];
+  alignas(8) uint64_t full[kUnits], head;  // head: once all of q is here
 };
 
 __global__ void __launch_bounds__(kThreads, 2) __cluster_dims__(kCluster, 1, 1)
@@ -41,17 +41,19 @@ __global__ void __launch_bounds__(kThreads, 2) __cluster_dims__(kCluster, 1, 1)
     decode::store_entry(a, token, given + kInput);
     return;
   }
-  decode::cluster_arrive();
   const int first = head * decode::kHead + rank * kRows;
   if (thread == 0) {
     if (smem_u32(raw) & 1023) __trap();
     for (int i = 0; i < kUnits; ++i) mbar_init(&m.full[i], 1);
+    mbar_init(&m.head, 1);
     fence_mbar_init();
+    mbar_arrive_expect_tx(&m.head, decode::kHead * 4);
     for (int i = 0; i < kUnits; ++i) {
       mbar_arrive_expect_tx(&m.full[i], kUnitBytes);
       tma_load_3d(smem_u32(m.w[i]), &weights, &m.full[i], 0, i / kTiles * 8, first + i % kTiles * 8, kEvictFirst);
     }
   }
+  decode::cluster_begin();  // with barriers that others' stores may complete
   uint32_t keys[decode::kWarpKeys];
   decode::request_keys(a.w_uk, head, rank, keys);
   constexpr int kGroups = kInput / 8;
@@ -59,9 +61,10 @@ __global__ void __launch_bounds__(kThreads, 2) __cluster_dims__(kCluster, 1, 1)
   float scale[kTiles] = {};
   uint4 norm = make_uint4(0, 0, 0, 0), value = norm;
   if (here) {
-    norm = __ldg(reinterpret_cast<const uint4*>(a.q_norm) + thread);
+    norm = decode::load_early(reinterpret_cast<const uint4*>(a.q_norm) + thread);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) scale[i] = __ldg(a.q_b_scale + (first + 8 * i) / 128 * kBlocks + thread / 16);
+    for (int i = 0; i < kTiles; ++i)
+      scale[i] = decode::load_early(a.q_b_scale + (first + 8 * i) / 128 * kBlocks + thread / 16);
   }
   decode::pdl_wait();
   decode::pdl_launch();
@@ -112,10 +115,9 @@ __global__ void __launch_bounds__(kThreads, 2) __cluster_dims__(kCluster, 1, 1)
   if (thread < kRows * kCluster) {
     const int row = thread % kRows;
     const float q = sum_parts(&m.product[0][row], kRows, m.factor[row / 8], 1, kBlocks, a.parts);
-    decode::map_shared_rank(m.q, thread / kRows)[rank * kRows + row] = __bfloat162float(__float2bfloat16(q));
+    store_remote(&m.q[rank * kRows + row], thread / kRows, __bfloat162float(__float2bfloat16(q)), &m.head);
   }
-  decode::cluster_arrive();
-  decode::cluster_wait();
+  mbar_wait(&m.head, 0);
 
   decode::absorb_keys(m.q, keys, m.parts[warp]);
   __syncthreads();

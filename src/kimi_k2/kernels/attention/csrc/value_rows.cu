@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) value_rows(const ValueArguments a) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) raw[r][i] = load_once(at + r * (kLatent / 8) + i * 32);
+    for (int i = 0; i < 2; ++i) raw[r][i] = load_early(at + r * (kLatent / 8) + i * 32);
   pdl_wait();
   const int first = blockIdx.y * kFewTokens, more = first + kFewTokens, end = more < a.tokens ? more : a.tokens;
   for (int t = first; t < end; ++t) {

@@ -24,6 +24,24 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
+// Weights that are asked for before `pdl_wait`, but not by ld.global.nc, whether __ldg or load_once: ptxas moves that
+// behind the wait.
+__device__ __forceinline__ uint4 load_early(const uint4* address) {
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+__device__ __forceinline__ uint32_t load_early(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.global.L2::128B.u32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+__device__ __forceinline__ float load_early(const float* address) {
+  return __uint_as_float(load_early(reinterpret_cast<const uint32_t*>(address)));
+}
+
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -63,6 +81,8 @@ __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_al
 
 // The blocks of a cluster, which run together: a barrier in two halves, another block's copy of a place in shared
 // memory.
+// `cluster_begin`: the first half where nothing has been written, so that it costs no fence.
+__device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 template <class T>

@@ -22,15 +22,20 @@ __device__ __forceinline__ int place_of(int block, int v) {
   return row * 128 + ((v / 2) ^ row) * 16 + v % 2 * 8;
 }
 
-// d (+)= a unit by an atom.
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned char* w, const unsigned char* x, bool more) {
-  const uint64_t left = desc_sw128(smem_u32(w)), right = desc_sw128(smem_u32(x));
+// d (+)= a unit by an atom of each of TOKENS tokens, `step` bytes apart.
+template <int TOKENS>
+__device__ __forceinline__ void multiply(float (&d)[4 * TOKENS], const unsigned char* w, const unsigned char* x,
+                                         uint32_t step, bool more) {
+  const uint64_t left = desc_sw128(smem_u32(w)), right = descriptor(smem_u32(x), 16, step);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) WgmmaE4m3<8>::go(d, left + 2 * j, right + 2 * j, more || j > 0);
+  for (int j = 0; j < 4; ++j) WgmmaE4m3<8 * TOKENS>::go(d, left + 2 * j, right + 2 * j, more || j > 0);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned char* w, const unsigned char* x, bool more) {
+  multiply<1>(d, w, x, kAtomBytes, more);
 }
 
 // A lane has rows g and g + 8 of its warp's 16 and columns 2 q, 2 q + 1 of an atom's: whether one of these is `column`.
-__device__ __forceinline__ bool pick(const float (&sum)[4], int column, float (&two)[2]) {
+__device__ __forceinline__ bool pick(const float* sum, int column, float (&two)[2]) {
   two[0] = column % 2 ? sum[1] : sum[0], two[1] = column % 2 ? sum[3] : sum[2];
   return threadIdx.x % 4 == column / 2;
 }

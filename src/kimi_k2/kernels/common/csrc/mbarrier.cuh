@@ -9,6 +9,8 @@ __device__ __forceinline__ uint32_t smem_u32(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// compute-sanitizer's racecheck (CUDA 13.0) takes this for a store of the warp's last thread, since the compiler makes
+// it one instruction of a warp, and warns of the same thread's arrival behind it.
 __device__ __forceinline__ void mbar_init(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_u32(bar)), "r"(count) : "memory");
 }
@@ -59,5 +61,25 @@ __device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
 __device__ __forceinline__ void fence_mbar_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Orders this thread's ordinary shared-memory accesses before later ones by the tensor cores or the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A value to the place that `mine` is here, in block `rank` of the cluster, whose barrier counts its bytes: no fence
+// and no barrier of the cluster orders it.
+__device__ __forceinline__ void store_remote(uint32_t* mine, int rank, uint32_t value, uint64_t* bar) {
+  asm volatile(
+      "{\n.reg .b32 to, full;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 full, %1, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [full];\n}\n" ::"r"(smem_u32(mine)),
+      "r"(smem_u32(bar)), "r"(value), "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(float* mine, int rank, float value, uint64_t* bar) {
+  store_remote(reinterpret_cast<uint32_t*>(mine), rank, __float_as_uint(value), bar);
+}
+__device__ __forceinline__ void store_remote(uint2* mine, int rank, uint2 value, uint64_t* bar) {
+  asm volatile(
+      "{\n.reg .b32 to, full;\nmapa.shared::cluster.u32 to, %0, %4;\nmapa.shared::cluster.u32 full, %1, %4;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [to], {%2, %3}, [full];\n}\n" ::"r"(smem_u32(mine)),
+      "r"(smem_u32(bar)), "r"(value.x), "r"(value.y), "r"(rank)
+      : "memory");
+}
 
 }  // namespace ptx

@@ -129,9 +129,9 @@ __device__ __forceinline__ void request_tile(unsigned char* to, uint64_t* full, 
 
 struct UpMemory {
   Records records;
-  float sums[2][64], parts[kMostSplits][64];  // of the warpgroups; of the cluster's blocks
-  alignas(8) uint64_t full[kMostBlocks];
-  alignas(128) unsigned char w[1][kTileBytes];  // and further ones, a warpgroup's after the other's
+  float sums[2][64], parts[kMostSplits][64];        // of the warpgroups; of the cluster's blocks
+  alignas(8) uint64_t full[kMostBlocks], gathered;  // gathered: once all parts are here
+  alignas(128) unsigned char w[1][kTileBytes];      // and further ones, a warpgroup's after the other's
   static size_t bytes(int ring) { return sizeof(UpMemory) + size_t(2 * ring - 1) * kTileBytes; }
 };
 
@@ -151,7 +151,14 @@ __global__ void __launch_bounds__(kUpThreads, 3) few_gate_up(const __grid_consta
   const int split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits, pair = blockIdx.y - shared_rows;
   const int chunks = a.hidden / 128, begin = split * chunks / a.splits, end = (split + 1) * chunks / a.splits;
   const int mine = (end - begin - group + 1) / 2, ahead = min(mine, a.ring);  // blocks of columns of the warpgroup
-  if (a.splits > 1) decode::cluster_arrive();
+  if (a.splits > 1) {
+    if (thread == 0) {
+      mbar_init(&m.gathered, 1);
+      fence_mbar_init();
+      mbar_arrive_expect_tx(&m.gathered, a.splits * 64 * 4);
+    }
+    decode::cluster_begin();
+  }
   if (thread % 128 < ahead) {
     mbar_init(&m.full[group * a.ring + thread % 128], 1);
     fence_mbar_init();
@@ -197,10 +204,9 @@ __global__ void __launch_bounds__(kUpThreads, 3) few_gate_up(const __grid_consta
   __syncthreads();
   if (a.splits > 1) {
     decode::cluster_wait();  // the first block has begun, so that its shared memory is its own
-    if (thread < 64) decode::map_shared_rank(m.parts[split], 0)[thread] = m.sums[0][thread] + m.sums[1][thread];
-    decode::cluster_arrive();
+    if (thread < 64) store_remote(&m.parts[split][thread], 0, m.sums[0][thread] + m.sums[1][thread], &m.gathered);
     if (split > 0) return;
-    decode::cluster_wait();
+    mbar_wait(&m.gathered, 0);
   }
   if (thread >= 32) return;
   float gate, up;

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (a.norm != nullptr)
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (thread + i * kMakers < groups) norm[i] = __ldg(reinterpret_cast<const uint4*>(a.norm) + thread + i * kMakers);
+      if (thread + i * kMakers < groups)
+        norm[i] = decode::load_early(reinterpret_cast<const uint4*>(a.norm) + thread + i * kMakers);
   decode::pdl_wait();
   decode::pdl_launch();
   for (int t = 0; t < a.tokens; ++t) {

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * SPLIT * TILES) fp8_gemm(const LinearArgum
   const Way way;
   const int thread = threadIdx.x, warp = thread / 32, rank = blockIdx.x % CLUSTER;
   const int rows = blockIdx.x / CLUSTER * Memory::kRows, first = warp % SPLIT * STEPS;
-  if (CLUSTER > 1) cluster_arrive();
+  if (CLUSTER > 1) cluster_begin();
   const int row = rows + warp / SPLIT * Memory::kWarpRows + way.row();
   // Scales and the norm's weight come from memory, too, and depend on no launch.
   uint4 norm[Memory::kEach];

@@ -15,9 +15,11 @@ struct QuantizeArguments {
   float* scale;                // [columns / 128, scale_stride]
   int tokens, columns, x_stride, scale_stride, terms;
   float eps;
+  int apart;  // the norm's quotient is part of the scales, not of the values
 };
 
-__device__ __forceinline__ void store_group(const QuantizeArguments& a, int token, int v, const uint4 value) {
+__device__ __forceinline__ void store_group(const QuantizeArguments& a, int token, int v, const uint4 value,
+                                            float factor = 1.f) {
   float x[8], scale;
   decode::widen(value, x);
   const uint2 fp8 = ptx::quantize_eight(x, scale);
@@ -25,7 +27,7 @@ __device__ __forceinline__ void store_group(const QuantizeArguments& a, int toke
   uint2* out = reinterpret_cast<uint2*>(a.out) + int64_t(token) * (a.columns / 8) + v;
   *out = fp8;
   if (a.terms == 2) out[int64_t(a.tokens) * (a.columns / 8)] = ptx::quantize_rest(x, scale, fp8);
-  if (v % 16 == 0) a.scale[int64_t(v / 16) * a.scale_stride + token] = scale;
+  if (v % 16 == 0) a.scale[int64_t(v / 16) * a.scale_stride + token] = scale * factor;
 }
 
 // A block a token, EACH times eight values a thread: one where few blocks run, so that a token takes little time;
@@ -37,7 +39,8 @@ __global__ void __launch_bounds__(1024 / EACH, EARLY ? 1 : 5) quantize_norm(cons
   decode::pdl_launch();
   const int thread = threadIdx.x, groups = a.columns / 8, token = blockIdx.x;
   const auto weight_of = [&](int v) {
-    return v < groups ? __ldg(reinterpret_cast<const uint4*>(a.norm) + v) : make_uint4(0, 0, 0, 0);
+    const uint4* from = reinterpret_cast<const uint4*>(a.norm) + v;
+    return v >= groups ? make_uint4(0, 0, 0, 0) : EARLY ? decode::load_early(from) : __ldg(from);
   };
   uint4 value[EACH], weight[EARLY ? EACH : 1];
 #pragma unroll
@@ -70,7 +73,8 @@ __global__ void __launch_bounds__(1024 / EACH, EARLY ? 1 : 5) quantize_norm(cons
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int v = thread + i * blockDim.x;
-    store_group(a, token, v, decode::normed8(value[i], inverse, EARLY ? weight[i] : weight_of(v)));
+    const uint4 normed = decode::normed8(value[i], a.apart ? 1.f : inverse, EARLY ? weight[i] : weight_of(v));
+    store_group(a, token, v, normed, a.apart ? inverse : 1.f);
   }
 }
 
@@ -137,8 +141,8 @@ int start_norm(const QuantizeArguments& a, void* stream) {
 
 // `swiglu`: x is gate | up.
 extern "C" int kimi_quantize(const void* x, const void* delta, const void* norm, void* total, void* out, void* scale,
-                             int tokens, int columns, int x_stride, int scale_stride, int terms, int swiglu, float eps,
-                             void* stream) {
+                             int tokens, int columns, int x_stride, int scale_stride, int terms, int swiglu, int apart,
+                             float eps, void* stream) {
   const linear::QuantizeArguments a{static_cast<const __nv_bfloat16*>(x),
                                     static_cast<const __nv_bfloat16*>(delta),
                                     static_cast<const __nv_bfloat16*>(norm),
@@ -150,7 +154,8 @@ extern "C" int kimi_quantize(const void* x, const void* delta, const void* norm,
                                     x_stride,
                                     scale_stride,
                                     terms,
-                                    eps};
+                                    eps,
+                                    apart};
   if (norm != nullptr) {
     if (tokens <= 132 || columns <= 2048) return linear::start_norm<1>(a, stream);
     return tokens <= 4 * 132 ? linear::start_norm<4, true>(a, stream) : linear::start_norm<4>(a, stream);

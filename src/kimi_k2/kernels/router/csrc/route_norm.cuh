@@ -30,8 +30,13 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
     return __ldcg(reinterpret_cast<const uint4*>(from) + i);
   };
   const auto put = [](__nv_bfloat16* to, int64_t i, const uint4 value) { reinterpret_cast<uint4*>(to)[i] = value; };
+  uint4 norm[kNormGroups], total[kNormGroups];
+#pragma unroll
+  for (int i = 0; i < kNormGroups; ++i) {
+    norm[i] = make_uint4(0, 0, 0, 0);
+    if (i < count) norm[i] = decode::load_early(reinterpret_cast<const uint4*>(a.norm) + at(i) - row);
+  }
   cudaGridDependencySynchronize();
-  uint4 total[kNormGroups];
   float mine = 0.0f;
 #pragma unroll
   for (int i = 0; i < kNormGroups; ++i) {
@@ -58,10 +63,9 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
 #pragma unroll
   for (int i = 0; i < kNormGroups; ++i) {
     if (i >= count) break;
-    const uint4 norm = __ldg(reinterpret_cast<const uint4*>(a.norm) + at(i) - row);
     put(a.total, at(i), total[i]);
-    put(a.normed, at(i), decode::normed8(total[i], inverse, norm));
-    put(a.unscaled, at(i), decode::normed8(total[i], 1.0f, norm));
+    put(a.normed, at(i), decode::normed8(total[i], inverse, norm[i]));
+    put(a.unscaled, at(i), decode::normed8(total[i], 1.0f, norm[i]));
   }
 }
 

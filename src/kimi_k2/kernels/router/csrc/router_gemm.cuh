@@ -15,8 +15,6 @@
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 
-#include <utility>
-
 #include "common/csrc/ptx.cuh"
 #include "gate_warp.cuh"
 #include "rowwise/csrc/norm.cuh"
@@ -84,6 +82,7 @@ struct RouterSmem {
   };
   float sums[kSplits][NT][16 * MT];  // by sender; this block's tokens
   float squares[kRouterWarps][8], all_squares[kSplits][8];
+  alignas(8) uint64_t gathered;  // once all sums of this block's tokens are here
 };
 
 __device__ __forceinline__ float inverse_norm(const RouterArgs& a, int token, const float (&all_squares)[kSplits][8]) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void load_steps(const __nv_bfloat16* from, int hidden
       const int column = k + d * kRouterWarps * kStep;
       const uint4* at = reinterpret_cast<const uint4*>(from + static_cast<int64_t>(8 * r) * hidden + column);
       to[d][r] = make_uint4(0, 0, 0, 0);
-      if (column < columns && 8 * r + row < rows) to[d][r] = CONSTANT ? __ldg(at) : __ldcg(at);
+      if (column < columns && 8 * r + row < rows) to[d][r] = CONSTANT ? decode::load_early(at) : __ldcg(at);
     }
 }
 
@@ -131,10 +130,16 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
   extern __shared__ __align__(16) unsigned char raw[];
   auto& smem = *reinterpret_cast<RouterSmem<MT, NT>*>(raw);
   cg::cluster_group cluster = cg::this_cluster();
-  auto started = cluster.barrier_arrive();
   const int split = cluster.block_rank(), tile = blockIdx.x / kSplits;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quad = lane & 3;
   const int columns = a.hidden / kSplits, tokens = a.gate.tokens, experts = a.gate.experts;
+  const int mine = (tokens - split + kSplits - 1) / kSplits;  // tokens split, split + 8, ...
+  if (threadIdx.x == 0) {
+    ptx::mbar_init(&smem.gathered, 1);
+    ptx::fence_mbar_init();
+    ptx::mbar_arrive_expect_tx(&smem.gathered, kSplits * (mine * 16 * MT + (NORMED ? 8 : 0)) * 4);
+  }
+  decode::cluster_begin();
   const int64_t first = static_cast<int64_t>(split) * columns + 8 * quad;
   const __nv_bfloat16* weight = a.weight + static_cast<int64_t>(tile * 16 * MT + row) * a.hidden + first;
   const __nv_bfloat16* x = a.x + static_cast<int64_t>(row) * a.hidden + first;
@@ -187,22 +192,21 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
     if (quad == 0) smem.squares[warp][row] = squares;
   }
   __syncthreads();
-  cluster.barrier_wait(std::move(started));  // the receivers have begun, so their shared memory is theirs
+  decode::cluster_wait();  // the receivers have begun, so their shared memory is theirs
   for (int i = threadIdx.x; i < tokens * 16 * MT; i += kRouterWarps * 32) {
     const int token = i / (16 * MT), column = i % (16 * MT);
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kRouterWarps; ++w) sum += smem.partial[w][token][column];
-    *cluster.map_shared_rank(&smem.sums[split][token / kSplits][column], token % kSplits) = sum;
+    ptx::store_remote(&smem.sums[split][token / kSplits][column], token % kSplits, sum, &smem.gathered);
   }
   if (NORMED && threadIdx.x < 8 * kSplits) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kRouterWarps; ++w) sum += smem.squares[w][threadIdx.x % 8];
-    *cluster.map_shared_rank(&smem.all_squares[split][threadIdx.x % 8], threadIdx.x / 8) = sum;
+    ptx::store_remote(&smem.all_squares[split][threadIdx.x % 8], threadIdx.x / 8, sum, &smem.gathered);
   }
-  cluster.sync();
-  const int mine = (tokens - split + kSplits - 1) / kSplits;  // tokens split, split + 8, ...
+  ptx::mbar_wait(&smem.gathered, 0);
   for (int i = threadIdx.x; i < mine * 16 * MT; i += kRouterWarps * 32) {
     const int slot = i / (16 * MT), column = i % (16 * MT);
     float sum = 0.0f;
@@ -214,6 +218,7 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
   }
   if (NORMED && tile == 1) store_normed(a, split, smem.all_squares);
   if (!FUSED || tile > 0) return;
+  __syncthreads();  // all partial sums have been read, whose place the gate takes
 
   constexpr int kValues = 12;
   float bias[kValues], z[kValues];

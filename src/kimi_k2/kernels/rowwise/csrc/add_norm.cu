@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(1024) add_norm(const NormArguments a) {
   const int v = threadIdx.x, groups = a.columns / 8;
   const bool here = v < groups;
   const int64_t at = int64_t(blockIdx.x) * groups + v;
-  const uint4 weight = here ? __ldg(reinterpret_cast<const uint4*>(a.weight) + v) : make_uint4(0, 0, 0, 0);
+  const uint4 weight = here ? load_early(reinterpret_cast<const uint4*>(a.weight) + v) : make_uint4(0, 0, 0, 0);
   pdl_wait();
   uint4 value = make_uint4(0, 0, 0, 0);
   if (here) {
