@@ -27,10 +27,10 @@ int start_wide(const WideArguments& a, const void* weight, const void* x, void* 
   if (int rc = kBox == 64 ? host::encode_rows(&outputs, kOut, 2, out, a.rows, a.tokens, 16)
                           : host::encode_box(&outputs, kOut, 2, out, a.rows, a.tokens, kBox, 16))
     return rc;
-  return host::launch(wide_gemm<GROUPS, ROWS, TERMS, kStages>,
-                      {dim3(min(tiles, sms * WideBlock<GROUPS>::kBlocks)), WideBlock<GROUPS>::kThreads, sizeof(Memory),
-                       stream},
-                      weights, tokens, outputs, a);
+  return host::launch(
+      wide_gemm<GROUPS, ROWS, TERMS, kStages>,
+      {dim3(min(tiles, sms * WideBlock<GROUPS>::kBlocks)), WideBlock<GROUPS>::kThreads, sizeof(Memory), stream},
+      weights, tokens, outputs, a);
 }
 
 template <int TERMS>

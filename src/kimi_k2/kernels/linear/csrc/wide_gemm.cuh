@@ -128,8 +128,7 @@ __device__ __forceinline__ void store_wide(unsigned char* staged, const CUtensor
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
-    for (int h = 0; h < ROWS / kBox; ++h)
-      tma_store_2d(&out, smem_u32(staged) + h * 16 * kPitch, row + h * kBox, token);
+    for (int h = 0; h < ROWS / kBox; ++h) tma_store_2d(&out, smem_u32(staged) + h * 16 * kPitch, row + h * kBox, token);
     bulk_commit();
   }
 }
@@ -139,8 +138,8 @@ template <int GROUPS, int ROWS, int TERMS, int STAGES>
 __device__ __forceinline__ void multiply_wide(const WideArguments& a, WideMemory<GROUPS, ROWS, TERMS, STAGES>& m,
                                               const CUtensorMap& out) {
   constexpr int kTokens = WideBlock<GROUPS>::kTokens;
-  constexpr int kScales = 128 % ROWS == 0 ? 1 : 2;   // blocks of W's scales that a tile's rows lie in
-  constexpr int kBuffers = ROWS <= 128 ? 2 : 1;      // sums of a block of columns that registers have room for
+  constexpr int kScales = 128 % ROWS == 0 ? 1 : 2;  // blocks of W's scales that a tile's rows lie in
+  constexpr int kBuffers = ROWS <= 128 ? 2 : 1;     // sums of a block of columns that registers have room for
   const WideTiles<GROUPS, ROWS> tiles(a);
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x & 31, group = __shfl_sync(0xffffffffu, warp / 4, 0);
   const int blocks = a.columns / 128, mine = warp * 16 + (lane >> 2);
