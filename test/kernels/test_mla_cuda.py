@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import mla_cuda, mla_decode
+from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_fp8
 from kimi_k2.kernels.common import build
 
 
@@ -112,3 +112,12 @@ def test_too_many_queries_are_refused() -> None:
     for tokens, heads in ((9, 8), (0, 8), (2, 12)):
         with pytest.raises(KernelError, match="queries of"):
             mla_decode.folding(tokens, heads)
+
+
+@pytest.mark.parametrize("scales", [(-0.1, 1.0), (0.1, 0.0), (float("nan"), 1.0)])
+def test_rounded_queries_want_positive_scales(scales: tuple[float, float]) -> None:
+    """The largest score is found before it is multiplied."""
+    q, cache = torch.empty(1, 8, 576, dtype=torch.bfloat16), torch.empty(1, 64, 576, dtype=torch.float8_e4m3fn)
+    lengths, plan = torch.ones(1, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32)
+    with pytest.raises(KernelError, match="positive"):
+        mla_fp8.run_planned(q, cache, lengths, scales[0], None, plan, scales[1])

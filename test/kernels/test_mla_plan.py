@@ -18,7 +18,17 @@ import pytest
 import torch
 
 from kimi_k2.kernels.attention import mla_invariant
-from kimi_k2.kernels.attention.mla_plan import COSTS, MAX_BATCH, SOME_PARTS, Costs, costs_of, pays, plan_rows, uncut
+from kimi_k2.kernels.attention.mla_plan import (
+    COSTS,
+    MAX_BATCH,
+    ROUNDED_COSTS,
+    SOME_PARTS,
+    Costs,
+    costs_of,
+    pays,
+    plan_rows,
+    uncut,
+)
 from kimi_k2.kernels.common.build import KERNELS, source_of
 
 COMPILER = shutil.which("g++")
@@ -232,6 +242,12 @@ def test_short_contexts_are_not_cut(library: ctypes.CDLL, batch: int, capacity: 
 def test_long_contexts_are_cut_as_before() -> None:
     assert costs_of(200, 192, 8, False) == COSTS[True, False]
     assert costs_of(66, 256, 64, True) == COSTS[False, True]
+
+
+def test_rounded_queries_have_costs_of_their_own_over_an_e4m3_cache_alone() -> None:
+    for heads in (8, 16, 32, 64):
+        assert costs_of(64, 8192, heads, True, True) == ROUNDED_COSTS[heads <= 16] != costs_of(64, 8192, heads, True)
+        assert costs_of(64, 8192, heads, False, True) == costs_of(64, 8192, heads, False)
 
 
 def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:
