@@ -169,7 +169,7 @@ def figures(
     """What is timed and its milliseconds; `prompts` gives the repetitions of a length."""
     for length in contexts:
         for requests in concurrency:
-            new = -(-requests * length // CHUNK) + (200 if requests < 16 else 80)
+            new = -(-requests * length // CHUNK) + (128 if requests < 16 else 80)
             times = 2 if requests * length <= 8 * CHUNK else 1  # long prompts take longer than what is timed
             yield f"TPOT of {requests} at {length}", min(timer.run(requests, length, new)[1] for _ in range(times))
     for length, times in prompts.items():

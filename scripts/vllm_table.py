@@ -73,6 +73,9 @@ class Engine:
         """Time it; what is there after `limit` seconds."""
         self.asked += 1
         result = self.directory / f"{self.name}-{self.asked}.json"
+        partial = result.with_suffix(".so-far")
+        for left in (result, partial):  # by another run
+            left.unlink(missing_ok=True)
         if self.process.poll() is not None or not self.ready.exists():
             say(f"{self.name}: {self.process.poll()}, not timed")
             return {}
@@ -83,7 +86,6 @@ class Engine:
         until = time.monotonic() + limit
         while not result.exists() and time.monotonic() < until and self.process.poll() is None:
             time.sleep(0.05)
-        partial = result.with_suffix(".so-far")
         found = next((path for path in (result, partial) if path.exists()), None)
         figures: dict[str, float] = json.loads(found.read_text()) if found else {}
         say(f"{self.name}: {', '.join(f'{what} {figure:.3f}' for what, figure in figures.items())}")
@@ -129,15 +131,18 @@ def warm_deep_gemm(directory: Path, environment: Mapping[str, str]) -> subproces
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
 
 
-def rows(given: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What is asked of each pair in turn, and of which pairs (see `Pair.asked`): few requests first, long ones last."""
+def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is asked, and of which pairs (see `Pair.kind`): the engine's own floor and short contexts first."""
     few, many = [count for count in given.requests if count < 16], [count for count in given.requests if count >= 16]
-    yield 0, {"requests": few, "contexts": given.contexts[:1]}
-    yield 1, {"prompts": given.prompts[:1]}
-    yield 1, {"requests": many, "contexts": given.contexts[:1]}
-    yield 2, {"prompts": given.prompts[1:]}
-    for length in given.contexts[1:]:
-        yield from ((2, {"requests": [count], "contexts": [length]}) for count in (*few, *many))
+    contexts, prompts = given.contexts, given.prompts
+    yield "whole few", {"requests": few, "contexts": contexts[:1]}
+    yield "whole", {"prompts": prompts[:1]}
+    yield "whole", {"requests": many, "contexts": contexts[:1]}
+    yield "whole", {"prompts": prompts[1:]}
+    yield from (("whole", {"requests": [count], "contexts": contexts[1:]}) for count in given.requests[:-1])
+    yield "ranks", {"requests": few, "contexts": contexts[:1]}
+    yield "ranks", {"requests": many, "contexts": contexts[:1], "prompts": prompts[:1]}
+    yield "whole", {"requests": given.requests[-1:], "contexts": contexts[1:]}
 
 
 def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
@@ -160,24 +165,24 @@ class Pair:
         given: the command line.
 
     Attributes:
-        asked: 0 for the first row alone, 1 for those of short contexts too, 2 for all.
+        kind: `whole` for all of the table, `few` for few requests, `ranks` for short contexts on several GPUs.
     """
 
     def __init__(self, what: str, device: str, given: argparse.Namespace) -> None:
-        self.what, self.device, self.asked = what, device, 2
+        self.what, self.device, self.kind = what, device, "whole"
         self.experts, *marks = what.split("-")
         requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
         environment, executor = {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}, given.executor
         ranks = "1"
         for mark in marks:
             if mark in ("1", "v2"):
-                self.asked, requests, prompts, pages = 0, requests[:2], prompts[:1], "600"
+                self.kind, requests, prompts, pages = "few", requests[:2], prompts[:1], "600"
             if mark.isdecimal():
                 layers = mark
             elif mark == "v2":
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
             elif mark[:2] in ("tp", "ep"):
-                self.asked, ranks, pages, prompts = 1, mark[2:], "2000", prompts[:1]
+                self.kind, ranks, pages, prompts = "ranks", mark[2:], "2000", prompts[:1]
                 engine = {"enable_expert_parallel": True} if mark.startswith("ep") else {}
             else:
                 raise SystemExit(f"{what}: no mark {mark}")
@@ -211,12 +216,22 @@ def main() -> None:
     engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
     wait(engines, BEGAN + given.ready)
     found: dict[str, dict[str, float]] = {engine.name: {} for engine in engines}
-    for least, row in rows(given):
-        for engine in (engine for pair in pairs if pair.asked >= least for engine in (pair.stock, pair.ours)):
-            if any(row.values()) and time.monotonic() < BEGAN + given.within:
-                found[engine.name] |= engine.ask(120, **row)
-                (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
-    for pair in (pair for pair in pairs if given.runner and pair.asked == 2):
+    asked = [
+        (engine, row)
+        for kinds, row in rows(given)
+        for pair in pairs
+        if pair.kind in kinds.split() and ((row.get("requests") and row.get("contexts")) or row.get("prompts"))
+        for engine in (pair.stock, pair.ours)
+    ]
+    for _ in range(2):  # again what an engine was not yet warm for
+        late = []
+        for engine, row in asked:
+            figures = engine.ask(120, **row) if time.monotonic() < BEGAN + given.within else {}
+            found[engine.name] |= figures
+            late += [] if figures else [(engine, row)]
+            (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+        asked = late
+    for pair in (pair for pair in pairs if given.runner and pair.kind == "whole"):
         found[pair.ours.name] |= own_runner(pair.experts, given.layers, pair.device)
         (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
     for pair in pairs:
