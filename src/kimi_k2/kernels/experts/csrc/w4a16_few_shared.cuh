@@ -3,14 +3,13 @@
 // are four rows of gate and the same of up by all parts, for all tokens together; the second is in one part.
 #pragma once
 #include "common/csrc/decode.cuh"
-#include "common/csrc/wgmma.cuh"
+#include "common/csrc/few_bf16.cuh"
 
 namespace w4a16 {
 
-using namespace ptx;
+using namespace few_bf16;
 
 constexpr int kSharedParts = 8, kSharedRows = 4;  // of gate, and of up, a block of the first launch
-constexpr int kUnitBytes = 64 * 128;              // 64 rows by 64 columns
 constexpr int kMostRing = 16;
 
 struct SharedArguments {
@@ -39,7 +38,7 @@ __device__ __forceinline__ void shared_gate_up(unsigned char* raw, const CUtenso
   const int stages = s.hidden / 64 / kSharedParts, first = index * kSharedRows;
   unsigned char* const tokens = raw + s.ring * kUnitBytes;
   SharedMemory<N>& m = *reinterpret_cast<SharedMemory<N>*>(raw + SharedMemory<N>::before(s));
-  const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(decode::kAll, thread / 32, 0);
+  const int thread = threadIdx.x, warp = __shfl_sync(decode::kAll, thread / 32, 0);
   auto request = [&](int i) {
     const int st = i % s.ring;
     mbar_arrive_expect_tx(&m.full[st], kUnitBytes);
@@ -47,55 +46,27 @@ __device__ __forceinline__ void shared_gate_up(unsigned char* raw, const CUtenso
       tma_load_4d(smem_u32(raw + st * kUnitBytes + up * (kUnitBytes / 2)), &weights, &m.full[st], 0,
                   up * s.inter + first, i, 0, kEvictFirst);
   };
-  const int ahead = min(s.ring, stages);
   if (thread == 128) {
     if (smem_u32(raw) & 1023) __trap();
-    for (int i = 0; i < s.ring; ++i) mbar_init(&m.full[i], 1), mbar_init(&m.empty[i], 4);
-    fence_mbar_init();
-    for (int i = 0; i < ahead; ++i) request(i);
+    open_ring(m.full, m.empty, s.ring, stages, request);
   }
   pdl_wait();
   pdl_launch();
   const int groups = s.hidden / 8, of_part = groups / kSharedParts;
   for (int t = 0; t < s.tokens; ++t)
 #pragma unroll 4
-    for (int v = thread; v < groups; v += kMakers) {
-      const int part = v / of_part, at = v % of_part, to = part * kEach + t;
-      *reinterpret_cast<uint4*>(tokens + at / 8 * (N * 128) + to * 128 + ((at % 8) ^ (to % 8)) * 16) =
-          __ldcg(reinterpret_cast<const uint4*>(s.x) + int64_t(t) * groups + v);
-    }
+    for (int v = thread; v < groups; v += kMakers)
+      put_eight<N>(tokens, v % of_part, v / of_part * kEach + t,
+                   __ldcg(reinterpret_cast<const uint4*>(s.x) + int64_t(t) * groups + v));
   fence_proxy_async();
   __syncthreads();
   if (warp >= 4) {
-    if (thread == 128)
-      for (int i = ahead; i < stages; ++i) {
-        mbar_wait(&m.empty[i % s.ring], (i / s.ring - 1) & 1);
-        request(i);
-      }
+    if (thread == 128) feed_ring(m.empty, s.ring, stages, request);
     return;
   }
-  float acc[N / 2];  // the first product overwrites it
-  for (int i = 0; i < stages; ++i) {
-    const int st = i % s.ring;
-    mbar_wait(&m.full[st], i / s.ring & 1);
-    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)),
-                   right = desc_sw128(smem_u32(tokens + i * N * 128));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) WgmmaBf16<N>::go(acc, left + 2 * k, right + 2 * k, i + k > 0);
-    wgmma_commit();
-    wgmma_wait<1>();  // the unit before has been read
-    if (i > 0 && lane == 0) mbar_arrive(&m.empty[(i - 1) % s.ring]);
-  }
-  wgmma_wait<0>();
-  fence_regs(acc);
-  // A lane has rows g and g + 8 of its warp's 16 and columns 2 q, 2 q + 1 of every eight.
-#pragma unroll
-  for (int j = 0; j < N / 2; ++j) {
-    const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
-    const int t = column - row % 32 / kSharedRows * kEach;
-    if (t >= 0 && t < s.tokens) m.sums[row][t] = acc[j];
-  }
+  float acc[N / 2];
+  multiply_units<N>(acc, raw, tokens, m.full, m.empty, s.ring, stages);
+  keep_own<N>(acc, m.sums, kEach, s.tokens, [](int row) { return row % 32 / kSharedRows; });
   named_sync(3, 128);
   const int t = thread / kSharedRows, row = thread % kSharedRows;
   if (t >= s.tokens) return;

@@ -3,18 +3,17 @@
 // rows by all parts of their columns, and its columns are the tokens' parts: of what it makes, the sums of a row's and
 // a token's part with the same number are wanted. So a block has whole rows, and no block waits for another one.
 #include "common/csrc/decode.cuh"
+#include "common/csrc/few_bf16.cuh"
 #include "common/csrc/launch.cuh"
-#include "common/csrc/wgmma.cuh"
 #include "rowwise/csrc/norm.cuh"
 
 namespace few {
 
-using namespace ptx;
+using namespace few_bf16;
 
 constexpr int kThreads = 288;  // the last warp asks for weights, the first four multiply, all others make tokens
 constexpr int kMakers = 256;
 constexpr int kMostTokens = 2, kEach = 4;  // groups of eight values a thread, of a token
-constexpr int kUnitBytes = 64 * 128;
 
 struct DenseArguments {
   const __nv_bfloat16* x;      // [tokens, columns], rows x_stride values apart
@@ -52,19 +51,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbar_arrive_expect_tx(&m.full[st], kUnitBytes);
       tma_load_4d(smem_u32(raw + st * kUnitBytes), &weights, &m.full[st], 0, first, i, 0, kEvictFirst);
     };
-    const int ahead = min(a.ring, stages);
     if (lane == 0) {
       if (smem_u32(raw) & 1023) __trap();
-      for (int i = 0; i < a.ring; ++i) mbar_init(&m.full[i], 1), mbar_init(&m.empty[i], 4);
-      fence_mbar_init();
-      for (int i = 0; i < ahead; ++i) request(i);
+      open_ring(m.full, m.empty, a.ring, stages, request);
     }
     named_arrive(1, kMakers + 32);
-    if (lane > 0) return;
-    for (int i = ahead; i < stages; ++i) {
-      mbar_wait(&m.empty[i % a.ring], (i / a.ring - 1) & 1);
-      request(i);
-    }
+    if (lane == 0) feed_ring(m.empty, a.ring, stages, request);
     return;
   }
   const int groups = a.columns / 8, of_part = groups / a.parts;
@@ -101,29 +93,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         value[i] = decode::normed8(value[i], 1.f, norm[i]);
       }
       if (v >= groups) continue;
-      const int part = v / of_part, at = v % of_part, to = part * each + t;
-      *reinterpret_cast<uint4*>(tokens + at / 8 * (N * 128) + to * 128 + ((at % 8) ^ (to % 8)) * 16) = value[i];
+      put_eight<N>(tokens, v % of_part, v / of_part * each + t, value[i]);
     }
   }
   fence_proxy_async();
   named_sync(1, kMakers + 32);
   if (warp >= 4) return;
 
-  float acc[N / 2];  // the first product overwrites it
-  for (int i = 0; i < stages; ++i) {
-    const int st = i % a.ring;
-    mbar_wait(&m.full[st], i / a.ring & 1);
-    const uint64_t left = desc_sw128(smem_u32(raw + st * kUnitBytes)),
-                   right = desc_sw128(smem_u32(tokens + i * N * 128));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) WgmmaBf16<N>::go(acc, left + 2 * k, right + 2 * k, i + k > 0);
-    wgmma_commit();
-    wgmma_wait<1>();  // the unit before has been read
-    if (i > 0 && lane == 0) mbar_arrive(&m.empty[(i - 1) % a.ring]);
-  }
-  wgmma_wait<0>();
-  fence_regs(acc);
+  float acc[N / 2];
+  multiply_units<N>(acc, raw, tokens, m.full, m.empty, a.ring, stages);
   if (a.norm != nullptr) {
     const int sums = (groups + 31) / 32;
     for (int t = warp; t < a.tokens; t += 4) {
@@ -131,13 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) m.inverse[t] = rsqrtf(whole / a.columns + a.eps);
     }
   }
-  // A lane has rows g and g + 8 of its warp's 16 and columns 2 q, 2 q + 1 of every eight.
-#pragma unroll
-  for (int j = 0; j < N / 2; ++j) {
-    const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
-    const int part = row / kept, t = column - part * each;
-    if (t >= 0 && t < a.tokens) m.sums[row][t] = acc[j];
-  }
+  keep_own<N>(acc, m.sums, each, a.tokens, [&](int row) { return row / kept; });
   named_sync(2, 128);
   for (int i = thread; i < kept * a.tokens; i += 128) {
     const int t = i / kept, row = i % kept;
