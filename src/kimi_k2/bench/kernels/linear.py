@@ -38,7 +38,7 @@ SHAPES = {
 # Linears that a norm comes before and is part of.
 NORMED = ("q_a|kv_a", "q_b")
 FEW = 8
-TOKENS = (1, FEW, 16, 32, 64, 128, 256, 1024, 4096, 8192)
+TOKENS = (1, FEW, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 E4M3 = "fp8_linear=e4m3"
 SPLITS = (1, 2, 4, 7, 8, 14, 28)
 BLOCK = 128
