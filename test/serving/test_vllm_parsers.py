@@ -209,3 +209,20 @@ def test_deltas_hold_no_markers(through_vllm: Any) -> None:
     text = f"{THINK}a{THINK_END}b" + section(call()) + "c"
     _, deltas = through_vllm.streamed(list(text))
     assert [Content(d.content) for d in deltas if d.content] == [Content("b"), Content("c")]
+
+
+def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody told the prompt: the request's, else the server's, is rendered to see whether it opens reasoning."""
+    asked: list[str | None] = []
+
+    def render(self: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+        asked.append(options["chat_template"])
+        return THINK
+
+    monkeypatch.setattr(through_vllm.Tokenizer, "apply_chat_template", render)
+    for template, served, wanted in (("mine", "served", "mine"), (None, "served", "served"), (None, None, None)):
+        options = {} if served is None else {"chat_template": served}
+        own = {} if template is None else {"chat_template": template}
+        parser = through_vllm.new_parser(through_vllm.Tokenizer(), through_vllm.request(), **options).reasoning_parser
+        assert parser.extract_reasoning("so", through_vllm.request(**own)) == ("so", None)
+        assert asked.pop() == wanted
