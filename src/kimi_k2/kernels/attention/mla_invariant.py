@@ -123,9 +123,11 @@ def prefill(
     (batch, slots), heads = cache.shape[:2], len(kv_b)
     if kv_b.dtype != torch.bfloat16:
         raise KernelError(f"kv_b is {kv_b.dtype}, expected torch.bfloat16")
-    latents = cache[..., : mla_prefill.RANK].reshape(-1, mla_prefill.RANK).contiguous()
+    latents = cache[..., : mla_prefill.RANK].reshape(-1, mla_prefill.RANK)  # of one prompt without a copy
     expanded = dense_gemm.dense_gemm(latents, kv_b.reshape(-1, mla_prefill.RANK).contiguous(), 1)
-    expanded = expanded.view(batch, slots, heads, -1).transpose(1, 2).contiguous()
+    expanded = expanded.view(batch, slots, heads, -1).transpose(1, 2)
+    if slots * expanded.stride(2) >= 2**31:  # the kernel reckons offsets of slots in 32 bits
+        expanded = expanded.contiguous()
     return mla_prefill.run(
         q_nope, q_rope, expanded, cache, positions, softmax_scale, mla_prefill.LAUNCH, enable_fp_fusion=False
     )

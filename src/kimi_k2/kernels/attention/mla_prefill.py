@@ -125,13 +125,17 @@ def run(
     launch: tuple[int, int, int, int],
     **options: bool,
 ) -> Tensor:
-    """`mla_prefill` with the launch pinned and options of Triton's compiler, arguments unchecked."""
+    """`mla_prefill` with the launch pinned and options of Triton's compiler, arguments unchecked.
+
+    `expanded` may also be a transposed tensor [B, T, H, 256].
+    """
     (batch, queries, heads), (block_m, block_n, warps, stages) = q_nope.shape[:3], launch
     out = q_nope.new_empty(batch, queries, heads, VALUE)
+    key_row = NOPE + VALUE if expanded.is_contiguous() else expanded.stride(2)
     if out.numel():
         _kernels().attend[(-(-queries // block_m), heads, batch)](
             q_nope, q_rope, expanded, cache, positions.contiguous(), out, queries, cache.shape[1],
             softmax_scale * LOG2_E, *q_nope.stride()[:3], *q_rope.stride()[:3], *cache.stride()[:2], heads,
-            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=warps, **options,
+            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, KEY_ROW=key_row, num_warps=warps, **options,
         )  # fmt: skip
     return out

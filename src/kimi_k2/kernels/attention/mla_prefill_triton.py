@@ -39,9 +39,12 @@ def step(  # type: ignore[no-untyped-def]
 def attend(  # type: ignore[no-untyped-def]
     q_nope, q_rope, expanded, cache, positions, out, queries, slots, scale,
     nope_batch, nope_token, nope_head, rope_batch, rope_token, rope_head, cache_batch, cache_row, heads,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, KEY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head of one sequence; the last ones, which see most, are launched first."""
+    """BLOCK_M queries of one head of one sequence; the last ones, which see most, are launched first.
+
+    A head's keys and values are KEY_ROW values apart: 256 where a head's slots lie together, else those of all heads.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     query = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -54,7 +57,10 @@ def attend(  # type: ignore[no-untyped-def]
     nope = tl.load(at + column[None, :], here[:, None], 0.0)
     at = q_rope + batch * rope_batch + head * rope_head + query[:, None].to(tl.int64) * rope_token
     rope = tl.load(at + rotated[None, :], here[:, None], 0.0)
-    keys = expanded + (batch * heads + head) * slots * 256
+    if KEY_ROW == 256:
+        keys = expanded + (batch * heads + head) * slots * 256
+    else:
+        keys = expanded + batch * slots * KEY_ROW + head * 256
     ropes = cache + batch * cache_batch + 512
     end = tl.max(position, 0) + 1
     # Blocks that every query sees whole need no mask.
@@ -65,11 +71,11 @@ def attend(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, 128), tl.float32)
     for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
         top, total, acc = step(
-            nope, rope, keys, ropes, start, end, position, top, total, acc, scale, 256, cache_row, BLOCK_N, False
+            nope, rope, keys, ropes, start, end, position, top, total, acc, scale, KEY_ROW, cache_row, BLOCK_N, False
         )
     for start in tl.range(whole, end, BLOCK_N, num_stages=STAGES):
         top, total, acc = step(
-            nope, rope, keys, ropes, start, end, position, top, total, acc, scale, 256, cache_row, BLOCK_N, True
+            nope, rope, keys, ropes, start, end, position, top, total, acc, scale, KEY_ROW, cache_row, BLOCK_N, True
         )
     acc = acc / total[:, None]
     at = out + ((batch * queries + query[:, None]) * heads + head) * 128 + column[None, :]

@@ -40,6 +40,10 @@ def decode_cluster(rows: int, columns: int) -> int:
     return next((one for one in CLUSTERS if tiles * one <= BLOCKS and columns >= one * COLUMNS), 1)
 
 
+def _row_stride(x: Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
 def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool, inverse: Tensor | None) -> Tensor:
     """The empty result, if the arguments are what the kernel takes."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] % STEP or weight.shape[0] % 8:
@@ -49,7 +53,13 @@ def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool, inverse: Tensor 
         )
     if cluster not in range(1, min(8, weight.shape[1] // STEP) + 1):
         raise KernelError(f"cluster {cluster}: expected 1 to 8, at most a block for {STEP} columns")
-    expect("x", x, x.device, (x.shape[0], weight.shape[1]), torch.bfloat16)
+    stride = _row_stride(x)
+    aligned = x.stride(1) == 1 and stride % 8 == 0 and stride >= x.shape[1] and x.storage_offset() % 8 == 0
+    if x.shape[1] != weight.shape[1] or x.dtype != torch.bfloat16 or not aligned:
+        raise KernelError(
+            f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 {(x.shape[0], weight.shape[1])}, rows of whole"
+            " 16 bytes"
+        )
     expect("weight", weight, x.device, tuple(weight.shape), torch.bfloat16)
     if inverse is not None:
         expect("inverse", inverse, x.device, (x.shape[0],), torch.float32)
@@ -61,7 +71,7 @@ def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False, inve
     """x W^T, summed in float32.
 
     Args:
-        x: bfloat16 [T, K], K a multiple of 64.
+        x: bfloat16 [T, K], K a multiple of 64, rows may be strided.
         weight: bfloat16 [N, K], N a multiple of 8.
         cluster: parts of the columns that are summed apart: the bits depend on it, and on nothing else but the row.
         wide: float32 result.
@@ -75,7 +85,7 @@ def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False, inve
     """
     out = _check(x, weight, cluster, wide, inverse)
     if x.shape[0]:
-        sizes = x.shape[0], weight.shape[0], x.shape[1], cluster, int(wide)
+        sizes = x.shape[0], weight.shape[0], x.shape[1], _row_stride(x), cluster, int(wide)
         launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, inverse, out, *sizes)
     return out
 

@@ -22,7 +22,7 @@ int start_dense(const GemmArguments& a, const void* weight, const void* x, cudaS
   CUtensorMap weights, tokens;
   constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   if (int rc = host::encode_rows(&weights, kType, 2, weight, a.columns, a.rows, Memory::kRows)) return rc;
-  if (int rc = host::encode_rows(&tokens, kType, 2, x, a.columns, a.tokens, TOKENS)) return rc;
+  if (int rc = host::encode_rows(&tokens, kType, 2, x, a.token_stride, a.tokens, TOKENS)) return rc;
   return host::launch(dense_gemm<GROUPS, TOKENS, kStages, WIDE>,
                       {dim3(tiles * a.cluster), Registers<GROUPS>::kThreads, sizeof(Memory), stream, true, a.cluster},
                       weights, tokens, a);
@@ -42,13 +42,14 @@ int dense_by_tokens(const GemmArguments& a, const void* weight, const void* x, c
 
 }  // namespace linear
 
-// `out` is bf16 [tokens, rows], float32 if `wide`; `inverse` is null or [tokens], times which sums are taken. Returns
+// A token's row is `x_stride` values long, of which the first `columns` count. `out` is bf16 [tokens, rows], float32 if
+// `wide`; `inverse` is null or [tokens], times which sums are taken. Returns
 // 0, a cudaError_t, or a host::Error.
 extern "C" int kimi_dense_gemm(const void* x, const void* weight, const void* inverse, void* out, int tokens, int rows,
-                               int columns, int cluster, int wide, void* stream) {
+                               int columns, int x_stride, int cluster, int wide, void* stream) {
   if (cluster < 1 || cluster > 8 || cluster > columns / 64) return host::kNoInstance;
-  const linear::GemmArguments a{nullptr, nullptr, static_cast<__nv_bfloat16*>(out),  tokens, rows, columns,
-                                0,       cluster, static_cast<const float*>(inverse)};
+  const linear::GemmArguments a{nullptr,  nullptr, static_cast<__nv_bfloat16*>(out),  tokens, rows, columns,
+                                x_stride, cluster, static_cast<const float*>(inverse)};
   const auto s = static_cast<cudaStream_t>(stream);
   return wide ? linear::dense_by_tokens<true>(a, weight, x, s) : linear::dense_by_tokens<false>(a, weight, x, s);
 }
