@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.router.entries import route
+from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.kernels.rowwise.prefill import (
     fp8_block_to_bf16,
     held_rows,
@@ -101,3 +103,20 @@ def test_rows_of_a_rank(dtype: torch.dtype) -> None:
     wanted = torch.where(here[:, None], weight[(ids.long() - 200).clamp(0, 299)], torch.zeros_like(weight[:1]))
     assert torch.equal(held_rows(ids, weight, 200), wanted)
     assert here.any() and not here.all()
+
+
+@pytest.mark.parametrize("shape", [(8, 7168), (1, 16), (77, 1024)])
+def test_sums_and_products_of_two(shape: tuple[int, int]) -> None:
+    """The bits of PyTorch; infinities and NaN too. Others are left to it."""
+    a, b = ((torch.randn(shape, device="cuda") * 4).bfloat16() for _ in range(2))
+    a[0, :2], b[0, 1] = float("inf"), -float("inf")
+    assert pairs.supports_add(a, b) and torch.equal(pairs.add(a, b).nan_to_num(7.0), (a + b).nan_to_num(7.0))
+    assert not any(pairs.supports_add(*two) for two in ((a, b[:, ::2]), (a.float(), b), (a[:, 1:], b[:, 1:])))
+    gate, up = a.chunk(2, dim=-1)
+    wanted = torch.nn.functional.silu(gate) * up
+    assert pairs.supports_silu_and_mul(a) and not pairs.supports_silu_and_mul(a[:, 8:])
+    assert torch.equal(pairs.silu_and_mul(a).nan_to_num(7.0), wanted.nan_to_num(7.0))
+    with pytest.raises(KernelError, match="one shape"):
+        pairs.add(a, b[:, :4])
+    with pytest.raises(KernelError, match="gate_up"):
+        pairs.silu_and_mul(a[:, :8])

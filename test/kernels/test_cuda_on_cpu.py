@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     whole = directory / "whole.cpp"
     names = (
         "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
-        "attention/attend_values", "attention/absorb",
+        "attention/attend_values", "attention/absorb", "rowwise/pairs",
     )  # fmt: skip
     whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
     assert COMPILER is not None
@@ -308,3 +308,14 @@ def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with
                 one = expert(x[token : token + 1].double(), [w[local] for w in weights])
                 wanted[token] += one[0] * scores[token, slot].double()
     assert distance(out, wanted) < 2.5e-3
+
+
+def test_sums_and_products_of_two(library: ctypes.CDLL) -> None:
+    """More values than a block's, the last block ragged; the bits of PyTorch."""
+    a, b = ((torch.randn(7, 608) * 4).bfloat16() for _ in range(2))
+    total, product = unwritten(7, 608), unwritten(7, 304)
+    assert library.kimi_pairs(pointer(a), pointer(b), pointer(total), a.numel() // 8, 1, None) == 0
+    assert torch.equal(total, a + b)
+    assert library.kimi_pairs(pointer(a), None, pointer(product), product.numel() // 8, 304 // 8, None) == 0
+    gate, up = a.chunk(2, dim=-1)
+    assert torch.equal(product, F.silu(gate) * up)

@@ -75,7 +75,7 @@ def test_the_order_is_the_tables() -> None:
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "moe_bf16", "plain"],
         "routed_experts_with_shared": ["moe_decode", "moe_few", "moe_w4a16_few", "side_stream", "plain"],
         "sequence_lengths": ["plain"],
-        "silu_and_mul": ["plain"],
+        "silu_and_mul": ["cuda", "plain"],
         "rotated_qkv": ["triton", "plain"],
         "rotated_attention": ["wgmma", "plain"],
         "segment_attention": ["flash_attn_3", "cudnn", "flash_attn", "torch_varlen", "sdpa_batched", "plain"],

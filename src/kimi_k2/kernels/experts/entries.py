@@ -20,6 +20,7 @@ from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
 from kimi_k2.kernels.linear.entries import fixed_parts
+from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
@@ -333,4 +334,7 @@ def experts_beside_shared(
     main.wait_stream(side)
     if not torch.cuda.is_current_stream_capturing():
         shared.record_stream(main)  # or another stream's shared expert takes its place before it is added
+    if pairs.supports_add(routed, shared):
+        total: Tensor = pairs.add(routed, shared)
+        return total
     return routed + shared

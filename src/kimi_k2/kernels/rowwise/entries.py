@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.rowwise import decode, prefill
+from kimi_k2.kernels.rowwise import decode, pairs, prefill
+from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
@@ -27,6 +28,10 @@ rotate_in_place.entry(
 store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(prefill.store_entries)
 dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
     prefill.dequantize_fp8_block
+)
+
+ops_experts.silu_and_mul.entry("cuda", takes=pairs.supports_silu_and_mul, batch_invariant=ELEMENTWISE)(
+    pairs.silu_and_mul
 )
 
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
