@@ -5,7 +5,6 @@ The comparison itself also runs on a CPU, at small sizes and in plain operations
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
+from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
@@ -58,14 +57,6 @@ def real(preset: str, layers: int = 3) -> KimiK2Config:
 def small(preset: str) -> KimiK2Config:
     """Sizes that the expert kernels take, and a CPU soon runs."""
     return tiny_config(preset, hidden_size=1024, moe_intermediate_size=256, intermediate_size=512, num_hidden_layers=3)
-
-
-def widened(model: KimiK2ForCausalLM) -> KimiK2ForCausalLM:
-    """A copy that computes in float64; what is stored quantized stays so."""
-    exact = copy.deepcopy(model)
-    for parameter in exact.parameters():
-        parameter.data = parameter.data.double()
-    return exact
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -3,9 +3,9 @@
 KIMI_K2_SOAK_SECONDS sets how long (6). On a GPU each client has a stream and graphs of its own over one model of
 real-size layers. On a CPU, where it runs if that variable is set, sizes are small and clients take turns.
 
-A client's request is a batch of prompts, prefixes of sequences whose logits were computed beforehand by the plain
-model, and some decode steps that go on along them, so that every row of every step has a known answer. Some
-requests are given up in the middle, some prompts are longer than what is known, and some go through `stream`.
+A client's request is a batch of prompts, prefixes of sequences whose logits were computed beforehand in float64, and
+some decode steps that go on along them, so that every row of every step has a known answer. Some requests are given
+up in the middle, some prompts are longer than what is known, and some go through `stream`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
+from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import prefill, sequence_slots, slots_needed
 from kimi_k2.engine.generator import CHUNK, Generator
@@ -44,10 +44,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER and WANTED is None,
 CLIENTS = (1, 2, 4) if HOPPER and WANTED else (2,)
 # Sequences with known logits, their length, the longest prompt, tokens of a chunk: small where other tests run beside.
 SIZES = (4, 5000, 12000, CHUNK) if HOPPER and WANTED else (2, 1200, 3000, 2048) if HOPPER else (2, 60, 100, CHUNK)
+AT_ONCE = 200  # tokens whose logits in float64 are made together
 # A step that takes longer hangs: the process ends with every thread's traceback.
 HANGS = 60.0
-# Largest distance of a row to the plain model: rounding both to BF16, ours to e4m3 as well, gave up to 7.4e-2 over
-# 1,600 steps of up to 33 rows; another row is about 1.4 off.
+# Largest distance of a row to float64. Ours, which rounds to e4m3 as well, was at most 4.3e-2 away over 2,500 rows; the
+# plain model in BF16, 1.0e-1 over 2,400: a comparison with it would measure its rounding. Another row is about 1.4 off.
 MOST_ERROR = 0.15
 # What may be held more after the second half of the time than after the first, everything given back both times.
 LEAK = 256 * 2**20
@@ -56,7 +57,7 @@ Checks = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Known:
-    """Sequences and the plain model's logits behind each of their tokens.
+    """Sequences and the logits in float64 behind each of their tokens.
 
     Attributes:
         ids: int64 [N, L] on the CPU.
@@ -75,10 +76,15 @@ class Known:
 
 @torch.inference_mode()
 def known_sequences(model: KimiK2ForCausalLM, count: int, length: int, longest: int) -> Known:
+    """Random sequences, and the plain model's logits in float64."""
     ids = torch.randint(0, model.model.embed_tokens.weight.shape[0], (count, length))
-    positions = torch.arange(length, device=DEVICE)[None]
+    positions = torch.arange(length, device=DEVICE)[None].split(AT_ONCE, dim=1)
+    exact, rows = widened(model), []
     registry.pin(registry.PLAIN)
-    rows = [model(row[None].to(DEVICE), positions, model.new_cache(1, length))[0].float() for row in ids]
+    for row in ids:
+        cache = exact.new_cache(1, length, torch.float64)
+        parts = zip(row[None].to(DEVICE).split(AT_ONCE, dim=1), positions, strict=True)
+        rows.append(torch.cat([exact(part, place, cache)[0].float() for part, place in parts]))
     registry.pin("")
     return Known(ids, torch.stack(rows), longest)
 

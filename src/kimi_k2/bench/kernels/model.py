@@ -5,6 +5,7 @@ With `communicate=False` one GPU stands for a rank of many: every byte of the ra
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,14 @@ def decide_routes(model: KimiK2ForCausalLM, seed: int = 7) -> KimiK2ForCausalLM:
             bias = module.e_score_correction_bias
             bias.copy_(2.0 * torch.randperm(len(bias), generator=generator))
     return model
+
+
+def widened(model: KimiK2ForCausalLM) -> KimiK2ForCausalLM:
+    """A copy that computes in float64, by plain operations alone; what is stored quantized stays so."""
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.double()
+    return exact
 
 
 def synthetic_rank(
