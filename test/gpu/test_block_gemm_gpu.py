@@ -12,7 +12,6 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear.block_gemm import TILES, Choice, Tile, add_quantize, block_gemm, padded, quantize_groups
 from kimi_k2.kernels.linear.wide_gemm import wide_gemm
-from kimi_k2.kernels.rowwise import decode
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -76,22 +75,12 @@ def test_chosen_launch(tokens: int, rows: int, columns: int, terms: int) -> None
 
 @pytest.mark.parametrize(("gemm", "tokens"), [(block_gemm, 65), (block_gemm, 128), (wide_gemm, 1024)])
 def test_beside_the_next_launch(
-    gemm: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], tokens: int, monkeypatch: pytest.MonkeyPatch
+    gemm: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], tokens: int, next_launch: Callable[[], None]
 ) -> None:
-    """Blocks of the next launch ask for their weights while this one runs: its reads of shared memory wait for theirs.
-
-    What a stage of the ring holds is to be read before the copy engine fills it anew.
-    """
+    """What a stage of the ring holds is read before the copy engine fills it anew."""
     torch.manual_seed(tokens)
-    heads, batch = 8, 65
     x = torch.randn(tokens, 1536, device="cuda").bfloat16()
-    weight, weight_scale = random_weight(heads * 192, 1536)
-    w_uk = torch.randn(heads, 128, 512, device="cuda").bfloat16()
-    q = torch.randn(batch, heads * 192, device="cuda").bfloat16()
-    kv_a, norm = torch.randn(batch, 576, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
-    cos, sin = torch.randn(2, batch, 32, device="cuda").bfloat16()
-    positions, cache = torch.arange(batch, device="cuda") % 4, torch.zeros(batch, 4, 576, device="cuda").bfloat16()
-    monkeypatch.setattr(decode, "ABSORB_GROUPS", range(5, 129))  # the launch with which it was seen
+    weight, weight_scale = random_weight(1536, 1536)
     flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     fp8, scale = quantize_groups(x, terms=2)
     torch.cuda.synchronize()
@@ -101,7 +90,7 @@ def test_beside_the_next_launch(
         flushed.zero_()
         torch.cuda._sleep(500_000)  # the launches behind it are there when it ends
         found = gemm(fp8, scale, weight, weight_scale)
-        decode.absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6)
+        next_launch()
         assert torch.equal(found, wanted)
 
 

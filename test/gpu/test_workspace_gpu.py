@@ -51,7 +51,18 @@ def int4() -> tuple[Tensor, ...]:
     return tuple(t for t in prepared if t is not None)
 
 
-def operation(kind: str, tokens: int, weights: tuple[Tensor, ...], seed: int) -> Call:
+@pytest.fixture(scope="module")
+def mixed() -> tuple[Tensor | None, ...]:
+    """INT4 gate_up_proj, BF16 down_proj."""
+    torch.manual_seed(2)
+    shape = EXPERTS, 2 * INTER, HIDDEN
+    words = torch.randint(-(2**31), 2**31, (*shape[:2], HIDDEN // 8), dtype=torch.int32, device="cuda")
+    scales = (torch.rand(*shape[:2], HIDDEN // 32, device="cuda") * 0.01).bfloat16()
+    down = torch.randn(EXPERTS, HIDDEN, INTER, device="cuda").bfloat16()
+    return tuple(prepare_w4a16(words, scales, down, None))
+
+
+def operation(kind: str, tokens: int, weights: tuple[Tensor | None, ...], seed: int) -> Call:
     torch.manual_seed(seed)
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     if kind == "router":
@@ -146,6 +157,25 @@ def test_kernels_of_a_stream_share_its_counters(request: pytest.FixtureRequest, 
     other()
     assert not workspace.left_dirty()
     assert torch.equal(moe_fp8(x, *weights, *routing, choice=[1, 16, 2, 1, 1]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("fp8", 16), ("fp8", 512), ("int4", 16), ("int4", 512), ("mixed", 16), ("mixed", 128)]
+)
+def test_beside_the_next_launch(
+    request: pytest.FixtureRequest, kind: str, tokens: int, next_launch: Callable[[], None], repeats: int = 60
+) -> None:
+    """What a stage of the ring holds is read before it is filled anew."""
+    call = operation(kind, tokens, request.getfixturevalue(kind), 7)
+    flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    wanted = call()
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        flushed.zero_()
+        torch.cuda._sleep(500_000)  # the launches behind it are there when it ends
+        found = call()
+        next_launch()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:

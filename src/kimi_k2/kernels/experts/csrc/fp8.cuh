@@ -72,6 +72,13 @@ constexpr int main_threads(bool fused, int nmax) {
   return 32 * (kFirstSumWarp + (fused || nmax == kSlabwiseTokens ? kSumWarps : 0));
 }
 
+// What an earlier launch wrote, after this one's wait for it. Not __ldg: ld.global.nc asks for data that nobody writes
+// while the kernel runs, and a launch that overlaps the one before it runs already then.
+template <class T>
+__device__ __forceinline__ T load_written(const T* p) {
+  return *p;
+}
+
 __device__ __forceinline__ int local_expert(const Fp8Args& a, int pair) {
   long long id = a.ids64 ? static_cast<const long long*>(a.topk_ids)[pair] : static_cast<const int*>(a.topk_ids)[pair];
   const float weight = a.topk_weights[pair];  // before the test: both loads in flight together

@@ -33,10 +33,10 @@ __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGE
           if (n0 + i < n) {
             const int sl = tile.y + n0 + i;
             if (it.stage == 0)
-              v[i] = __ldg(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(a.x) +
-                                                          (size_t)(s.route.slot_pair[sl] / a.top_k) * a.hidden +
-                                                          kb * 128) +
-                           lane);
+              v[i] = load_written(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(a.x) +
+                                                                 (size_t)(s.route.slot_pair[sl] / a.top_k) * a.hidden +
+                                                                 kb * 128) +
+                                  lane);
             else
               v[i].x = __ldcg(reinterpret_cast<const unsigned*>(static_cast<const unsigned char*>(a.inter_q) +
                                                                 (size_t)sl * a.inter + kb * 128) +
@@ -79,7 +79,7 @@ __device__ __forceinline__ void fill_item(const Fp8Args& a, S& s, const Item& it
   const float* wsrc = it.stage == 0 ? a.s13 + ((size_t)(tile.x * 2 + t) * groups + it.group) * blocks
                                     : a.s2 + ((size_t)tile.x * (a.hidden / 128) + it.group * 2 + t) * groups;
   auto source = [&](int c) {
-    return unsigned(it.stage == 0 ? __ldg(a.sorted_pair + tile.y + c) / a.top_k : tile.y + c) * blocks;
+    return unsigned(it.stage == 0 ? load_written(a.sorted_pair + tile.y + c) / a.top_k : tile.y + c) * blocks;
   };
   // Rows of tokens c0, c0 + 12, ...: where each begins, in blocks of 128 values.
   unsigned rows[kRows], srow[kScales];

@@ -65,7 +65,7 @@ __device__ __forceinline__ Item decode_item(const Fp8Args& a, int item, int tile
 template <bool FUSED, class S>
 __device__ __forceinline__ int4 load_tile(const Fp8Args& a, const S& s, int tile) {
   if constexpr (FUSED) return make_int4(s.route.tile_expert[tile], s.route.tile_start[tile], s.route.tile_n[tile], 0);
-  else return __ldg(a.tiles + tile);
+  else return load_written(a.tiles + tile);
 }
 
 // Until every 128-column group of the tile's intermediate is written. All lanes of a warp.

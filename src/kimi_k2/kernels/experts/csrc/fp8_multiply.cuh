@@ -24,9 +24,9 @@ __device__ __forceinline__ void process_item(const Fp8Args& a, Fp8Smem<NMAX, STA
       ws[m][1] = lane + 32 < nk ? __ldg(p + lane + 32) : 0.f;
     }
   } else if (a.top_k * a.splits2 == 1 && it.stage == 1 && tid < n) {
-    const int pair = __ldg(a.sorted_pair + tile.y + tid);
+    const int pair = load_written(a.sorted_pair + tile.y + tid);
     s.meta_pair[tid] = pair;
-    s.meta_w[tid] = __ldg(a.topk_weights + pair);
+    s.meta_w[tid] = load_written(a.topk_weights + pair);
   }
 
   float acc[2][R];

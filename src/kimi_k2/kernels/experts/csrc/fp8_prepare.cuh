@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
       uint4 raw[4];
 #pragma unroll
       for (int u = 0; u < 4; ++u)
-        if (i0 + u * stride < total) raw[u] = __ldg(static_cast<const uint4*>(a.x) + i0 + u * stride);
+        if (i0 + u * stride < total) raw[u] = load_written(static_cast<const uint4*>(a.x) + i0 + u * stride);
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         const size_t i = i0 + u * stride;

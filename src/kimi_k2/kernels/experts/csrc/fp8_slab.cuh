@@ -23,8 +23,8 @@ __device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool
     float weight = 0.f;
     if (lane < 8 && c0 + lane < parts) {
       const int pair = t * a.top_k + (c0 + lane) / a.splits2;
-      row = __ldg(a.pair_slot + pair);
-      weight = __ldg(a.topk_weights + pair);
+      row = __ldcg(a.pair_slot + pair);
+      weight = __ldcg(a.topk_weights + pair);
     }
     uint4 raw[8];
 #pragma unroll

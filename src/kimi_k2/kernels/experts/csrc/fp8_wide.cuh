@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned ch
   if (direct)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (g + 8 * r < count) weight[r] = __ldg(a.topk_weights + __ldg(a.sorted_pair + slot + g + 8 * r));
+      if (g + 8 * r < count) weight[r] = load_written(a.topk_weights + load_written(a.sorted_pair + slot + g + 8 * r));
   const int row = (lane & 7) + ((lane >> 3) & 1) * 8;  // whose 16 bytes of a matrix this lane addresses
   const uint32_t put = smem_u32(staged) + row * 256 + (((lane >> 4) ^ wide_unit(0, slot + row)) << 4);
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned ch
     if (direct) {
       __syncwarp();
       for (int c = lane; c < count * 16; c += 32) {
-        const int token = c >> 4, unit = c & 15, pair = __ldg(a.sorted_pair + slot + token);
+        const int token = c >> 4, unit = c & 15, pair = load_written(a.sorted_pair + slot + token);
         *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)pair * a.hidden + it.group * 256 +
                                   m * 128 + unit * 8) =
             *reinterpret_cast<const uint4*>(staged + token * 256 + wide_unit(unit, slot + token) * 16);
@@ -241,10 +241,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   auto each = [&](auto&& work) {
     int item = blockIdx.x / CLUSTER;
     if (item >= total) return;
-    int4 ahead = __ldg(a.tiles + wide_item<STAGE>(a, item).tile);
+    int4 ahead = load_written(a.tiles + wide_item<STAGE>(a, item).tile);
     for (; item < total; item += step) {
       const int4 tile = ahead;
-      if (item + step < total) ahead = __ldg(a.tiles + wide_item<STAGE>(a, item + step).tile);
+      if (item + step < total) ahead = load_written(a.tiles + wide_item<STAGE>(a, item + step).tile);
       work(wide_item<STAGE>(a, item), wide_share<CLUSTER>(tile, rank));
     }
   };

@@ -143,7 +143,8 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
         const int col = 8 * j + 2 * q + i;
         __nv_bfloat16* at = dst + (size_t)col * a.splits2 * 256;
         if (col >= n) continue;
-        const float weight = a.top_k == 1 ? __ldg(a.topk_weights + __ldg(a.sorted_pair + tile.y + col)) : 1.f;
+        const float weight =
+            a.top_k == 1 ? moe::load_written(a.topk_weights + moe::load_written(a.sorted_pair + tile.y + col)) : 1.f;
         uint32_t rows[C::TILES];
 #pragma unroll
         for (int m = 0; m < C::TILES; ++m)

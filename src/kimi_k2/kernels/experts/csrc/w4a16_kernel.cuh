@@ -59,7 +59,7 @@ __device__ __forceinline__ int token_row(const Args& a, Smem<C>& s, const Item& 
   const int row = tile.y + c;
   if (it.stage) return row;
   if constexpr (C::FUSED) return s.route.slot_pair[row] / a.top_k;
-  else return __ldg(a.sorted_pair + row) / a.top_k;
+  else return moe::load_written(a.sorted_pair + row) / a.top_k;
 }
 
 // What the claiming thread has announced, item by item, for one warp.

@@ -35,11 +35,15 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
     }
     mbar_wait(&s.full[st], parity);
     const uint32_t row = smem_u32(s.b[st]) + token * C::PITCH + part * 16;
+    uint32_t read = 0;
 #pragma unroll
     for (int k = 0; k < STEPS; k += 2) {
       uint32_t b[NT / 8][4];  // two steps
 #pragma unroll
-      for (int j = 0; j < NT / 8; ++j) ldmatrix_x4(b[j], row + j * 8 * C::PITCH + k * 32);
+      for (int j = 0; j < NT / 8; ++j) {
+        ldmatrix_x4(b[j], row + j * 8 * C::PITCH + k * 32);
+        if (k == STEPS - 2) read |= b[j][0];
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -52,7 +56,7 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
         }
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(&s.empty[st]);
+    if (lane == 0) mbar_arrive_behind(&s.empty[st], read);
   }
 }
 

@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(256) sum_kernel(const __grid_constant__ Args a
     int row = -1;
     float weight = 0.f;
     if (lane < 8 && c0 + lane < parts) {
-      const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldg(a.pair_slot + pair);
-      weight = (a.top_k == 1 ? 1.f : __ldg(a.topk_weights + pair)) * factor;
+      const int pair = t * a.top_k + (c0 + lane) / a.splits2, slot = __ldcg(a.pair_slot + pair);
+      weight = (a.top_k == 1 ? 1.f : __ldcg(a.topk_weights + pair)) * factor;
       if (slot >= 0) row = slot * a.splits2 + (c0 + lane) % a.splits2;
     }
     uint4 raw[8];
