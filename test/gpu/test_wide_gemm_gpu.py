@@ -7,7 +7,7 @@ import torch
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear.block_gemm import block_gemm, padded, quantize_groups
-from kimi_k2.kernels.linear.wide_gemm import TILES, wide_gemm
+from kimi_k2.kernels.linear.wide_gemm import MOST_SHARED, TILES, wide_gemm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -40,6 +40,23 @@ def test_product(tokens: int, rows: int, columns: int, terms: int) -> None:
                 columns,
                 tile,
             )
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("cluster", [2, 3, 5])
+def test_shared_tiles(cluster: int, terms: int) -> None:
+    """Blocks of a cluster have parts of the columns: as `block_gemm` sums them."""
+    for tokens, rows, columns in ((1, 72, 640), (130, 2112, 1536), (300, 4608, 896)):
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        weight = (torch.randn(rows, columns, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weight_scale = (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
+        fp8, scale = quantize_groups(x, terms=terms)
+        scale[:, tokens:] = float("nan")
+        same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, cluster])
+        for tile in TILES:
+            if tile.rows <= MOST_SHARED:
+                out = wide_gemm(fp8, scale, weight, weight_scale, [*tile[:2], cluster])
+                assert torch.equal(out, same), (tokens, rows, columns, tile)
 
 
 def test_refusals() -> None:

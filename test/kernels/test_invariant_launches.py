@@ -110,4 +110,6 @@ def test_measured_tiles_are_known() -> None:
         for tokens, tile in buckets.items():
             size = terms, tokens, rows, columns, 132
             assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == (tile is not None)
-            assert tile is None or wide_gemm.choose_tile(*size) == tile in wide_gemm.TILES
+            assert tile is None or wide_gemm.choose_tile(*size) == tile
+            assert tile is None or tile._replace(cluster=1) in wide_gemm.TILES
+            assert wide_gemm.choose_tile(*size, whole=True).cluster == 1

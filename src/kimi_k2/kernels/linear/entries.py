@@ -143,7 +143,8 @@ def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -
     fits = choice.cluster == 1 or not invariant
     out: Tensor
     if fits and wide_gemm.is_faster(*size, choice):
-        out = wide_gemm.wide_gemm(*quantized, weight, scale)
+        tile = wide_gemm.choose_tile(*size, whole=invariant)
+        out = wide_gemm.wide_gemm(*quantized, weight, scale, list(tile))
     else:
         out = block_gemm.block_gemm(*quantized, weight, scale, list(choice))
     return out

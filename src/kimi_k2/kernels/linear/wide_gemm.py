@@ -17,10 +17,17 @@ from kimi_k2.kernels.linear import block_gemm
 
 
 class Tile(NamedTuple):
-    """What a block sums at a time: `groups` of 64 tokens, by so many rows of the weight."""
+    """What a block sums at a time.
+
+    Attributes:
+        groups: of 64 tokens.
+        rows: of the weight.
+        cluster: blocks that share it, each a part of the columns.
+    """
 
     groups: int
     rows: int
+    cluster: int = 1
 
 
 # Up to so many tokens `block_gemm`, whose tiles may have fewer, is as fast or faster.
@@ -43,18 +50,20 @@ _TIMES = {
     },
 }  # fmt: skip
 TILES = tuple(_TIMES[1])
+MOST_SHARED = 144  # rows of a tile that blocks may share
 # Launches of a TP8 rank's shapes where the best timed one is 4 % faster and more than the best modelled one: by terms,
 # rows and columns, for more than half of so many tokens up to as many. None: `block_gemm`'s.
 MEASURED: dict[tuple[int, int, int], dict[int, Tile | None]] = {
-    (1, 4608, 7168): {128: Tile(2, 64)},
+    (1, 4608, 7168): {128: Tile(2, 72, 2)},
     (1, 2112, 7168): {128: None, 256: Tile(1, 64)},
     (1, 1536, 1536): {128: Tile(1, 64), 256: Tile(1, 64)},
     (1, 7168, 1024): {128: Tile(1, 64)},
     (1, 7168, 256): {128: Tile(1, 64), 256: Tile(2, 128)},
-    (1, 512, 7168): {1024: Tile(1, 64)},
-    (2, 4608, 7168): {128: Tile(2, 64)},
+    (1, 512, 7168): {512: Tile(1, 64, 2), 1024: Tile(2, 64, 2)},
+    (2, 4608, 7168): {128: Tile(2, 72, 2)},
     (2, 2112, 7168): {128: None},
     (2, 1536, 1536): {128: Tile(1, 64), 256: Tile(1, 72)},
+    (2, 512, 7168): {1024: Tile(2, 64, 2)},
     (2, 7168, 256): {128: Tile(2, 64)},
 }
 
@@ -72,9 +81,10 @@ def modelled_time(terms: int, tokens: int, rows: int, columns: int, tile: Tile, 
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(terms: int, tokens: int, rows: int, columns: int, sms: int) -> Tile:
-    """The tile with the least time, measured where that is known, else modelled."""
-    if (known := _measured(terms, tokens, rows, columns, sms)) is not None and known[0] is not None:
+def choose_tile(terms: int, tokens: int, rows: int, columns: int, sms: int, whole: bool = False) -> Tile:
+    """The tile with the least time, measured where that is known, else modelled; `whole`: of all columns."""
+    known = _measured(terms, tokens, rows, columns, sms)
+    if known is not None and known[0] is not None and (known[0].cluster == 1 or not whole):
         return known[0]
     return min(TILES, key=lambda tile: modelled_time(terms, tokens, rows, columns, tile, sms))
 
@@ -108,7 +118,7 @@ def wide_gemm(
         x, scale: e4m3 [terms, T, K] and float32 [K / 128, `padded(T)`], as `block_gemm.quantize_groups` gives them.
         weight: e4m3 [N, K], N a multiple of 8.
         weight_scale_inv: float32 [ceil(N / 128), K / 128].
-        tile: one of `TILES` to pin it; None: the best modelled one.
+        tile: one of `TILES` to pin it, shared or not; None: the best modelled one.
 
     Returns:
         bfloat16 [T, N].

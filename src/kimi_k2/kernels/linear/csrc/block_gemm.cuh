@@ -167,13 +167,14 @@ __device__ __forceinline__ void publish_sums(Memory& m, const float (&acc)[TOKEN
     }
 }
 
-// This block's share of the tile, eight rows of a token a thread; WIDE: as float32, to where `out` then is an array of
-// it.
+// This block's share of the tile, eight rows of a token a thread of so many; WIDE: as float32, to where `out` then is
+// an array of it.
 template <class Memory, int TOKENS, bool WIDE = false>
-__device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, const Tile tile, int rank) {
+__device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, const Tile tile, int rank, int thread,
+                                           int threads) {
   constexpr int kParts = Memory::kRows / 8;
   const int tokens = min(TOKENS, a.tokens - tile.token);
-  for (int i = threadIdx.x * a.cluster + rank; i < tokens * kParts; i += blockDim.x * a.cluster) {
+  for (int i = thread * a.cluster + rank; i < tokens * kParts; i += threads * a.cluster) {
     const int token = i / kParts, row = i % kParts * 8;
     if (tile.row + row >= a.rows) continue;
     float sum[8] = {};
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
   if (a.cluster > 1) {
     decode::cluster_arrive();
     decode::cluster_wait();
-    sum_blocks<Memory, TOKENS>(a, m, locate<Memory, TOKENS>(a, first), rank);
+    sum_blocks<Memory, TOKENS>(a, m, locate<Memory, TOKENS>(a, first), rank, thread, blockDim.x);
     decode::cluster_arrive();  // no block ends while another reads its memory
     decode::cluster_wait();
   }

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>
   }
   decode::cluster_arrive();
   decode::cluster_wait();
-  sum_blocks<Memory, TOKENS, WIDE>(a, m, tile, rank);
+  sum_blocks<Memory, TOKENS, WIDE>(a, m, tile, rank, thread, blockDim.x);
   decode::cluster_arrive();  // no block ends while another reads its memory
   decode::cluster_wait();
 }

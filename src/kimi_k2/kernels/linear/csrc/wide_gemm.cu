@@ -14,10 +14,11 @@ constexpr int wide_stages() {
 }
 
 template <int GROUPS, int ROWS, int TERMS>
-int start_wide(const WideArguments& a, const void* weight, const void* x, void* out, int sms, cudaStream_t stream) {
+int start_wide(const GemmArguments& a, const void* weight, const void* x, void* out, int sms, cudaStream_t stream) {
   constexpr int kStages = wide_stages<GROUPS, ROWS, TERMS>(), kBox = kWideBox<ROWS>;
   static_assert(kStages > 2, "too few requests under way");
   using Memory = WideMemory<GROUPS, ROWS, TERMS, kStages>;
+  if (a.cluster > 1 && !kWideShared<ROWS>) return host::kNoInstance;
   const int tiles = WideTiles<GROUPS, ROWS>(a).count();
   CUtensorMap weights, tokens, outputs;
   constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -27,14 +28,15 @@ int start_wide(const WideArguments& a, const void* weight, const void* x, void* 
   if (int rc = kBox == 64 ? host::encode_rows(&outputs, kOut, 2, out, a.rows, a.tokens, 16)
                           : host::encode_box(&outputs, kOut, 2, out, a.rows, a.tokens, kBox, 16))
     return rc;
-  return host::launch(
-      wide_gemm<GROUPS, ROWS, TERMS, kStages>,
-      {dim3(min(tiles, sms * WideBlock<GROUPS>::kBlocks)), WideBlock<GROUPS>::kThreads, sizeof(Memory), stream},
-      weights, tokens, outputs, a);
+  // A cluster takes one tile; otherwise as many blocks as run at once take them all.
+  const int blocks = a.cluster > 1 ? tiles * a.cluster : min(tiles, sms * WideBlock<GROUPS>::kBlocks);
+  return host::launch(wide_gemm<GROUPS, ROWS, TERMS, kStages>,
+                      {dim3(blocks), WideBlock<GROUPS>::kThreads, sizeof(Memory), stream, true, a.cluster}, weights,
+                      tokens, outputs, a);
 }
 
 template <int TERMS>
-int wide_by_tile(const WideArguments& a, int groups, int tile, const void* weight, const void* x, void* out, int sms,
+int wide_by_tile(const GemmArguments& a, int groups, int tile, const void* weight, const void* x, void* out, int sms,
                  cudaStream_t stream) {
   switch (groups * 1000 + tile) {
     case 1064: return start_wide<1, 64, TERMS>(a, weight, x, out, sms, stream);
@@ -52,13 +54,16 @@ int wide_by_tile(const WideArguments& a, int groups, int tile, const void* weigh
 
 extern "C" int kimi_wide_gemm(const void* x, const void* token_scale, const void* weight, const void* weight_scale,
                               void* out, int terms, int tokens, int rows, int columns, int token_stride, int groups,
-                              int tile, int sms, void* stream) {
-  const linear::WideArguments a{static_cast<const float*>(token_scale),
+                              int tile, int cluster, int sms, void* stream) {
+  if (cluster < 1 || cluster > 8 || cluster > columns / 128) return host::kNoInstance;
+  const linear::GemmArguments a{static_cast<const float*>(token_scale),
                                 static_cast<const float*>(weight_scale),
+                                static_cast<__nv_bfloat16*>(out),
                                 tokens,
                                 rows,
                                 columns,
-                                token_stride};
+                                token_stride,
+                                cluster};
   const auto s = static_cast<cudaStream_t>(stream);
   if (terms == 1) return linear::wide_by_tile<1>(a, groups, tile, weight, x, out, sms, s);
   if (terms == 2) return linear::wide_by_tile<2>(a, groups, tile, weight, x, out, sms, s);
