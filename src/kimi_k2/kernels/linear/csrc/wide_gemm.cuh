@@ -207,6 +207,8 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
     auto begin = [&](int b) {
       at[b] = __shfl_sync(0xffffffffu, st, 0);
       mbar_wait(&m.full[at[b]], phase);
+      // compute-sanitizer (CUDA 13.0): racecheck names these reads and the copy of the stage's next scales, as a warp's
+      // first lane arrives for all behind __syncwarp, which it does not follow; initcheck names what pads the scales.
       c[b][0] = m.scale[at[b]][mine], c[b][1] = m.scale[at[b]][mine + 8];
       const uint64_t left = left0 + at[b] * (sizeof(m.ring.x[0]) >> 4),
                      right = right0 + at[b] * (sizeof(m.ring.w[0]) >> 4);
