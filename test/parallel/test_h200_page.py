@@ -35,9 +35,10 @@ def page_commands(shell_commands: ShellCommands) -> list[list[str]]:
 
 
 def run(command: list[str], where: Path) -> None:
-    done = subprocess.run(
-        command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if path := environment.get("PYTHONPATH"):  # may be relative to where the tests were started
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
 
 
