@@ -226,3 +226,31 @@ def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatc
         parser = through_vllm.new_parser(through_vllm.Tokenizer(), through_vllm.request(), **options).reasoning_parser
         assert parser.extract_reasoning("so", through_vllm.request(**own)) == ("so", None)
         assert asked.pop() == wanted
+
+
+@pytest.mark.parametrize(("choice", "skipped"), [("auto", False), ("none", True)])
+def test_the_tool_parser_alone_asks_for_markers(choice: str, skipped: bool, through_vllm: Any) -> None:
+    asked = through_vllm.request(tool_choice=choice)
+    parser = tool_parser(through_vllm, asked)
+    asked.skip_special_tokens = True
+    assert parser.adjust_request(asked).skip_special_tokens is skipped
+
+
+def test_what_versions_look_at_to_know_of_calls(through_vllm: Any) -> None:
+    """Of a whole reply that something was taken out; of a stream how many calls there were."""
+    asked = through_vllm.request()
+    for text, taken in (("so", False), (f"so{section('')}", True), ("so" + section(call()), True)):
+        assert tool_parser(through_vllm, asked).extract_tool_calls(text, asked).tools_called is taken
+    parser = tool_parser(through_vllm, asked)
+    parser.extract_tool_calls_streaming("", "", section(call(), call("functions.f:1")), [], [], [], asked)
+    parser.finish_streaming()
+    assert parser.finish_streaming() is None
+    assert (parser.current_tool_id, parser.current_tool_name_sent) == (1, True)
+    assert len(parser.prev_tool_call_arr) == len(parser.streamed_args_for_tool) == 2
+
+
+def tool_parser(through_vllm: Any, asked: Any) -> Any:
+    """Ours, as vLLM makes it, by itself."""
+    from kimi_k2.serving.vllm.tool_parser import KimiK2StreamToolParser
+
+    return KimiK2StreamToolParser(through_vllm.Tokenizer(), asked.tools)
