@@ -172,7 +172,7 @@ class Pair:
         self.what, self.device, self.kind = what, device, "whole"
         self.experts, *marks = what.split("-")
         requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
-        environment, executor = {"CUDA_VISIBLE_DEVICES": device, "KIMI_K2_VLLM_GPU": "1"}, given.executor
+        environment, executor = {"CUDA_VISIBLE_DEVICES": device}, given.executor
         ranks = "1"
         for mark in marks:
             if mark in ("1", "v2"):

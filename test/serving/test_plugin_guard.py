@@ -130,8 +130,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_one_gpu_is_ours() -> None:
+def test_gpus_that_are_ours() -> None:
     assert support.refusal(deployment(), model()) is None
+    assert support.refusal(deployment(tensor_parallel_size=8), model()) is None
+    assert support.refusal(deployment(tensor_parallel_size=2, enable_expert_parallel=True), model()) is None
     assert support.refusal(deployment(block_size=64, user_specified_block_size=True), model()) is None
     assert support.refusal(deployment(device_type="cpu", dtype=torch.float32), model(kv_lora_rank=64)) is None
 
@@ -142,7 +144,7 @@ def test_one_gpu_is_ours() -> None:
     [
         ({"dtype": torch.float16}, {}, "torch.float16, the kernels take torch.bfloat16"),
         ({"block_size": 128, "user_specified_block_size": True}, {}, "pages of 128 tokens, the kernels take 64"),
-        ({"tensor_parallel_size": 2}, {}, "several GPUs, which are not measured yet; KIMI_K2_VLLM_GPU=1 takes them"),
+        ({"tensor_parallel_size": 16}, {}, "4 heads a rank"),
         ({}, {"kv_lora_rank": 256}, "attention of sizes (256, 64, 128, 128)"),
         ({}, {"num_attention_heads": 4, "num_key_value_heads": 4}, "4 heads a rank"),
         ({"cache_dtype": "fp8"}, {}, "a cache in fp8"),
@@ -190,9 +192,7 @@ def test_hopper_as_the_platform_says(monkeypatch: pytest.MonkeyPatch, capability
 def test_asked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(support.ON_GPU, "0")
     assert support.refusal(deployment(), model()) == "KIMI_K2_VLLM_GPU=0"
-    monkeypatch.setenv(support.ON_GPU, "1")
-    assert support.refusal(deployment(tensor_parallel_size=8), model()) is None
-    assert support.refusal(deployment(tensor_parallel_size=16), model()) == "4 heads a rank"
+    monkeypatch.delenv(support.ON_GPU)
     monkeypatch.setattr(support, "find_nvcc", lambda: None)
     assert support.refusal(deployment(), model()) == "no nvcc, which the kernels are built with"
     monkeypatch.setattr(support, "_is_hopper", lambda: False)

@@ -123,5 +123,5 @@ def test_two_ranks(experts: str, tmp_path: Path) -> None:
     write_slice(tmp_path / "model", ranks=2)
     options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": experts == "whole"}
     job = requests()
-    answer = serve(tmp_path / "model", job, tmp_path, {"KIMI_K2_VLLM_GPU": "1"}, **options)
+    answer = serve(tmp_path / "model", job, tmp_path, {}, **options)
     check(Judge(tmp_path / "model"), job, answer)

@@ -93,11 +93,10 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     """Why our kernels cannot serve; a CUDA graph cannot hold the plain functions in their place."""
     cache, ranks = vllm_config.cache_config, layout_of(vllm_config).ranks
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
-    asked, dtype = os.environ.get(ON_GPU), vllm_config.model_config.dtype
+    dtype = vllm_config.model_config.dtype
     given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
     for reason, holds in (
-        (f"{ON_GPU}=0", asked == "0"),
-        (f"several GPUs, which are not measured yet; {ON_GPU}=1 takes them", ranks > 1 and asked != "1"),
+        (f"{ON_GPU}=0", os.environ.get(ON_GPU) == "0"),
         ("a GPU that is no Hopper", not _is_hopper()),
         ("no nvcc, which the kernels are built with", find_nvcc() is None),
         (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
