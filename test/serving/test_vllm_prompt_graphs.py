@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_k2.engine.prompt_step import padded_width
+
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
@@ -92,3 +94,56 @@ def test_a_capture_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: p
         assert made(monkeypatch) == (None, 0)
     assert "launched one by one" in caplog.text
     assert "not permitted when stream is capturing" in caplog.text
+
+
+class Layer:
+    """Stands for a layer: its attention puts what it is given into the first rows, and keeps what all rows held."""
+
+    width = 6
+
+    def __init__(self) -> None:
+        self.layer = SimpleNamespace(mlp=None)
+        self.attention = SimpleNamespace(config=SimpleNamespace(hidden_size=4, qk_rope_head_dim=2))
+        self.rows: list[torch.Tensor] = []
+
+    def enter(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        return (x,), x
+
+    def leave(self, x: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.rows.append(torch.cat([x, values], dim=1))
+        return x, x
+
+    def attend_batch(self, projected: object, place: object, batch: int, values: torch.Tensor) -> None:
+        values[:batch] = batch
+
+
+def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of one size, the first with more tokens: rows behind the second's are zero again."""
+    from kimi_k2.serving.vllm import prompt_graphs as module
+
+    monkeypatch.setattr(module, "Projected", lambda *made: made)
+    monkeypatch.setattr(module, "add_norm", lambda x, delta, weight, eps: (x, x))
+    layer, norm = Layer(), SimpleNamespace(weight=torch.zeros(4), eps=1e-6)
+
+    class Again:
+        """Runs the work anew where a graph would be replayed."""
+
+        def __call__(self, work: Any) -> Any:
+            return work, work()
+
+        def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    wide = padded_width(200)
+    graphs = module.PromptGraphs([layer], norm, wide, Again())  # type: ignore[list-item, arg-type]
+    graphs.capture()
+    for tokens in (wide, wide - 5):
+        place = SimpleNamespace(cos=torch.ones(tokens, 1), sin=torch.ones(tokens, 1))
+        made = graphs(torch.full((tokens, 4), 7.0), place, tokens)  # type: ignore[arg-type]
+        assert made.shape == (tokens, 4)
+    last = layer.rows[-1]
+    assert last.shape == (wide, 10)
+    assert last[: wide - 5].count_nonzero() == (wide - 5) * 10
+    assert not last[wide - 5 :].any()

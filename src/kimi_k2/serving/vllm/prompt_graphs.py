@@ -156,10 +156,13 @@ class PromptGraphs:
 
     def __call__(self, x: Tensor, place: Place, batch: Batch) -> Tensor:
         """Embedded new tokens [T, H] to their normed hidden states [T, H], which another step overwrites."""
-        tokens = len(x)
+        tokens, width = len(x), padded_width(len(x))
         for held, given in ((self.x, x), (self.cos, place.cos), (self.sin, place.sin)):
             held[:tokens].copy_(given)
-        pieces = self._pieces[padded_width(tokens)]
+        # Padding is routed too, and INT4's sums follow how many tokens an expert has: a step may not see earlier ones.
+        for held in (self.x, self.values):
+            held[tokens:width].zero_()
+        pieces = self._pieces[width]
         for step, piece in zip(self.steps, pieces, strict=False):
             piece.replay()
             step.attend_batch(Projected(*piece.made[:-1]), place, batch, self.values)
