@@ -206,10 +206,19 @@ def run_planned(
     return out
 
 
+def rows_before_items(batch: int, blocks: int) -> int:
+    """Rows of a plan that lie before its items, as csrc/mla_plan.cuh says."""
+    return 2 * batch + blocks // 4 + 1
+
+
+def plan_items(q: Tensor, plan: Tensor) -> int:
+    """Items that a plan for q [B, H, 576] has room for."""
+    return plan.shape[0] - rows_before_items(q.shape[0], hopper(q.device.index, "mla_decode")[1])
+
+
 def _planned_parts(q: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
     """What a plan's items and their sums are left in: as `_parts` says, but that few heads' lie part by part."""
-    batch, heads = q.shape[:2]
-    items = plan.shape[0] - (2 * batch + hopper(q.device.index, "mla_decode")[1] // 4 + 1)
+    items, heads = plan_items(q, plan), q.shape[1]
     few = heads <= MOST_FEW_HEADS
     parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
     return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import Tensor, float16, float32
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_cuda import arguments_of
+from kimi_k2.kernels.attention.mla_cuda import arguments_of, plan_items
 from kimi_k2.kernels.attention.mla_decode import LATENT
-from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 
 
@@ -36,7 +35,7 @@ def run_planned(
     batch, heads = q.shape[:2]
     out, parts = q.new_empty(batch, heads, LATENT), None
     if not whole:
-        items = plan.shape[0] - (2 * batch + hopper(q.device.index, "mla_decode")[1] // 4 + 1)
+        items = plan_items(q, plan)
         parts = q.new_empty(items, heads, LATENT, dtype=float16), q.new_empty(items, heads, 2, dtype=float32)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, parts
     arguments = arguments_of(*given, plan, tokens, whole=whole)

@@ -53,7 +53,7 @@ CUTS = {True: Cut(2, 16, 8, 6, 3), False: Cut(4, 16, 4, 8, 6)}
 def plan_rows(batch: int, capacity: int, blocks: int, heads: int) -> int:
     """Rows of a plan, at least `mla_plan`'s."""
     items = batch * CUTS[heads <= mla_cuda.MOST_FEW_HEADS].parts(-(-capacity // mla_decode.PAGE))
-    return max(2 * batch + blocks // 4 + 1 + items, mla_plan.plan_rows(batch, blocks))
+    return max(mla_cuda.rows_before_items(batch, blocks) + items, mla_plan.plan_rows(batch, blocks))
 
 
 def _rows(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MOST_FEW_HEADS
+from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MOST_FEW_HEADS, rows_before_items
 from kimi_k2.kernels.attention.mla_decode import HEADS
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
@@ -93,7 +93,7 @@ def pays(batch: int, capacity: int, heads: int, sm_count: int = 132) -> bool:
 
 def plan_rows(batch: int, blocks: int) -> int:
     """Rows of a plan for so many contexts and blocks, as csrc/mla_plan.cuh says."""
-    return 3 * batch + blocks + blocks // 4 + 1
+    return rows_before_items(batch, blocks) + batch + blocks
 
 
 def check(seq_lens: Tensor, heads: int) -> None:
