@@ -131,11 +131,12 @@ class DecodeStep:
         seq_lens = sequence_lengths(positions)
         heads, pages = len(self.layers[0].w_uk) if self.layers else 0, None
         plan: Callable[[], Tensor | None] = partial(attention_plan, seq_lens, self.cache.data[0], heads)
-        chosen = attention_plan.choose(seq_lens, self.cache.data[0], heads) if heads else None
+        choose = partial(attention_plan.choose, seq_lens, self.cache.data[0], heads)
         if isinstance(self.cache, PagedCache):
             pages = self.cache.slots(positions[:, None])[:, 0], self.cache.block_table
             given = seq_lens, self.cache.data[0], pages[1], heads
-            plan, chosen = partial(paged_attention_plan, *given), paged_attention_plan.choose(*given) if heads else None
+            plan, choose = partial(paged_attention_plan, *given), partial(paged_attention_plan.choose, *given)
+        chosen = choose() if heads else None
         rotary = partial(self.model.model.rotary, positions, dtype)
         there = positions.is_cuda and torch.cuda.is_available()
         if not there or chosen is None or chosen.name == PLAIN:
