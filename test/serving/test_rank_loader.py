@@ -15,7 +15,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
-from kimi_k2.serving.vllm.weights import PREFIX, RankLoader
+from kimi_k2.serving.paged.weights import PREFIX, RankLoader
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.plan import make_plan

@@ -19,7 +19,7 @@ PAGE = 4
 
 
 def batch(new: list[int], lengths: list[int], decodes: int) -> Any:
-    from kimi_k2.serving.vllm.attention import Batch
+    from kimi_k2.serving.paged.batch import Batch
 
     starts = [0, *itertools.accumulate(new)]
     table = (torch.randperm(60) + 1)[: 6 * len(new)].view(len(new), 6).int()

@@ -39,7 +39,7 @@ class Layers:
     """The layers of a model over caches of their own, step by step."""
 
     def __init__(self, model: KimiK2ForCausalLM) -> None:
-        from kimi_k2.serving.vllm.layer import PagedLayer
+        from kimi_k2.serving.paged.layer import PagedLayer
 
         self.model, self.batch, self.done = model, None, [0] * len(LENGTHS)
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
@@ -52,7 +52,7 @@ class Layers:
 
     def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
         """Hidden states of the new tokens of each sequence."""
-        from kimi_k2.serving.vllm.attention import Batch
+        from kimi_k2.serving.paged.batch import Batch
 
         rows, counts = list(new), list(new.values())
         positions = [torch.arange(self.done[row], self.done[row] + count) for row, count in new.items()]

@@ -21,11 +21,11 @@ from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
+from kimi_k2.serving.paged.layer import PagedLayer
+from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.serving.vllm.attention import LatentAttention
-from kimi_k2.serving.vllm.layer import PagedLayer
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import config_of, layout_of, refusal
-from kimi_k2.serving.vllm.weights import RankLoader
 from kimi_k2.sharding.plan import make_plan
 
 logger = logging.getLogger("vllm.kimi_k2")

@@ -23,8 +23,8 @@ from kimi_k2.engine.prompt_step import NARROWEST, padded_width
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
-from kimi_k2.serving.vllm.attention import Batch
-from kimi_k2.serving.vllm.layer import PagedLayer, Projected
+from kimi_k2.serving.paged.batch import Batch
+from kimi_k2.serving.paged.layer import PagedLayer, Projected
 
 logger = logging.getLogger("vllm.kimi_k2")
 

@@ -1,8 +1,8 @@
-"""One layer over a batch of vLLM's: the layer of our decode step, with attention over pages and any new tokens."""
+"""One layer over an engine's batch: the layer of our decode step, with attention over pages and any new tokens."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,25 @@ from kimi_k2.ops.mla import (
 from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, write_places
 from kimi_k2.ops.mla_ragged import mla_ragged_attention
 from kimi_k2.ops.norm import rms_norm
-from kimi_k2.serving.vllm.attention import Batch, LatentAttention
+from kimi_k2.serving.paged.batch import Batch
+
+
+class Held(Protocol):
+    """A layer's cache in an engine's hands."""
+
+    @property
+    def cache(self) -> Tensor:
+        """[pages, slots a page, cache_dim]."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache."""
+        ...
+
+    def batch(self) -> Batch | None:
+        """What this step computes; None while the engine measures memory, when there is no cache yet."""
+        ...
 
 
 class Projected(NamedTuple):
@@ -48,7 +66,7 @@ class PagedLayer(LayerStep):
         held: the layer's cache.
     """
 
-    def __init__(self, layer: DecoderLayer, reduce: Reduce, held: LatentAttention) -> None:
+    def __init__(self, layer: DecoderLayer, reduce: Reduce, held: Held) -> None:
         super().__init__(layer, reduce)
         self.held = held
 
@@ -68,7 +86,7 @@ class PagedLayer(LayerStep):
             return project(values, self.o), x
         norm = self.layer.input_layernorm
         qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        if batch is None:  # vLLM measures memory; there is no cache yet
+        if batch is None:  # the engine measures memory; there is no cache yet
             return project(qkv_a.new_zeros(len(x), self.width), self.o), x
         values = self._decode(qkv_a[: batch.decodes], place, cache, batch)
         if batch.decodes < len(x):

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, as vLLM's loader gives them one by one, into one rank's part of the plain model."""
+"""A checkpoint's tensors, as an engine's loader gives them one by one, into one rank's part of the plain model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What serving engines with a cache in pages have in common: our layers over it, and weights by rank."""
