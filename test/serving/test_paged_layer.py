@@ -1,11 +1,10 @@
-"""Layers over batches as vLLM makes them, prompts in parts among decodes: the plain model's hidden states.
+"""Layers over batches as engines make them, prompts in parts among decodes: the plain model's hidden states.
 
 vLLM on a CPU takes prompts whole, so the parts that a GPU's come in are made here.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,9 @@ from torch import Tensor
 from kimi_k2.engine.layer_step import Place
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.norm import add_norm
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+from kimi_k2.serving.paged import batch
+from kimi_k2.serving.paged.batch import Batch
+from kimi_k2.serving.paged.layer import PagedLayer
 
 PAGE, PAGES = 4, 40
 LENGTHS = (24, 12, 18)
@@ -39,8 +38,6 @@ class Layers:
     """The layers of a model over caches of their own, step by step."""
 
     def __init__(self, model: KimiK2ForCausalLM) -> None:
-        from kimi_k2.serving.paged.layer import PagedLayer
-
         self.model, self.batch, self.done = model, None, [0] * len(LENGTHS)
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
         self.table, self.steps = order.int(), []
@@ -52,8 +49,6 @@ class Layers:
 
     def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
         """Hidden states of the new tokens of each sequence."""
-        from kimi_k2.serving.paged.batch import Batch
-
         rows, counts = list(new), list(new.values())
         positions = [torch.arange(self.done[row], self.done[row] + count) for row, count in new.items()]
         tables = [self.table[row].long() for row in rows]
@@ -84,10 +79,8 @@ class Layers:
 def test_prompts_in_parts(
     name: str, together: bool, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kimi_k2.serving.vllm import attention
-
     if not together:
-        monkeypatch.setattr(attention, "MOST_SLOTS", 0)
+        monkeypatch.setattr(batch, "MOST_SLOTS", 0)
     torch.manual_seed(0)
     model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True)
     ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]

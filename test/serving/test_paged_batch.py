@@ -1,0 +1,60 @@
+"""What a step's layers are told of several prompts: their rows, and the slots of each in their order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kimi_k2.ops.mla_paged import gather_pages
+from kimi_k2.serving.paged import batch as module
+from kimi_k2.serving.paged.batch import Batch
+
+PAGE = 4
+
+
+def batch(new: list[int], lengths: list[int], decodes: int) -> Batch:
+    starts = [0, *itertools.accumulate(new)]
+    table = (torch.randperm(60) + 1)[: 6 * len(new)].view(len(new), 6).int()
+    slots = [
+        table[row, place // PAGE] * PAGE + place % PAGE
+        for row, (count, length) in enumerate(zip(new, lengths, strict=True))
+        for place in range(length - count, length)
+    ]
+    return Batch(
+        query_start=starts, query_starts=torch.tensor(starts).int(), seq_lens=torch.tensor(lengths).int(),
+        lengths=lengths[decodes:], block_table=table, slots=torch.tensor(slots), decodes=decodes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("new", "lengths"), [([1, 1, 3, 5, 2], [9, 4, 12, 5, 20]), ([2, 7, 3], [2, 9, 17])])
+def test_slots_of_sequences_whose_tokens_are_not_all_new(new: list[int], lengths: list[int]) -> None:
+    torch.manual_seed(sum(new))
+    decodes = new.count(1)
+    made = batch(new, lengths, decodes)
+    together = made.prompts(PAGE).together
+    assert together is not None
+    assert together.places is not None
+    cache = torch.randn(61, PAGE, 3)
+    table = made.block_table[decodes:]
+    wanted = [gather_pages(cache, table[row : row + 1], length)[0] for row, length in enumerate(lengths[decodes:])]
+    assert torch.equal(cache[together.places], torch.cat(wanted))
+    assert together.queries.lengths == tuple(new[decodes:])
+    assert together.queries.starts.tolist() == [0, *itertools.accumulate(new[decodes:])]
+    assert together.keys.lengths == tuple(lengths[decodes:])
+    assert together.keys.starts.tolist() == [0, *itertools.accumulate(lengths[decodes:])]
+    assert together.keys.starts.dtype == together.queries.starts.dtype == torch.int32
+
+
+def test_whole_prompts_need_no_slots() -> None:
+    together = batch([1, 3, 5], [4, 3, 5], 1).prompts(PAGE).together
+    assert together is not None
+    assert together.places is None
+    assert together.keys is together.queries
+
+
+def test_one_prompt_and_very_long_ones_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batch([1, 3], [4, 9], 1).prompts(PAGE).together is None
+    monkeypatch.setattr(module, "MOST_SLOTS", 13)
+    assert batch([3, 2], [9, 5], 0).prompts(PAGE).together is None
