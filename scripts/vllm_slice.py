@@ -85,19 +85,19 @@ class Timer:
         self.stamp = outputs.timestamp
         return outputs
 
-    def run(self, requests: int, length: int, new: int) -> tuple[float, float]:
+    def run(self, requests: int, length: int, new: int, temperature: float = 0.0) -> tuple[float, float]:
         """Milliseconds until the first token, and a token once all requests decode (NaN for few tokens)."""
         from vllm import SamplingParams
 
         got: dict[str, int] = {}
         inside: list[tuple[float, int]] = []  # when a step ended, and the tokens that each request then had
-        for _ in range(requests):
+        sampling = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, detokenize=False)
+        prompts = [[self.draw.randrange(10, 20000) for _ in range(length)] for _ in range(requests)]
+        start, first = time.perf_counter(), float("nan")
+        for prompt in prompts:
             self.count += 1
-            prompt = [self.draw.randrange(10, 20000) for _ in range(length)]
-            sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling)
             got[str(self.count)] = 0
-        start, first = time.perf_counter(), float("nan")
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 got[output.request_id.split("-")[0]] = len(output.outputs[0].token_ids)
@@ -158,22 +158,30 @@ def start(
 def warm(timer: Timer, concurrency: Sequence[int], prompts: Iterable[int]) -> None:
     """Build whatever is built when it first runs."""
     for requests in concurrency:
-        timer.run(requests, 1024, 8)
+        for temperature in (0.0, 1.0):
+            timer.run(requests, 1024, 8, temperature)
     for length in prompts:
         timer.run(1, length, 1)
 
 
 def figures(
-    timer: Timer, concurrency: Sequence[int], contexts: Sequence[int], prompts: Mapping[int, int]
+    timer: Timer,
+    concurrency: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Mapping[int, int],
+    temperature: float = 0.0,
 ) -> Iterator[tuple[str, float]]:
-    """What is timed and its milliseconds; `prompts` gives the repetitions of a length."""
+    """What is timed and its milliseconds; `prompts` gives the repetitions of a length, temperature 0 is greedy."""
+    how = f", temperature {temperature:g}" if temperature else ""
     for length in contexts:
         for requests in concurrency:
             new = -(-requests * length // CHUNK) + (128 if requests < 16 else 80)
             times = 2 if requests * length <= 8 * CHUNK else 1  # long prompts take longer than what is timed
-            yield f"TPOT of {requests} at {length}", min(timer.run(requests, length, new)[1] for _ in range(times))
+            each = (timer.run(requests, length, new, temperature)[1] for _ in range(times))
+            yield f"TPOT of {requests} at {length}{how}", min(each)
     for length, times in prompts.items():
-        yield f"TTFT of {length} tokens", statistics.median(timer.run(1, length, 1)[0] for _ in range(times))
+        each = (timer.run(1, length, 1, temperature)[0] for _ in range(times))
+        yield f"TTFT of {length} tokens{how}", statistics.median(each)
 
 
 def write(found: Iterable[tuple[str, float]], result: Path) -> None:
@@ -189,7 +197,10 @@ def write(found: Iterable[tuple[str, float]], result: Path) -> None:
 
 
 def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
-    """What a line asks for: {"result": FILE, "requests": [...], "contexts": [...], "prompts": [...]}, or a profile."""
+    """What a line asks for, or a profile.
+
+    {"result": FILE, "requests": [...], "contexts": [...], "prompts": [...], "temperature": 0}
+    """
     result = Path(asked["result"])
     if "profile" in asked:
         timer.run(1, 1024, 20)
@@ -200,7 +211,8 @@ def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
         return
     times = {length: PROMPTS.get(length, 3) for length in asked["prompts"]}
     partial = result.with_suffix(".so-far")
-    write(figures(timer, asked["requests"], asked["contexts"], times), partial)
+    found = figures(timer, asked["requests"], asked["contexts"], times, asked.get("temperature", 0.0))
+    write(found, partial)
     partial.replace(result)
 
 
@@ -214,6 +226,7 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="at once, of 1 4 16 64")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens before those that are timed")
     parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="tokens until the first answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     parser.add_argument("--pages", type=int, default=PAGES, help="of the cache, 64 tokens each")
     parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
@@ -233,4 +246,4 @@ if __name__ == "__main__":
             measure(timer, json.loads(line))
     else:
         wanted = {"requests": given.requests, "contexts": given.contexts, "prompts": given.prompts}
-        measure(timer, {**wanted, "result": str(given.result)})
+        measure(timer, {**wanted, "temperature": given.temperature, "result": str(given.result)})

@@ -2,13 +2,16 @@
 
     python scripts/vllm_table.py DIRECTORY --pairs fp8 --layers 12
     python scripts/vllm_table.py DIRECTORY --pairs fp8 int4 fp8-1 fp8-6-tp2 --devices 0 1 1 0,1 --runner
+    python scripts/vllm_table.py DIRECTORY --pairs fp8-61 --devices 0/1
 
 A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-6` for six layers (one layer is what the
-engine takes by itself), `-v2` for vLLM's second model runner, `-tp2` for two ranks, `-ep2` for two with experts shared
-out. Needs vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests
-of 8k). FP8 linears of stock vLLM are compiled first, several at once (`warm_deep_gemm.py`). Logs and figures go to
-DIRECTORY; figures are printed and written as they come, the ones that matter most first. Whatever else runs on the host
-is in the figures of few requests.
+engine takes by itself; 61 layers have a smaller cache), `-v2` for vLLM's second model runner, `-tp2` for two ranks,
+`-ep2` for two with experts shared out. With `0/1` stock has GPU 0 and ours GPU 1, and both are timed at once. Needs
+vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests of 8k, 61
+layers: 125). FP8 linears of stock vLLM are compiled meanwhile, several at once (`warm_deep_gemm.py`). Logs and figures
+go to DIRECTORY; figures are printed and written as they come, the ones that matter most first. Whatever else runs on
+the host is in the figures of few requests: engines that are not being timed are stopped, and after a figure stands how
+many cores were busy meanwhile.
 """
 
 from __future__ import annotations
@@ -40,6 +43,18 @@ def say(what: str) -> None:
 
 
 BEGAN = time.monotonic()
+DEEP = "61"  # layers: all of the model
+
+
+def busy() -> tuple[float, float]:
+    """Seconds of this machine's cores so far: busy, and taken away by its host; (0, 0) where /proc is not."""
+    try:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0, 0.0
+    user, nice, system, _, _, irq, softirq, steal = ticks
+    hertz = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / hertz, steal / hertz
 
 
 class Engine:
@@ -69,30 +84,49 @@ class Engine:
         """Warm; or ended, which `ask` will say."""
         return self.ready.exists() or self.process.poll() is not None
 
-    def ask(self, limit: float, **asked: Any) -> dict[str, float]:
-        """Time it; what is there after `limit` seconds."""
+    def stop(self) -> None:
+        """Take the cores away from all of its processes, until it is asked."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def begin(self, **asked: Any) -> bool:
+        """Have it time something; False if it cannot."""
         self.asked += 1
-        result = self.directory / f"{self.name}-{self.asked}.json"
-        partial = result.with_suffix(".so-far")
-        for left in (result, partial):  # by another run
+        self.result = self.directory / f"{self.name}-{self.asked}.json"
+        self.partial = self.result.with_suffix(".so-far")
+        for left in (self.result, self.partial):  # by another run
             left.unlink(missing_ok=True)
         if self.process.poll() is not None or not self.ready.exists():
             say(f"{self.name}: {self.process.poll()}, not timed")
-            return {}
+            return False
         assert self.process.stdin is not None
-        wanted = {"requests": [], "contexts": [], "prompts": [], **asked, "result": str(result)}
+        self._signal(signal.SIGCONT)
+        self.began, self.busy_before = time.monotonic(), busy()
+        wanted = {"requests": [], "contexts": [], "prompts": [], **asked, "result": str(self.result)}
         self.process.stdin.write(json.dumps(wanted) + "\n")
         self.process.stdin.flush()
+        return True
+
+    def end_of(self, limit: float) -> dict[str, float]:
+        """Milliseconds by what was asked for; what is there after `limit` seconds."""
         until = time.monotonic() + limit
-        while not result.exists() and time.monotonic() < until and self.process.poll() is None:
-            time.sleep(0.05)
-        found = next((path for path in (result, partial) if path.exists()), None)
+        while not self.result.exists() and time.monotonic() < until and self.process.poll() is None:
+            time.sleep(0.02)
+        took, cores = time.monotonic() - self.began, zip(busy(), self.busy_before, strict=True)
+        self.stop()
+        found = next((path for path in (self.result, self.partial) if path.exists()), None)
         figures: dict[str, float] = json.loads(found.read_text()) if found else {}
-        say(f"{self.name}: {', '.join(f'{what} {figure:.3f}' for what, figure in figures.items())}")
+        own, taken = ((now - before) / took for now, before in cores)
+        listed = ", ".join(f"{what} {figure:.3f}" for what, figure in figures.items())
+        say(f"{self.name}: {listed} (busy cores {own:.1f}, {taken:.1f} taken away)")
         return figures
 
     def close(self) -> None:
         """Close its input, which ends it."""
+        self._signal(signal.SIGCONT)
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -110,6 +144,7 @@ def wait(engines: Sequence[Engine], until: float) -> None:
     while waiting and time.monotonic() < until:
         for engine in [one for one in waiting if one.is_ready()]:
             waiting.remove(engine)
+            engine.stop()
             say(f"{engine.name} {'warm' if engine.ready.exists() else 'ended: ' + str(engine.process.poll())}")
         time.sleep(0.2)
 
@@ -117,7 +152,7 @@ def wait(engines: Sequence[Engine], until: float) -> None:
 def table(stock: Mapping[str, float], ours: Mapping[str, float]) -> str:
     """A line for each figure that both have."""
     rows = [
-        f"{what:24} {stock[what]:9.3f} / {ours[what]:9.3f} ms  {stock[what] / ours[what]:.2f}"
+        f"{what:36} {stock[what]:9.3f} / {ours[what]:9.3f} ms  {stock[what] / ours[what]:.2f}"
         for what in stock
         if what in ours
     ]
@@ -135,13 +170,17 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is asked, and of which pairs (see `Pair.kind`): the engine's own floor and short contexts first."""
     few, many = [count for count in given.requests if count < 16], [count for count in given.requests if count >= 16]
     contexts, prompts = given.contexts, given.prompts
-    yield "whole few", {"requests": few, "contexts": contexts[:1]}
-    yield "whole", {"prompts": prompts[:1]}
-    yield "whole", {"requests": many, "contexts": contexts[:1]}
-    yield "whole", {"prompts": prompts[1:]}
-    yield from (("whole", {"requests": [count], "contexts": contexts[1:]}) for count in given.requests[:-1])
+    yield "whole deep few", {"requests": few, "contexts": contexts[:1]}
+    yield "whole deep", {"prompts": prompts[:1]}
+    for temperature in given.temperatures:
+        yield "whole", {"requests": few, "contexts": contexts[:1], "temperature": temperature}
+    yield "whole deep", {"requests": many, "contexts": contexts[:1]}
     yield "ranks", {"requests": few, "contexts": contexts[:1]}
     yield "ranks", {"requests": many, "contexts": contexts[:1], "prompts": prompts[:1]}
+    yield "whole deep", {"prompts": prompts[1:]}
+    yield from (("whole deep", {"requests": [count], "contexts": contexts[1:]}) for count in given.requests[:-1])
+    for temperature in given.temperatures:
+        yield "whole", {"requests": many, "contexts": contexts[:1], "temperature": temperature}
     yield "whole", {"requests": given.requests[-1:], "contexts": contexts[1:]}
 
 
@@ -161,22 +200,29 @@ class Pair:
 
     Args:
         what: form of experts and marks, as on the command line.
-        device: `CUDA_VISIBLE_DEVICES`.
+        devices: `CUDA_VISIBLE_DEVICES`; of stock and of ours with a slash between.
         given: the command line.
 
     Attributes:
-        kind: `whole` for all of the table, `few` for few requests, `ranks` for short contexts on several GPUs.
+        kind: `whole` for all of the table, `few` for few requests, `ranks` for short contexts on several GPUs, `deep`
+            for all that a small cache holds.
+        device: of ours.
+        at_once: each has a GPU of its own.
     """
 
-    def __init__(self, what: str, device: str, given: argparse.Namespace) -> None:
-        self.what, self.device, self.kind = what, device, "whole"
+    def __init__(self, what: str, devices: str, given: argparse.Namespace) -> None:
+        self.what, self.kind, self.at_once = what, "whole", "/" in devices
+        of_stock, _, of_ours = devices.partition("/")
+        self.device = of_ours or of_stock
         self.experts, *marks = what.split("-")
         requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
-        environment, executor = {"CUDA_VISIBLE_DEVICES": device}, given.executor
+        environment, executor = {}, given.executor
         ranks = "1"
         for mark in marks:
             if mark in ("1", "v2"):
                 self.kind, requests, prompts, pages = "few", requests[:2], prompts[:1], "600"
+            if mark == DEEP:
+                self.kind, pages = "deep", "2150"
             if mark.isdecimal():
                 layers = mark
             elif mark == "v2":
@@ -189,7 +235,16 @@ class Pair:
         options = [self.experts, "--layers", layers, "--pages", pages, "--ranks", ranks, "--engine", json.dumps(engine)]
         options += ["--requests", *map(str, requests), "--prompts", *map(str, prompts)]
         options += ["--executor", executor] if executor else []
-        self.stock, self.ours = (Engine(f"{name}-{what}", given.directory, options, environment) for name in PLUGINS)
+        self.stock, self.ours = (
+            Engine(f"{name}-{what}", given.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device})
+            for name, device in zip(PLUGINS, (of_stock, self.device), strict=True)
+        )
+
+    def ask(self, limit: float, engines: Sequence[Engine], **asked: Any) -> Iterator[tuple[Engine, dict[str, float]]]:
+        """Time it with these of its engines: in turns, or at once where each has a GPU of its own."""
+        for together in [engines] if self.at_once else [[engine] for engine in engines]:
+            begun = {engine.name for engine in together if engine.begin(**asked)}
+            yield from ((engine, engine.end_of(limit) if engine.name in begun else {}) for engine in together)
 
 
 def main() -> None:
@@ -202,6 +257,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="timed beside greedy, context 1k")
     parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
     parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
@@ -211,25 +267,28 @@ def main() -> None:
     given.directory.mkdir(parents=True, exist_ok=True)
     compiling = warm_deep_gemm(given.directory, {}) if any("fp8" in what for what in given.pairs) else None
     pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
-    if compiling is not None:
-        say(f"DeepGEMM compiled: {compiling.wait()}")
     engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
     wait(engines, BEGAN + given.ready)
+    if compiling is not None:
+        say(f"DeepGEMM compiled: {compiling.wait()}")
     found: dict[str, dict[str, float]] = {engine.name: {} for engine in engines}
     asked = [
-        (engine, row)
+        (pair, [pair.stock, pair.ours], row)
         for kinds, row in rows(given)
         for pair in pairs
         if pair.kind in kinds.split() and ((row.get("requests") and row.get("contexts")) or row.get("prompts"))
-        for engine in (pair.stock, pair.ours)
     ]
     for _ in range(2):  # again what an engine was not yet warm for
         late = []
-        for engine, row in asked:
-            figures = engine.ask(120, **row) if time.monotonic() < BEGAN + given.within else {}
-            found[engine.name] |= figures
-            late += [] if figures else [(engine, row)]
+        for pair, of_it, row in asked:
+            if time.monotonic() > BEGAN + given.within:
+                break
+            answers = list(pair.ask(120, of_it, **row))
+            for engine, figures in answers:
+                found[engine.name] |= figures
             (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+            missing = [engine for engine, figures in answers if not figures]
+            late += [(pair, missing, row)] if missing else []
         asked = late
     for pair in (pair for pair in pairs if given.runner and pair.kind == "whole"):
         found[pair.ours.name] |= own_runner(pair.experts, given.layers, pair.device)

@@ -5,6 +5,7 @@ goes through all of them. Here each of a slice's linears has a process of its ow
 `vllm_slice.py` meets. The cache is DeepGEMM's: `DG_JIT_CACHE_DIR`, or vLLM's default for it.
 
     python scripts/warm_deep_gemm.py
+    python scripts/warm_deep_gemm.py --linears 1024x7168 7168x512
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def compile_for(linear: tuple[int, int], tokens: tuple[int, ...]) -> str:
     return f"{rows} x {columns}, {len(tokens)} sizes: {time.monotonic() - start:.1f} s"
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Of `ROWSxCOLUMNS`."""
+    rows, columns = text.split("x")
+    return int(rows), int(columns)
+
+
 def deep_gemm_parent() -> Path:
     """Where vLLM keeps its DeepGEMM.
 
@@ -59,10 +66,12 @@ def deep_gemm_parent() -> Path:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--linears", nargs="+", type=shape, default=LINEARS, metavar="ROWSxCOLUMNS", help="a slice's")
+    linears = parser.parse_args().linears
     root = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache/vllm"))
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(root / "deep_gemm"))
-    jobs = [(linear, TOKENS[half::2]) for half in range(2) for linear in LINEARS]
+    jobs = [(linear, TOKENS[half::2]) for half in range(2) for linear in linears]
     with get_context("spawn").Pool(len(jobs)) as pool:
         for said in pool.starmap(compile_for, jobs, chunksize=1):
             sys.stdout.write(f"{said}\n")
