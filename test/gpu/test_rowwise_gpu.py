@@ -7,7 +7,7 @@ import torch
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.router.entries import route
-from kimi_k2.kernels.rowwise import pairs
+from kimi_k2.kernels.rowwise import next_step, pairs
 from kimi_k2.kernels.rowwise.prefill import (
     fp8_block_to_bf16,
     held_rows,
@@ -16,6 +16,7 @@ from kimi_k2.kernels.rowwise.prefill import (
     row_norm,
     write_slots,
 )
+from kimi_k2.ops import pages
 from kimi_k2.ops.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -120,3 +121,24 @@ def test_sums_and_products_of_two(shape: tuple[int, int]) -> None:
         pairs.add(a, b[:, :4])
     with pytest.raises(KernelError, match="gate_up"):
         pairs.silu_and_mul(a[:, :8])
+
+
+@pytest.mark.parametrize("batch", [1, 64, 300])
+def test_next_step_of_sequences_in_pages(batch: int) -> None:
+    """The bits of the plain function, again and again from a graph; other dtypes are refused."""
+    lengths = torch.randint(0, 300, (batch,), dtype=torch.int32, device="cuda")
+    table = torch.randint(1, 99, (batch, 7), dtype=torch.int32, device="cuda")
+    ids, written = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda"), lengths.long() + 77
+    positions, slots = written.clone(), written.clone()
+    given = lengths, ids, positions, slots, table
+    one, two, three, four, five = wanted = tuple(tensor.cpu() for tensor in given)
+    assert next_step.supports(lengths, ids, positions, slots, table, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pages.next_step(lengths, ids, positions, slots, table, 64)
+    for _ in range(3):
+        graph.replay()
+        pages.next_step(one, two, three, four, five, 64)
+        assert all(torch.equal(found.cpu(), one) for found, one in zip(given, wanted, strict=True))
+    with pytest.raises(KernelError, match=r"positions is torch\.int32"):
+        next_step.next_step(lengths, ids, written.int(), written, table, 64)

@@ -20,6 +20,7 @@ from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.kernels.experts.fp8_decode import POINTERS, Arguments
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
+from kimi_k2.ops.pages import next_step
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++")
@@ -33,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     whole = directory / "whole.cpp"
     names = (
         "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
-        "attention/attend_values", "attention/absorb", "rowwise/pairs",
+        "attention/attend_values", "attention/absorb", "rowwise/pairs", "rowwise/next_step",
     )  # fmt: skip
     whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
     assert COMPILER is not None
@@ -319,3 +320,17 @@ def test_sums_and_products_of_two(library: ctypes.CDLL) -> None:
     assert library.kimi_pairs(pointer(a), None, pointer(product), product.numel() // 8, 304 // 8, None) == 0
     gate, up = a.chunk(2, dim=-1)
     assert torch.equal(product, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_next_step(library: ctypes.CDLL, batch: int) -> None:
+    """The bits of the plain function; rows of no sequence among the others."""
+    torch.manual_seed(batch)
+    lengths = torch.randint(0, 300, (batch,), dtype=torch.int32)
+    lengths[batch // 2 :: 3] = 0
+    ids, table = torch.randint(1, 999, (batch,), dtype=torch.int32), torch.randint(1, 99, (batch, 5), dtype=torch.int32)
+    given = lengths, ids, torch.full((batch,), 77), torch.full((batch,), 77), table
+    one, two, three, four, _ = wanted = tuple(tensor.clone() for tensor in given)
+    next_step(one, two, three, four, table, 64)
+    assert library.kimi_next_step(*map(pointer, given), batch, 5, 64, None) == 0
+    assert all(map(torch.equal, given, wanted))

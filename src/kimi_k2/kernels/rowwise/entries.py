@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.rowwise import decode, pairs, prefill
+from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
+from kimi_k2.ops import pages as ops_pages
 from kimi_k2.ops.cache import store_entries
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
@@ -33,6 +34,8 @@ dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block
 ops_experts.silu_and_mul.entry("cuda", takes=pairs.supports_silu_and_mul, batch_invariant=ELEMENTWISE)(
     pairs.silu_and_mul
 )
+
+ops_pages.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMENTWISE)(next_step.next_step)
 
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from typing import Any
 
 from kimi_k2.serving.vllm.support import changed
 
@@ -12,6 +13,9 @@ logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its chi
 PARSER = "kimi_k2_stream"
 # vLLM's names of architectures: K2's configurations say the first; vLLM's K2.5 asks for the second for its text.
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
+# Architectures that configurations of the family name.
+WITH_WORKER = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
 
 
 def register() -> None:
@@ -22,10 +26,36 @@ def register() -> None:
         return
     from vllm.model_executor.models.registry import ModelRegistry
 
+    _offer_worker()
     for architecture, name in ARCHITECTURES.items():
         target = f"kimi_k2.serving.vllm.model:{name}"
         if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
             ModelRegistry.register_model(architecture, target)
+
+
+def _offer_worker() -> None:
+    """Have vLLM's configuration of these models name our worker, where the user names none."""
+    try:
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP as CONFIGS
+        from vllm.model_executor.models.config import VerifyAndUpdateConfig
+    except ImportError as error:
+        logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
+        return
+    for name in WITH_WORKER:
+        stock = CONFIGS.get(name, VerifyAndUpdateConfig)
+        if getattr(stock, "of_kimi_k2", False):  # once a process
+            continue
+
+        class WithWorker(stock):  # type: ignore[misc, valid-type]
+            of_kimi_k2 = True
+
+            @classmethod
+            def verify_and_update_config(cls, vllm_config: Any) -> None:
+                super().verify_and_update_config(vllm_config)
+                if vllm_config.parallel_config.worker_cls == "auto":
+                    vllm_config.parallel_config.worker_cls = WORKER
+
+        CONFIGS[name] = WithWorker
 
 
 def register_parsers() -> None:

@@ -1,0 +1,212 @@
+"""Decode steps of a batch that has not changed, prepared on the GPU.
+
+vLLM's runner makes the inputs of every step anew on the host: about a hundred small tensor operations, which for few
+requests take longer than the step. Where the same requests as in the step before each get one more token, the new
+inputs follow from the old ones. They are then computed in the CUDA graph that holds the model and its head, and the
+host only keeps vLLM's records. Sampling, structured output, stops and the scheduler are vLLM's as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+
+from kimi_k2.ops.pages import next_step
+from kimi_k2.serving.vllm.attention import Batch
+from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
+
+logger = logging.getLogger("vllm.kimi_k2")
+
+ENVIRONMENT = "KIMI_K2_VLLM_DECODE_GRAPHS"
+# Requests of a step up to which there are graphs: beyond, the GPU is busy while the host prepares.
+MOST = 128
+# What the scheduler may say of a step that needs nothing done but its decodes; of all else it must be empty.
+EXPECTED = {
+    "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens", "num_common_prefix_blocks",
+    "has_structured_output_requests", "pending_structured_output_tokens",
+}  # fmt: skip
+# What `sample_tokens` of vLLM's runner takes from `execute_model`.
+STATE = (
+    "scheduler_output", "logits", "spec_decode_metadata", "spec_decode_common_attn_metadata", "hidden_states",
+    "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings",
+)  # fmt: skip
+
+Forward = Callable[[], tuple[Tensor, Tensor]]
+
+
+class DecodeSteps:
+    """Those of one runner of vLLM's, whose buffers and records it keeps as the runner itself would.
+
+    Args:
+        runner: vLLM's first model runner, its cache in place.
+        model: ours in it.
+        sizes: of batches to which others are padded, ascending.
+    """
+
+    def __init__(self, runner: Any, model: Any, sizes: Sequence[int]) -> None:
+        self.runner, self.model, self.sizes = runner, model, list(sizes)
+        self.others = [one.name for one in fields(SchedulerOutput) if one.name not in EXPECTED]
+        self._replays: dict[int, Forward] = {}
+
+    def capture(self, record: GraphRecorder) -> None:
+        """Make a graph of each size, the largest first, whose memory the others then use."""
+        # Rows of no sequence: nothing is stored, and the kernels have been built and tuned by vLLM's own runs.
+        self.runner.seq_lens.zero_()
+        self.runner.optimistic_seq_lens_cpu.zero_()
+        for size in reversed(self.sizes):
+            work = self._work(size)
+            if size == self.sizes[-1]:
+                work()
+            replay, made = record(work)
+            hidden, logits = map(record.let_go, made)
+            self._replays[size] = _replaying(replay, (hidden, logits))
+
+    def rows(self, scheduled: Any) -> list[int] | None:
+        """Where in the batch each of the step's requests is; None where vLLM's runner must prepare the step."""
+        runner, batch, cached = self.runner, self.runner.input_batch, scheduled.scheduled_cached_reqs
+        count, index = batch.num_reqs, batch.req_id_to_index
+        if not 0 < count <= self.sizes[-1] or len(cached.req_ids) != count:
+            return None
+        if scheduled.total_num_scheduled_tokens != count or cached.resumed_req_ids:
+            return None
+        if runner.execute_model_state is not None or runner.num_prompt_logprobs:
+            return None
+        if any(getattr(scheduled, name) for name in self.others):
+            return None
+        # The tokens sampled last are still on the GPU, by the order of their own step.
+        if batch.prev_sampled_token_ids is not None and batch.prev_req_id_to_index != index:
+            return None
+        lengths, rows = runner.optimistic_seq_lens_cpu[:count].tolist(), []
+        for request, computed, outputs in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            row, state = index.get(request), runner.requests.get(request)
+            # The step before ended with this request's newest token, and nothing of it was taken back.
+            if row is None or computed != lengths[row] or computed + 1 != state.num_tokens:
+                return None
+            if outputs < len(state.output_token_ids):
+                return None
+            rows.append(row)
+        return rows
+
+    def run(self, scheduled: Any, rows: Sequence[int]) -> None:
+        """As the runner's `execute_model`: the logits are left for its `sample_tokens`."""
+        runner, batch, cached = self.runner, self.runner.input_batch, scheduled.scheduled_cached_reqs
+        count, event = len(rows), runner.prepare_inputs_event
+        if event is not None:
+            event.synchronize()  # copies to the GPU have read what is written here
+        grown = False
+        for row, request, computed, blocks in zip(
+            rows, cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            state = runner.requests[request]
+            state.num_computed_tokens = computed
+            batch.num_computed_tokens_cpu[row] = computed
+            if blocks is not None:
+                for held, new in zip(state.block_ids, blocks, strict=True):
+                    held.extend(new)
+                batch.block_table.append_row(blocks, row)
+                grown = True
+        batch.refresh_metadata()
+        runner.optimistic_seq_lens_cpu[:count] += 1
+        if grown:
+            batch.block_table.commit_block_table(count)
+        sampled = batch.prev_sampled_token_ids
+        if sampled is None:
+            at = batch.num_computed_tokens_cpu[:count]
+            runner.input_ids.np[:count] = batch.token_ids_cpu[range(count), at]
+            runner.input_ids.copy_to_gpu(count)
+        else:
+            runner.input_ids.gpu[:count].copy_(sampled[:count, 0], non_blocking=True)
+        if event is not None and (grown or sampled is None):
+            event.record()
+        size = self.sizes[bisect_left(self.sizes, count)]
+        hidden, logits = (self._replays.get(size) or self._work(size))()
+        made = {"scheduler_output": scheduled, "logits": logits[:count], "hidden_states": hidden[:count]}
+        made["sample_hidden_states"] = made["hidden_states"]
+        runner.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | made)
+        runner.kv_connector_output = None
+
+    def _work(self, size: int) -> Forward:
+        """A step of so many rows over the runner's buffers: hidden states [size, H], logits [size, vocab_size]."""
+        runner, table = self.runner, self.runner.input_batch.block_table[0]
+        ids, positions, seq_lens = runner.input_ids.gpu[:size], runner.positions[:size], runner.seq_lens[:size]
+        pages, slots = table.block_table.gpu[:size], table.slot_mapping.gpu[:size]
+        starts = runner.query_start_loc.gpu[: size + 1]
+        batch = Batch(list(range(size + 1)), starts, seq_lens, [], pages, slots, size)
+        metadata = {step.held.name: batch for step in self.model.steps}
+
+        def work() -> tuple[Tensor, Tensor]:
+            next_step(seq_lens, ids, positions, slots, pages, table.block_size)
+            with set_forward_context(metadata, runner.vllm_config, num_tokens=size):
+                hidden = self.model(input_ids=ids, positions=positions)
+            return hidden, self.model.compute_logits(hidden)
+
+        return work
+
+
+def _replaying(replay: Callable[[], Any], made: tuple[Tensor, Tensor]) -> Forward:
+    def again() -> tuple[Tensor, Tensor]:
+        replay()
+        return made
+
+    return again
+
+
+def reason_against(runner: Any, second: bool) -> str | None:
+    """Why vLLM is to prepare all steps; None if decode steps can be ours."""
+    config = runner.vllm_config
+    mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
+    lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(runner, name)]
+    for reason, holds in (
+        (f"{ENVIRONMENT}=0", os.environ.get(ENVIRONMENT) == "0"),
+        ("its second model runner", second),
+        (f"its runner has changed: {', '.join(lacking)}", bool(lacking)),
+        ("what its runner hands to sampling has changed", ExecuteModelState._fields != STATE),
+        ("a transfer of caches", config.kv_transfer_config is not None),
+        ("a transfer of encoders' outputs", getattr(config, "ec_transfer_config", None) is not None),
+        ("routed experts are to be returned", bool(getattr(runner, "routed_experts_initialized", False))),
+        ("prompts as embeddings", bool(getattr(runner, "enable_prompt_embeds", False))),
+        ("several caches", len(runner.kv_cache_config.kv_cache_groups) != 1),
+        (f"cudagraph_mode {mode}", runner.device.type == "cuda" and not mode.startswith("FULL")),
+    ):
+        if holds:
+            return reason
+    return None
+
+
+def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
+    """As a deployment allows them; a line says so."""
+    reason = reason_against(runner, second)
+    if reason is not None:
+        logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason)
+        return None
+    most = min(MOST, runner.scheduler_config.max_num_seqs)
+    if runner.device.type != "cuda":
+        return DecodeSteps(runner, model, range(1, most + 1))
+    sizes = sorted({size for size in runner.compilation_config.cudagraph_capture_sizes or () if size <= most})
+    if not sizes:
+        return None
+    began, steps, record = time.monotonic(), DecodeSteps(runner, model, sizes), GraphRecorder()
+    try:
+        steps.capture(record)
+    except RuntimeError as error:
+        logger.warning("kimi-k2: decode steps are prepared by vLLM: no graph of them: %s", error)
+        return None
+    torch.cuda.synchronize()
+    logger.info(
+        "kimi-k2: decode steps of up to %d requests follow each other on the GPU: %d sizes, %.2f GiB, %.1f s",
+        sizes[-1], len(sizes), record.held() / 2**30, time.monotonic() - began,
+    )  # fmt: skip
+    return steps
