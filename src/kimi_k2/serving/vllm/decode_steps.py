@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.ops.pages import next_step
-from kimi_k2.serving.vllm.attention import Batch
+from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
 
 logger = logging.getLogger("vllm.kimi_k2")
