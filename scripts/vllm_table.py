@@ -17,6 +17,7 @@ many cores were busy meanwhile.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -89,7 +90,7 @@ class Engine:
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def begin(self, **asked: Any) -> bool:
@@ -135,6 +136,11 @@ class Engine:
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all of its processes at once."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
@@ -247,31 +253,9 @@ class Pair:
             yield from ((engine, engine.end_of(limit) if engine.name in begun else {}) for engine in together)
 
 
-def main() -> None:
-    """The table of one depth."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--pairs", nargs="+", default=["fp8"], metavar="EXPERTS[-MARK]", help="see above")
-    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs of the pairs in turn; 0,1 for two ranks")
-    parser.add_argument("--layers", default="12")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
-    parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
-    parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="timed beside greedy, context 1k")
-    parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
-    parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
-    parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
-    parser.add_argument("--ready", type=float, default=1200, help="seconds after which what is warm is timed")
-    parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
-    given = parser.parse_args()
-    given.directory.mkdir(parents=True, exist_ok=True)
-    compiling = warm_deep_gemm(given.directory, {}) if any("fp8" in what for what in given.pairs) else None
-    pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
-    engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
-    wait(engines, BEGAN + given.ready)
-    if compiling is not None:
-        say(f"DeepGEMM compiled: {compiling.wait()}")
-    found: dict[str, dict[str, float]] = {engine.name: {} for engine in engines}
+def measure(pairs: Sequence[Pair], given: argparse.Namespace) -> None:
+    """Ask all that is to be timed, write it as it comes, print the table."""
+    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs for engine in (pair.stock, pair.ours)}
     asked = [
         (pair, [pair.stock, pair.ours], row)
         for kinds, row in rows(given)
@@ -296,6 +280,39 @@ def main() -> None:
     for pair in pairs:
         sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
     sys.stdout.flush()
+
+
+def main() -> None:
+    """The table of one depth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--pairs", nargs="+", default=["fp8"], metavar="EXPERTS[-MARK]", help="see above")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs of the pairs in turn; 0,1 for two ranks")
+    parser.add_argument("--layers", default="12")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="timed beside greedy, context 1k")
+    parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
+    parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
+    parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
+    parser.add_argument("--ready", type=float, default=1200, help="seconds after which what is warm is timed")
+    parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
+    given = parser.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
+    compiling = warm_deep_gemm(given.directory, {}) if any("fp8" in what for what in given.pairs) else None
+    pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
+    engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # by `timeout`, say: no engine is left behind
+    try:
+        wait(engines, BEGAN + given.ready)
+        if compiling is not None:
+            say(f"DeepGEMM compiled: {compiling.wait()}")
+        measure(pairs, given)
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
     for engine in engines:
         engine.close()
     for engine in engines:
