@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.layer_step import Place
+from kimi_k2.engine.layer_step import Place, Reduce
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.serving.paged import batch
@@ -35,9 +35,9 @@ STEPS: list[dict[int, int]] = [
 
 
 class Layers:
-    """The layers of a model over caches of their own, step by step."""
+    """The layers of a model, or of a rank's part with its sum over ranks, over caches of their own, step by step."""
 
-    def __init__(self, model: KimiK2ForCausalLM) -> None:
+    def __init__(self, model: KimiK2ForCausalLM, reduce: Reduce = lambda x: x) -> None:
         self.model, self.batch, self.done = model, None, [0] * len(LENGTHS)
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
         self.table, self.steps = order.int(), []
@@ -45,7 +45,7 @@ class Layers:
             cache = torch.randn(PAGES, PAGE, model.config.cache_dim)  # what others left
             held: Any = SimpleNamespace(cache=cache, dtype=cache.dtype, batch=lambda: self.batch)
             assert isinstance(layer, DecoderLayer)
-            self.steps.append(PagedLayer(layer, lambda x: x, held))
+            self.steps.append(PagedLayer(layer, reduce, held))
 
     def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
         """Hidden states of the new tokens of each sequence."""
@@ -65,13 +65,16 @@ class Layers:
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
         at = torch.cat((*positions, torch.zeros(padding, dtype=torch.int64)))
-        place, delta = Place(at, at, *self.model.model.rotary(at, x.dtype)), None
+        found = self.run(x, Place(at, at, *self.model.model.rotary(at, x.dtype)))
+        return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
+
+    def run(self, x: Tensor, place: Place) -> Tensor:
+        """Normed hidden states of embedded tokens."""
+        norm, delta = self.model.model.norm, None
         for layer in self.steps:
             x, delta = layer(x, delta, place, layer.held.cache)
-        norm = self.model.model.norm
         assert delta is not None
-        found = add_norm(x, delta, norm.weight, norm.eps)[1]
-        return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
+        return add_norm(x, delta, norm.weight, norm.eps)[1]
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["prompts together", "one by one"])

@@ -116,12 +116,30 @@ def test_no_farther_from_float64_than_vllms_own_model(judged: tuple[Path, Judge]
     assert float(ours.mean()) < DRAWN * float(stock.mean())
 
 
+@pytest.fixture(scope="module", params=["kimi-k2-instruct-0905", "kimi-k2-thinking"], ids=["fp8", "int4"])
+def judged_for_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Judge]:
+    directory = tmp_path_factory.mktemp("two") / "model"
+    write_slice(directory, request.param, ranks=2)
+    return directory, Judge(directory)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("experts", ["cut", "whole"])
-def test_two_ranks(experts: str, tmp_path: Path) -> None:
-    """Each holds half of the heads; half of each expert, or half of the experts."""
-    write_slice(tmp_path / "model", ranks=2)
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": experts == "whole"}
-    job = requests()
-    answer = serve(tmp_path / "model", job, tmp_path, {}, **options)
-    check(Judge(tmp_path / "model"), job, answer)
+def test_two_ranks(judged_for_two: tuple[Path, Judge], experts: str, tmp_path: Path) -> None:
+    """Each holds half of the heads; half of each expert, or half of the experts. Steps with prompts are replayed."""
+    (directory, judge), job = judged_for_two, requests()
+    answer = serve(directory, job, tmp_path, {}, tensor_parallel_size=2, enable_expert_parallel=experts == "whole")
+    assert answer["log"].count("are replayed") == 2
+    check(judge, job, answer)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("judged_for_two", ["kimi-k2-instruct-0905"], ids=["fp8"], indirect=True)
+def test_a_rank_that_cannot_capture(judged_for_two: tuple[Path, Judge], tmp_path: Path) -> None:
+    """Steps with prompts are launched one by one on both ranks."""
+    (directory, judge), job = judged_for_two, requests()
+    answer = serve(directory, job, tmp_path, {}, tensor_parallel_size=2, worker_extension_cls="refusing_rank.Extension")
+    said = [line.partition("no graph of them: ")[2] for line in answer["log"].splitlines()]
+    assert sorted(filter(None, said)) == ["384 tokens: another rank cannot", "384 tokens: refused by the second rank"]
+    assert "are replayed" not in answer["log"]
+    check(judge, job, answer)

@@ -30,24 +30,27 @@ class Graphs:
 
     fails = False
 
-    def __init__(self, steps: list[object], norm: object, widest: int, record: Recorder) -> None:
+    def __init__(self, steps: list[object], norm: object, widest: int, record: Recorder, least: object) -> None:
         self.widest, self.widths = widest, [widest]
 
-    def capture(self) -> None:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def capture(self) -> str | None:
+        return "operation not permitted when stream is capturing" if self.fails else None
 
 
-def made(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Graphs | None, int]:
-    """The graphs of a deployment on one GPU, as vLLM's defaults leave it, but for what is changed."""
+def made(monkeypatch: pytest.MonkeyPatch, others: int | None = None, **changed: Any) -> tuple[Graphs | None, int]:
+    """The graphs of a deployment as vLLM's defaults leave it, but for what is changed.
+
+    `others` are the tokens up to which another rank wants graphs, None on one GPU.
+    """
     from kimi_k2.serving.vllm import prompt_graphs as module
 
+    monkeypatch.setattr(module, "_least", lambda number: number if others is None else min(number, others))
     fields = {
-        "tensor_parallel_size": 1, "max_num_batched_tokens": 8192, "enforce_eager": False,
+        "max_num_batched_tokens": 8192, "enforce_eager": False,
         "cudagraph_mode": SimpleNamespace(name="FULL_AND_PIECEWISE"), "is_cuda": True, **changed,
     }  # fmt: skip
     one = SimpleNamespace(**fields)
-    for part in ("compilation_config", "parallel_config", "scheduler_config", "model_config", "weight"):
+    for part in ("compilation_config", "scheduler_config", "model_config", "weight"):
         setattr(one, part, one)
     monkeypatch.setattr(module, "GraphRecorder", Recorder)
     monkeypatch.setattr(module, "PromptGraphs", Graphs)
@@ -72,12 +75,13 @@ def test_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made(monkeypatch) == (None, 0)
 
 
-def test_several_ranks_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert made(monkeypatch, tensor_parallel_size=2) == (None, 0)
-    monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "1024")
-    graphs, _ = made(monkeypatch, tensor_parallel_size=2)
-    assert graphs is not None
-    assert graphs.widest == 1024
+def test_several_ranks_make_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the rank that wants the fewest."""
+    for others, widest in ((4096, 4096), (1024, 1024), (8192, 4096)):
+        graphs, _ = made(monkeypatch, others)
+        assert graphs is not None
+        assert graphs.widest == widest
+    assert made(monkeypatch, others=0) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,7 @@ class Layer:
     width = 6
 
     def __init__(self) -> None:
+        self.reduce = lambda x: x
         self.layer = SimpleNamespace(mlp=None)
         self.attention = SimpleNamespace(config=SimpleNamespace(hidden_size=4, qk_rope_head_dim=2))
         self.rows: list[torch.Tensor] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,3 +26,12 @@ class AllReduce:
     def __call__(self, x: Tensor) -> Tensor:
         """Sum of all ranks' x, of any shape; x may be overwritten."""
         return all_reduce(x.contiguous(), self.ranks) if self.active else x
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The identity meanwhile: what a rank tries by itself waits for no other."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active

@@ -3,6 +3,9 @@
 Launched one by one, a short prompt takes the host longer than the GPU. A graph holds what lies between the attentions
 of two layers, which treats every token by itself: of one layer all behind attention, of the next all before it. The
 attentions are launched between the graphs, since they are as the batch is.
+
+Graphs of several ranks hold their sums, so that all ranks replay a step or none does: they agree on the sizes, and on
+whether every rank could record them.
 """
 
 from __future__ import annotations
@@ -11,18 +14,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import weak_ref_tensor
 
 from kimi_k2.engine.layer_step import Place
 from kimi_k2.engine.prompt_step import NARROWEST, padded_width
+from kimi_k2.errors import KernelError
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
+from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.paged.layer import PagedLayer, Projected
 
@@ -34,9 +42,8 @@ WIDEST = 4096
 
 Work = Callable[[], tuple[Tensor, ...]]
 Recorded = tuple[Callable[[], Any], tuple[Tensor, ...]]
-
-
-LetGo = Callable[[Tensor], Tensor]
+# Of every rank's number the least.
+Least = Callable[[int], int]
 
 
 class Recorder(Protocol):
@@ -65,8 +72,11 @@ class GraphRecorder:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 made = work()
-            finally:
-                graph.capture_end()
+            except Exception:
+                with suppress(RuntimeError):  # the first error says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, made
 
     def let_go(self, tensor: Tensor) -> Tensor:
@@ -91,12 +101,15 @@ class PromptGraphs:
     Args:
         steps: the layers.
         norm: of the last hidden states.
-        widest: new tokens of a step up to which there are graphs.
+        widest: new tokens of a step up to which there are graphs, the same on all ranks.
         record: makes a graph.
+        least: of the numbers that all ranks give.
     """
 
-    def __init__(self, steps: Sequence[PagedLayer], norm: RMSNorm, widest: int, record: Recorder) -> None:
-        self.steps, self.norm, self.record = steps, norm, record
+    def __init__(
+        self, steps: Sequence[PagedLayer], norm: RMSNorm, widest: int, record: Recorder, least: Least = int
+    ) -> None:
+        self.steps, self.norm, self.record, self.least = steps, norm, record, least
         self.widths = sorted({padded_width(tokens) for tokens in range(NARROWEST, widest + 1, NARROWEST)})
         self.widths = [width for width in self.widths if width <= widest]
         self.widest = self.widths[-1] if self.widths else 0
@@ -109,13 +122,35 @@ class PromptGraphs:
         )
         self._pieces: dict[int, list[_Piece]] = {}
 
-    def capture(self) -> None:
-        """Record all sizes; the widest first, whose memory the others then use."""
-        moe = next((number for number, step in enumerate(self.steps) if isinstance(step.layer.mlp, MoE)), 0)
+    def capture(self) -> str | None:
+        """Record all sizes; the widest first, whose memory the others then use. Every rank must call this.
+
+        Returns:
+            Why there are none, on all ranks if one of them cannot record a size; None where there are.
+        """
+        # A library makes its connections when it first sums a size. Behind this no rank waits for another, so that one
+        # which fails keeps nobody waiting.
         for width in reversed(self.widths):
-            # Kernels are built, and find their settings, outside the graphs.
+            self.steps[0].reduce(torch.zeros_like(self.x[:width]))
+        for width in reversed(self.widths):
+            reason = "another rank cannot"
+            try:
+                self._pieces[width] = self._record(width)
+            except (RuntimeError, KernelError) as error:  # no memory left, or a launch that a graph cannot hold
+                reason = str(error).partition("\n")[0]
+            if not self.least(width in self._pieces):
+                self._pieces.clear()
+                return f"{width} tokens: {reason}"
+        return None
+
+    def _record(self, width: int) -> list[_Piece]:
+        """The pieces of one size."""
+        moe = next((number for number, step in enumerate(self.steps) if isinstance(step.layer.mlp, MoE)), 0)
+        reduce = self.steps[0].reduce
+        # Kernels are built, and find their settings, outside the graphs.
+        with reduce.alone() if isinstance(reduce, AllReduce) else nullcontext():
             self._walk(width, len(self.steps) if width == self.widest else moe + 1, lambda work: (work, work()))
-            self._pieces[width] = self._walk(width, len(self.steps), self.record, self.record.let_go)
+        return self._walk(width, len(self.steps), self.record, self.record.let_go)
 
     def _walk(
         self,
@@ -171,19 +206,22 @@ class PromptGraphs:
 
 
 def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
-    """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail."""
+    """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail.
+
+    Every rank must call this.
+    """
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-    # Several ranks' sums in these graphs have not been tried: there they are made where they are asked for.
-    usual = WIDEST if vllm_config.parallel_config.tensor_parallel_size == 1 else 0
-    widest = min(int(os.environ.get(ENVIRONMENT, usual)), vllm_config.scheduler_config.max_num_batched_tokens)
-    if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE" or widest < NARROWEST:
+    widest = min(int(os.environ.get(ENVIRONMENT, WIDEST)), vllm_config.scheduler_config.max_num_batched_tokens)
+    if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE":
+        widest = 0
+    widest = _least(widest)  # a rank on another host has an environment of its own
+    if widest < NARROWEST:
         return None, 0
     began, recorder = time.monotonic(), GraphRecorder()
-    graphs = PromptGraphs(steps, norm, widest, recorder)
-    try:
-        graphs.capture()
-    except RuntimeError as error:
-        logger.warning("kimi-k2: steps with prompts are launched one by one: no graph of them: %s", error)
+    graphs = PromptGraphs(steps, norm, widest, recorder, _least)
+    reason = graphs.capture()
+    if reason is not None:
+        logger.warning("kimi-k2: steps with prompts are launched one by one: no graph of them: %s", reason)
         return None, 0
     torch.cuda.synchronize()
     held = recorder.held()
@@ -192,3 +230,13 @@ def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) 
         graphs.widest, len(steps) + 1, len(graphs.widths), held / 2**30, time.monotonic() - began,
     )  # fmt: skip
     return graphs, held
+
+
+def _least(number: int) -> int:
+    """Of the numbers that all tensor-parallel ranks call this with. The devices take no part."""
+    tp = get_tp_group()
+    if tp.world_size == 1:
+        return number
+    found = torch.tensor(int(number))
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=tp.cpu_group)
+    return int(found)
