@@ -82,6 +82,14 @@ def test_the_command(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert isinstance(refused.exception, KimiK2Error) and message in str(refused.exception)
 
 
+def test_the_command_reads_the_tower_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """As published: INT4 experts, which transformers' class does not take."""
+    pytest.importorskip("transformers.models.kimi_k25")
+    write_synthetic_checkpoint(tmp_path, tiny_config("kimi-k2.5"), seed=7)
+    agrees = CliRunner().invoke(app, ["parity", "tower", str(tmp_path), "--grid", "4x6"])
+    assert agrees.exit_code == 0 and "14 points" in agrees.output
+
+
 def test_traces_that_cannot_be_compared() -> None:
     one = {"patch_embed": torch.ones(2, 3)}
     for other in ({}, {"patch_embed": torch.ones(3, 3)}):

@@ -46,12 +46,12 @@ def transformers_config(directory: str | Path) -> Any:
     for key in ("model_type", "architectures", "quantization_config", "compression_config"):
         raw.pop(key, None)
     # It warns of an explicit YaRN factor, which all published configurations of the family have.
-    with _quiet("transformers.modeling_rope_utils"):
+    with quiet("transformers.modeling_rope_utils"):
         return transformers.DeepseekV3Config(**raw)
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def quiet(name: str) -> Iterator[None]:
     """Errors only from this logger."""
     logger = logging.getLogger(name)
     level = logger.level

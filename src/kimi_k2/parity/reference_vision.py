@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.parity.reference import MissingLibraryError, transformers_config
+from kimi_k2.parity.reference import MissingLibraryError, quiet, transformers_config
 from kimi_k2.vision_config import Grid
 
 
@@ -27,19 +29,56 @@ def transformers_kimi_k25(directory: str | Path, dtype: torch.dtype = torch.floa
         ConfigError: the checkpoint has no tower.
         RuntimeError: its weights are not exactly transformers' own.
     """
+    library = _library()
+    config = KimiK2Config.from_pretrained(directory)
+    text = transformers_config(directory).to_dict()
+    model, loading = library.Kimi_K25ForConditionalGeneration.from_pretrained(
+        directory, config=_configuration(library, config, text, directory), dtype=dtype, output_loading_info=True
+    )
+    _check_loaded(directory, loading, ())
+    return model.eval()
+
+
+def transformers_tower(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same with tower and projector alone, of a checkpoint of any size and format: a language model of no layers.
+
+    Raises:
+        MissingLibraryError: this transformers has no `kimi_k25`.
+        ConfigError: the checkpoint has no tower.
+        CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
+        RuntimeError: the tower's weights are not exactly transformers' own.
+    """
+    library = _library()
+    config = KimiK2Config.from_pretrained(directory)
+    text = transformers_config(directory).to_dict() | {"num_hidden_layers": 0, "vocab_size": 2}
+    text |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    theirs = _configuration(library, config, text, directory)
+    with CheckpointReader.for_config(directory, config, vision=True) as reader:
+        stored = dict(reader.stream(lambda name: VISION.match(name) is not None))
+    with quiet("transformers"):  # it warns of every part of the language model that is not there
+        model, loading = library.Kimi_K25ForConditionalGeneration.from_pretrained(
+            None, config=theirs, state_dict=stored, dtype=dtype, output_loading_info=True
+        )
+    _check_loaded(directory, loading, ("lm_head.", "model.language_model."))
+    return model.eval()
+
+
+def _library() -> Any:
     try:
         from transformers.models import kimi_k25
     except ImportError:
         raise MissingLibraryError("the comparison needs transformers 5.23 or newer, which has kimi_k25") from None
-    config = KimiK2Config.from_pretrained(directory)
+    return kimi_k25
+
+
+def _configuration(library: Any, config: KimiK2Config, text: dict[str, Any], directory: str | Path) -> Any:
     vision = config.vision
     if vision is None:
         raise ConfigError("missing", field="vision_config", file=directory)
-    text = transformers_config(directory).to_dict()
     text.pop("transformers_version", None)
     fields = ("patch_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
     positions = ("pos_emb_height", "pos_emb_width", "pos_emb_time")
-    theirs = kimi_k25.Kimi_K25Config(
+    return library.Kimi_K25Config(
         text_config=text,
         vision_config={name: getattr(vision, name) for name in (*fields, *positions)},
         projection_hidden_size=vision.hidden_size,
@@ -48,12 +87,13 @@ def transformers_kimi_k25(directory: str | Path, dtype: torch.dtype = torch.floa
         video_token_id=config.vocab_size if vision.video_token_id is None else vision.video_token_id,
         tie_word_embeddings=False,
     )
-    model, loading = kimi_k25.Kimi_K25ForConditionalGeneration.from_pretrained(
-        directory, config=theirs, dtype=dtype, output_loading_info=True
-    )
-    if faults := {kind: names for kind, names in loading.items() if names}:
+
+
+def _check_loaded(directory: str | Path, loading: dict[str, Any], left_out: tuple[str, ...]) -> None:
+    """RuntimeError if anything was missing, not expected or wrong, names that begin with one of `left_out` aside."""
+    found = {kind: {name for name in names if not str(name).startswith(left_out)} for kind, names in loading.items()}
+    if faults := {kind: names for kind, names in found.items() if names}:
         raise RuntimeError(f"{directory}: not the weights that transformers expects: {faults}")
-    return model.eval()
 
 
 @torch.inference_mode()

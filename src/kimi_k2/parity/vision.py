@@ -56,7 +56,7 @@ def trace_plain(model: VisionModel, pixels: Tensor, grids: Sequence[Grid]) -> di
 
 
 def trace_transformers(reference: Any, pixels: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
-    """The same of `transformers_kimi_k25`."""
+    """The same of `transformers_kimi_k25` or `transformers_tower`."""
     layers = len(reference.model.vision_tower.layers)
     modules = {point: theirs for point, (_, theirs) in tower_points(layers).items()}
     with _kept(reference.model, modules) as kept:

@@ -177,7 +177,7 @@ def tower_command(
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.model.vision.model import VisionModel
-    from kimi_k2.parity.reference_vision import transformers_kimi_k25
+    from kimi_k2.parity.reference_vision import transformers_tower
     from kimi_k2.parity.trace import ParityError
     from kimi_k2.parity.vision import first_divergence, parse_grid, trace_plain, trace_transformers
 
@@ -192,9 +192,7 @@ def tower_command(
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(sum(grid.patches for grid in sizes), 3, patch, patch, generator=generator) * 2 - 1
     found = trace_plain(model, pixels.to(backend), sizes)
-    divergence = first_divergence(
-        found, trace_transformers(transformers_kimi_k25(checkpoint), pixels, sizes), tolerance
-    )
+    divergence = first_divergence(found, trace_transformers(transformers_tower(checkpoint), pixels, sizes), tolerance)
     console = Console()
     if divergence is None:
         console.print(f"{len(found)} points of the tower agree with transformers within {tolerance:g}", style="green")
