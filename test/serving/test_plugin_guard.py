@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, support
 
 
@@ -126,7 +127,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with the GPU and the compiler that the kernels need."""
     monkeypatch.delenv(support.ON_GPU, raising=False)
     monkeypatch.setattr(support, "_is_hopper", lambda: True)
-    monkeypatch.setattr(support, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(common, "find_nvcc", lambda: "nvcc")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -193,7 +194,7 @@ def test_asked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(support.ON_GPU, "0")
     assert support.refusal(deployment(), model()) == "KIMI_K2_VLLM_GPU=0"
     monkeypatch.delenv(support.ON_GPU)
-    monkeypatch.setattr(support, "find_nvcc", lambda: None)
+    monkeypatch.setattr(common, "find_nvcc", lambda: None)
     assert support.refusal(deployment(), model()) == "no nvcc, which the kernels are built with"
     monkeypatch.setattr(support, "_is_hopper", lambda: False)
     assert support.refusal(deployment(), model()) == "a GPU that is no Hopper"

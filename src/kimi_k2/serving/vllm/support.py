@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.kernels.attention.attend_values import WIDTH
-from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, ROPE
-from kimi_k2.kernels.attention.query import NOPE
-from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 
@@ -37,17 +29,7 @@ AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausal
 
 def changed() -> list[str]:
     """What this vLLM lacks of what we stand on, `module.name` each."""
-    lacking = []
-    for module, name in NEEDED:
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            lacking.append(f"{module}.{name}")
-    for module, text in AS_TEXT:
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None or text not in Path(spec.origin).read_text(encoding="utf-8"):
-            lacking.append(f"{module}: {text.removesuffix('(')}")
-    return lacking
+    return lacking(NEEDED, AS_TEXT)
 
 
 def layout_of(vllm_config: Any) -> Layout:
@@ -56,15 +38,6 @@ def layout_of(vllm_config: Any) -> Layout:
     ranks = parallel.tensor_parallel_size
     groups = ranks if parallel.enable_expert_parallel else 1
     return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED)
-
-
-def config_of(hf_config: Any) -> KimiK2Config:
-    """Our configuration of the language model that vLLM describes.
-
-    Raises:
-        ConfigError: it is no member of the family.
-    """
-    return KimiK2Config.from_dict(hf_config.to_dict())
 
 
 def refusal(vllm_config: Any, hf_config: Any) -> str | None:
@@ -90,23 +63,13 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
 
 
 def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
-    """Why our kernels cannot serve; a CUDA graph cannot hold the plain functions in their place."""
-    cache, ranks = vllm_config.cache_config, layout_of(vllm_config).ranks
-    sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
-    dtype = vllm_config.model_config.dtype
+    """Why our kernels cannot serve."""
+    if os.environ.get(ON_GPU) == "0":
+        return f"{ON_GPU}=0"
+    cache = vllm_config.cache_config
     given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
-    for reason, holds in (
-        (f"{ON_GPU}=0", os.environ.get(ON_GPU) == "0"),
-        ("a GPU that is no Hopper", not _is_hopper()),
-        ("no nvcc, which the kernels are built with", find_nvcc() is None),
-        (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
-        (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, WIDTH)),
-        (f"{config.num_attention_heads // ranks} heads a rank", config.num_attention_heads // ranks not in HEADS),
-        (f"pages of {cache.block_size} tokens, the kernels take {PAGE}", given and cache.block_size != PAGE),
-    ):
-        if holds:
-            return reason
-    return None
+    page = cache.block_size if given else None
+    return refusal_of_gpu(config, layout_of(vllm_config).ranks, vllm_config.model_config.dtype, page, _is_hopper())
 
 
 def _is_hopper() -> bool:

@@ -1,0 +1,128 @@
+"""A rank's part of Kimi-K2 over an engine's cache in pages: weights, layers one after the other, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.layer_step import Place
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.ops import registry
+from kimi_k2.ops.collective import gather_last
+from kimi_k2.ops.embedding import embedding
+from kimi_k2.ops.linear import dense_linear
+from kimi_k2.ops.mla_paged import paged_attention_plan
+from kimi_k2.ops.norm import add_norm
+from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import parallelize
+from kimi_k2.serving.paged.layer import Held, PagedLayer
+from kimi_k2.serving.paged.weights import RankLoader
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
+
+
+class PagedModel:
+    """The model of one rank.
+
+    Args:
+        config: of the language model.
+        layout: how the ranks share it.
+        rank: this one, in `group`.
+        group: the ranks' process group.
+        held: the cache of each layer.
+        positions: that a step can ask for.
+        dtype: of what no format quantizes.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        config: KimiK2Config,
+        layout: Layout,
+        rank: int,
+        group: torch.distributed.ProcessGroup,
+        held: Sequence[Held],
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        with torch.device("meta"):
+            plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
+        self.plain = parallelize(plain, layout, rank, device=device, group=group).eval()
+        self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
+        self.group, self.ranks, self.held, self.positions = group, layout.ranks, held, positions
+        self._steps: list[PagedLayer] | None = None
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the checkpoint's tensors; names in `plain` of what is filled.
+
+        Raises:
+            CheckpointError: (subclasses) a tensor that is missing, unknown or of another shape.
+        """
+        loaded = self.loader.load(weights)
+        self.loader.check()
+        return loaded
+
+    @property
+    def steps(self) -> list[PagedLayer]:
+        """The layers, made when they first run: by then weights are there, real or an engine's random ones."""
+        if self._steps is None:
+            self.plain.prepare()
+            reduce = AllReduce(self.group, self.ranks > 1)
+            self._steps = []
+            for layer, held in zip(self.plain.model.layers, self.held, strict=True):
+                assert isinstance(layer, DecoderLayer)
+                self._steps.append(PagedLayer(layer, reduce, held))
+        return self._steps
+
+    @property
+    def running(self) -> bool:
+        """Whether the layers have been made of the weights."""
+        return self._steps is not None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] to [T, H]."""
+        embedded: Tensor = self.plain.model.embed_tokens(input_ids)
+        return embedded
+
+    def place(self, positions: Tensor, x: Tensor) -> Place:
+        """What all layers are told of the new tokens, int64 [T], whose embeddings are x."""
+        if self._angles is None:  # from here on a step looks angles up, which takes a fifth of the launches
+            self._angles = self.plain.model.rotary.table(self.positions, x.dtype, x.device)
+        cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
+        # Attention over pages takes lengths from the batch; these are for the layers' shape alone.
+        return Place(positions, positions, cos, sin, self._plan())
+
+    def run(self, x: Tensor, place: Place) -> Tensor:
+        """Embedded new tokens [T, H] to normed hidden states [T, H]."""
+        delta: Tensor | None = None
+        for step in self.steps:
+            x, delta = step(x, delta, place, step.held.cache)
+        assert delta is not None
+        norm = self.plain.model.norm
+        return add_norm(x, delta, norm.weight, norm.eps)[1]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[N, H] to [N, vocab_size]."""
+        logits = dense_linear(hidden_states, self.plain.lm_head.weight)
+        return gather_last(logits, self.group) if self.ranks > 1 else logits
+
+    def _plan(self) -> Tensor | None:
+        """How kernels share out the attention of the sequences with one new token, the same for all layers."""
+        first = self.steps[0]
+        batch = first.held.batch()
+        if batch is None or not batch.decodes:
+            return None
+        one, cache = batch.decodes, first.held.cache
+        return paged_attention_plan(batch.seq_lens[:one], cache, batch.block_table[:one], len(first.w_uk))
+
+
+def started(model: KimiK2ForCausalLM, engine: str, does: str) -> str:
+    """The line at start: whose operations run, and why; what the engine does whichever model runs."""
+    ours = ", ".join(registry.TABLE) if model.lm_head.weight.is_cuda else ""
+    why = f" ({ours})" if ours else ", plain ones, since this is a CPU"
+    return f"kimi-k2: operations are ours{why}; {does} are {engine}'s"

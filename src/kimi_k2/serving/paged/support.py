@@ -1,0 +1,71 @@
+"""What plugins of every engine ask first: whether the engine is as we know it, and whether the GPU is our kernels'."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.kernels.attention.attend_values import WIDTH
+from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, ROPE
+from kimi_k2.kernels.attention.query import NOPE
+from kimi_k2.kernels.common.build import find_nvcc
+
+
+def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]] = ()) -> list[str]:
+    """What of an engine is gone, `module.name` each.
+
+    Args:
+        needed: modules, and names in them.
+        as_text: modules whose import would be slow, and text in their source; it ends in a bracket.
+    """
+    gone = []
+    for module, name in needed:
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            gone.append(f"{module}.{name}")
+    for module, text in as_text:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None or text not in Path(spec.origin).read_text(encoding="utf-8"):
+            gone.append(f"{module}: {text.removesuffix('(')}")
+    return gone
+
+
+def config_of(hf_config: Any) -> KimiK2Config:
+    """Our configuration of the language model that an engine describes.
+
+    Raises:
+        ConfigError: it is no member of the family.
+    """
+    return KimiK2Config.from_dict(hf_config.to_dict())
+
+
+def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: int | None, hopper: bool) -> str | None:
+    """Why our kernels cannot serve, None if they can; a CUDA graph cannot hold the plain functions in their place.
+
+    Args:
+        config: of the language model.
+        ranks: that share its heads.
+        dtype: of activations and cache.
+        page: slots a page of the cache; None if the kernels' size can be had.
+        hopper: whether the GPU is one.
+    """
+    sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+    heads = config.num_attention_heads // ranks
+    for reason, holds in (
+        ("a GPU that is no Hopper", not hopper),
+        ("no nvcc, which the kernels are built with", find_nvcc() is None),
+        (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
+        (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, WIDTH)),
+        (f"{heads} heads a rank", heads not in HEADS),
+        (f"pages of {page} tokens, the kernels take {PAGE}", page not in (None, PAGE)),
+    ):
+        if holds:
+            return reason
+    return None
