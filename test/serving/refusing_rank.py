@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
 
-REFUSED = 9  # of the pieces in their order: within the third size of three layers
+REFUSED = 10  # of the pieces in their order: the second of the third size, of three layers
 
 record, counted = GraphRecorder.__call__, Counter[str]()
 
