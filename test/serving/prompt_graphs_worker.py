@@ -86,7 +86,7 @@ def refusals(layers: Layers, reduce: Sum, fails: bool) -> list[tuple[str | None,
     norm, found = layers.model.model.norm, []
     for trial in (False, True):
         record = Again(reduce, refused=PIECES_OF_A_SIZE + 1 if fails and not trial else None)
-        graphs, walks = PromptGraphs(layers.steps, norm, WIDEST, record, module._least), 0
+        graphs, walks = PromptGraphs(layers.steps, norm, WIDEST, record, module.least_of_ranks), 0
         walk = graphs._walk
 
         def failing(*given: Any, walk: Any = walk) -> Any:
@@ -112,7 +112,11 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, out: s
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}.meet", rank=rank, world_size=2)
     vars(module)["get_tp_group"] = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
-    assert [module._least(rank + 5), module._least(-rank), module._least(rank == 0)] == [5, -1, 0]
+    assert [module.least_of_ranks(rank + 5), module.least_of_ranks(-rank), module.least_of_ranks(rank == 0)] == [
+        5,
+        -1,
+        0,
+    ]
     config, layout = KimiK2Config.from_pretrained(source), Layout(moe_tp, moe_ep, target="cuda", experts=STORED)
     whole = KimiK2ForCausalLM.from_pretrained(source, keep_quantized=True)
     ids = [torch.randint(10, config.vocab_size, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
@@ -120,7 +124,7 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, out: s
     model.prepare()
     layers, states = Replayed(model, reduce), [list[Tensor]() for _ in LENGTHS]
     refused = refusals(layers, reduce, fails=rank == 1)
-    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Again(reduce), module._least)
+    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Again(reduce), module.least_of_ranks)
     assert layers.graphs.capture() is None
     for number, new in enumerate(STEPS):
         for row, found in layers.step(new, ids, padding=number % 3).items():

@@ -116,6 +116,9 @@ def deployment(**changed: Any) -> SimpleNamespace:
     return one
 
 
+FILTERED = {"tensor_parallel_size": 8, "enable_expert_parallel": True, "enable_ep_weight_filter": True}
+
+
 def model(**changed: Any) -> SimpleNamespace:
     """Hugging Face's configuration of K2."""
     raw = {**KimiK2Config.load("kimi-k2-instruct-0905").to_hf_dict(), **changed}
@@ -135,6 +138,7 @@ def test_gpus_that_are_ours() -> None:
     assert support.refusal(deployment(), model()) is None
     assert support.refusal(deployment(tensor_parallel_size=8), model()) is None
     assert support.refusal(deployment(tensor_parallel_size=2, enable_expert_parallel=True), model()) is None
+    assert support.refusal(deployment(**FILTERED, expert_placement_strategy="linear"), model()) is None
     assert support.refusal(deployment(block_size=64, user_specified_block_size=True), model()) is None
     assert support.refusal(deployment(device_type="cpu", dtype=torch.float32), model(kv_lora_rank=64)) is None
 
@@ -152,7 +156,14 @@ def test_gpus_that_are_ours() -> None:
         ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, {}, "data parallelism, whose experts need vLLM's exchange"),
         ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"prefill_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"use_ubatching": True}, {}, "microbatches"),
         ({"enable_eplb": True}, {}, "expert load balancing"),
+        (
+            {**FILTERED, "expert_placement_strategy": "round_robin"},
+            {},
+            "a loader that leaves out other experts than ours",
+        ),
         ({"lora_config": object()}, {}, "LoRA"),
         ({"speculative_config": object()}, {}, "speculative decoding"),
     ],

@@ -44,7 +44,7 @@ def made(monkeypatch: pytest.MonkeyPatch, others: int | None = None, **changed: 
     """
     from kimi_k2.serving.vllm import prompt_graphs as module
 
-    monkeypatch.setattr(module, "_least", lambda number: number if others is None else min(number, others))
+    monkeypatch.setattr(module, "least_of_ranks", lambda number: number if others is None else min(number, others))
     fields = {
         "max_num_batched_tokens": 8192, "enforce_eager": False,
         "cudagraph_mode": SimpleNamespace(name="FULL_AND_PIECEWISE"), "is_cuda": True, **changed,

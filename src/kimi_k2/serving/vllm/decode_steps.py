@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.ops.pages import next_step
 from kimi_k2.serving.paged.batch import Batch
-from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
+from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder, least_of_ranks
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -187,10 +187,10 @@ def reason_against(runner: Any, second: bool) -> str | None:
 
 
 def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
-    """As a deployment allows them; a line says so."""
+    """As a deployment allows them; a line says so. Every rank must call this: all have them, or none."""
     reason = reason_against(runner, second)
-    if reason is not None:
-        logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason)
+    if not least_of_ranks(reason is None):
+        logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason or "on another rank")
         return None
     most = min(MOST, runner.scheduler_config.max_num_seqs)
     if runner.device.type != "cuda":
@@ -199,10 +199,14 @@ def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
     if not sizes:
         return None
     began, steps, record = time.monotonic(), DecodeSteps(runner, model, sizes), GraphRecorder()
+    failure: str | None = None
     try:
         steps.capture(record)
     except RuntimeError as error:
-        logger.warning("kimi-k2: decode steps are prepared by vLLM: no graph of them: %s", error)
+        failure = str(error)
+    if not least_of_ranks(failure is None):
+        because = failure or "another rank cannot"
+        logger.warning("kimi-k2: decode steps are prepared by vLLM: no graph of them: %s", because)
         return None
     torch.cuda.synchronize()
     logger.info(

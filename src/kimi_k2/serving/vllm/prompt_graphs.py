@@ -214,11 +214,11 @@ def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) 
     widest = min(int(os.environ.get(ENVIRONMENT, WIDEST)), vllm_config.scheduler_config.max_num_batched_tokens)
     if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE":
         widest = 0
-    widest = _least(widest)  # a rank on another host has an environment of its own
+    widest = least_of_ranks(widest)  # a rank on another host has an environment of its own
     if widest < NARROWEST:
         return None, 0
     began, recorder = time.monotonic(), GraphRecorder()
-    graphs = PromptGraphs(steps, norm, widest, recorder, _least)
+    graphs = PromptGraphs(steps, norm, widest, recorder, least_of_ranks)
     reason = graphs.capture()
     if reason is not None:
         logger.warning("kimi-k2: steps with prompts are launched one by one: no graph of them: %s", reason)
@@ -232,7 +232,7 @@ def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) 
     return graphs, held
 
 
-def _least(number: int) -> int:
+def least_of_ranks(number: int) -> int:
     """Of the numbers that all tensor-parallel ranks call this with. The devices take no part."""
     tp = get_tp_group()
     if tp.world_size == 1:

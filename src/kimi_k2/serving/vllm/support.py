@@ -13,6 +13,7 @@ from kimi_k2.sharding.plan import make_plan
 
 # Names in vLLM that the model's class stands on. A module whose import would be slow is looked at as text.
 NEEDED = (
+    ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.forward_context", "get_forward_context"),
     ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     ("vllm.model_executor.models.registry", "ModelRegistry"),
@@ -46,8 +47,10 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     for reason, holds in (
         ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
         ("data parallelism, whose experts need vLLM's exchange", parallel.data_parallel_size > 1),
-        ("context parallelism", getattr(parallel, "decode_context_parallel_size", 1) > 1),
+        ("context parallelism", _along_the_context(parallel) > 1),
+        ("microbatches", bool(getattr(parallel, "use_ubatching", False))),
         ("expert load balancing", bool(getattr(parallel, "enable_eplb", False))),
+        ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
         ("LoRA", vllm_config.lora_config is not None),
         ("speculative decoding", vllm_config.speculative_config is not None),
         (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
@@ -60,6 +63,18 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     except KimiK2Error as error:
         return str(error)
     return None if str(vllm_config.device_config.device_type) == "cpu" else _refusal_of_gpu(vllm_config, config)
+
+
+def _along_the_context(parallel: Any) -> int:
+    """Ranks that a sequence's tokens are divided among, in prompts or in decodes."""
+    sizes = (getattr(parallel, f"{phase}_context_parallel_size", 1) for phase in ("prefill", "decode"))
+    return max(sizes)
+
+
+def _loads_other_experts(parallel: Any) -> bool:
+    """Whether vLLM's loader gives a rank others than the consecutive experts that it holds here."""
+    given = getattr(parallel, "expert_placement_strategy", "linear")
+    return parallel.enable_expert_parallel and given != "linear" and getattr(parallel, "enable_ep_weight_filter", False)
 
 
 def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
