@@ -60,12 +60,13 @@ def serve(
     *,
     plugins: str | None = None,
     pieces: int = 0,
+    environment: dict[str, str] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], str]:
     """What vllm_requests.py answers, and its log."""
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
     asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options, "pieces": pieces}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {})}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     done = subprocess.run(
@@ -114,6 +115,37 @@ def test_steps_with_prompts_in_pieces(name: str, dtype: str, checkpoints: dict[s
     assert answer["tokens"] == expected(checkpoints[name], dtype, job)
     assert OURS in log
     assert 2 <= answer["replays"] < answer["steps"]
+
+
+# Of a request in turn: what vLLM's sampler must know of tokens made before, of its own random numbers, of the batch.
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5, "logprobs": 4},
+    {"temperature": 0, "repetition_penalty": 1.4, "min_tokens": 20, "stop_token_ids": list(range(200))},
+    {"temperature": 0.6, "min_p": 0.05, "seed": 8, "logit_bias": {7: 4.0, 11: -100.0}},
+    {"temperature": 0, "allowed_token_ids": list(range(30, 90))},
+]
+
+
+def test_every_way_of_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Steps that carry on with a batch give what vLLM's own preparing gives, preempted requests too.
+
+    The cache holds about half of what the requests need at once.
+    """
+    job = [{**one, "sampling": SAMPLING[at % len(SAMPLING)]} for at, one in enumerate(requests(seed=11, count=9))]
+    options = {"num_gpu_blocks_override": 26, "block_size": 16, "enable_prefix_caching": False}
+    made = []
+    for switch in ("1", "0"):
+        environment = {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}
+        answer, log = serve(checkpoints["thinking"], "float32", job, tmp_path, environment=environment, **options)
+        assert ("decode steps are prepared by vLLM" in log) == (switch == "0")
+        made.append(answer)
+    ours, theirs = made
+    assert ours["calls"]["next_step"]["plain"] > ours["steps"] / 3 > theirs["calls"]["next_step"]["plain"] == 0
+    assert (ours["tokens"], ours["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
+    assert ours["preempted"] == theirs["preempted"] > 0
+    assert [len(tokens) < 64 for tokens in ours["tokens"]].count(True) >= 1  # a stop token
 
 
 def expected_of_ranks(directory: Path, layout: Layout, dtype: str, job: list[dict[str, Any]], out: Path) -> Any:

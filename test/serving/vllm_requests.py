@@ -1,8 +1,9 @@
 """Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
 
-Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` and
-`options`, which are EngineArgs'. With several ranks the calls counted are none: the workers make them. With `pieces`,
-steps of so many new tokens at most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps.
+Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
+arguments of vLLM's SamplingParams) and `options`, which are EngineArgs'. With several ranks the calls counted are none:
+the workers make them. With `pieces`, steps of so many new tokens at most run in the pieces that are CUDA graphs on a
+GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back.
 """
 
 from __future__ import annotations
@@ -57,10 +58,26 @@ def run_in_pieces(widest: int) -> list[int]:
     return count
 
 
+def count_preempted() -> list[str]:
+    """Requests whose pages the scheduler takes back, from now on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, request: Any, *given: Any, **named: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *given, **named)
+
+    Scheduler._preempt_request = counted
+    return preempted
+
+
 def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
+    preempted = count_preempted()
     replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
     options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
     arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
@@ -72,9 +89,10 @@ def main(model: str, job_file: str, result_file: str) -> None:
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
             number, one = waiting.pop(0)
-            sampling = SamplingParams(
-                temperature=0, max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, logprobs=0
-            )
+            drawn = {"temperature": 0, "logprobs": 0, **one.get("sampling", {})}
+            if "logit_bias" in drawn:  # JSON's keys are text
+                drawn["logit_bias"] = {int(token): bias for token, bias in drawn["logit_bias"].items()}
+            sampling = SamplingParams(max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, **drawn)
             engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
         for output in engine.step():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
@@ -86,7 +104,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
     order = [str(number) for number in range(len(tokens))]
     result = {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order]}
-    result |= {"calls": calls, "steps": step, "replays": replays[0]}
+    result |= {"calls": calls, "steps": step, "replays": replays[0], "preempted": len(preempted)}
     Path(result_file).write_text(json.dumps(result))
 
 
