@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from judge import ROUNDING, Judge, write_slice
+from sampling import SAMPLING
 from torch import Tensor
 
 from kimi_k2.kernels.common.build import find_nvcc
@@ -121,6 +122,27 @@ def judged_for_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     directory = tmp_path_factory.mktemp("two") / "model"
     write_slice(directory, request.param, ranks=2)
     return directory, Judge(directory)
+
+
+def test_every_way_of_sampling(judged: tuple[Path, Judge], tmp_path: Path) -> None:
+    """Steps that carry on with a batch give the bits of those that vLLM prepares, of preempted requests too.
+
+    Steps are scheduled before the last one's tokens are known. Every size has its graphs, so no padding differs.
+    """
+    job = [{**one, "sampling": SAMPLING[at % len(SAMPLING)]} for at, one in enumerate(requests())]
+    sizes = {"cudagraph_capture_sizes": list(range(1, 13))}
+    options: dict[str, Any] = {"compilation_config": sizes, "num_gpu_blocks_override": 48}
+    made = []
+    for switch in ("1", "0"):
+        answer = serve(judged[0], job, tmp_path, {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}, **options)
+        assert "Asynchronous scheduling is enabled" in answer["log"]
+        assert ("decode steps are prepared by vLLM" in answer["log"]) == (switch == "0")
+        made.append(answer)
+    ours, theirs = made
+    followed = sum(ours["calls"]["next_step"].values())
+    print(f"{followed} captured, {ours['preempted']} preempted, {ours['steps']} steps")
+    assert (ours["tokens"], ours["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
+    assert ours["preempted"] == theirs["preempted"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import SAMPLING
 
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -117,24 +118,13 @@ def test_steps_with_prompts_in_pieces(name: str, dtype: str, checkpoints: dict[s
     assert 2 <= answer["replays"] < answer["steps"]
 
 
-# Of a request in turn: what vLLM's sampler must know of tokens made before, of its own random numbers, of the batch.
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0.8, "seed": 3},
-    {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5, "logprobs": 4},
-    {"temperature": 0, "repetition_penalty": 1.4, "min_tokens": 20, "stop_token_ids": list(range(200))},
-    {"temperature": 0.6, "min_p": 0.05, "seed": 8, "logit_bias": {7: 4.0, 11: -100.0}},
-    {"temperature": 0, "allowed_token_ids": list(range(30, 90))},
-]
-
-
 def test_every_way_of_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Steps that carry on with a batch give what vLLM's own preparing gives, preempted requests too.
 
     The cache holds about half of what the requests need at once.
     """
     job = [{**one, "sampling": SAMPLING[at % len(SAMPLING)]} for at, one in enumerate(requests(seed=11, count=9))]
-    options = {"num_gpu_blocks_override": 26, "block_size": 16, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 26, "block_size": 16, "enable_prefix_caching": False}
     made = []
     for switch in ("1", "0"):
         environment = {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}
