@@ -101,7 +101,10 @@ def run_without(rank: int, failure: str, library: str, rendezvous: str, boxes: l
     def fails(*arguments: Any, **keywords: Any) -> Any:
         raise KernelError("no compiler") if failure == "build" else RuntimeError("out of memory")
 
-    if rank == 1 and failure == "build":
+    if failure == "host":
+        replaced["host"] = lambda: f"host of rank {rank}"
+        replaced["importlib"] = None  # nothing is exchanged
+    elif rank == 1 and failure == "build":
         replaced["build"] = fails
     elif rank == 1:
         setattr(replaced["importlib"].import_module("symmetric memory"), failure, fails)
@@ -115,7 +118,7 @@ def run_without(rank: int, failure: str, library: str, rendezvous: str, boxes: l
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("failure", ["build", "empty", "rendezvous"])
+@pytest.mark.parametrize("failure", ["build", "empty", "rendezvous", "host"])
 def test_ranks_fall_back_together(all_reduce_on_cpu: str, tmp_path: Path, failure: str) -> None:
     boxes = [torch.zeros(mailbox_bytes(PUSHED // 2, 2), dtype=torch.uint8).share_memory_() for _ in range(2)]
     start_processes(

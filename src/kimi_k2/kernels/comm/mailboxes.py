@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,12 +47,14 @@ def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes 
     """Empty mailboxes for sums of BF16 values of up to PUSH_BYTES a rank; every rank of the group must call this.
 
     Returns:
-        None, on all ranks, if one of them cannot have them.
+        None, on all ranks, if one of them cannot have them or is on another host.
     """
     # Multicast can put GPUs that others share out of service.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     ranks = group.size()
     capacity = PUSH_BYTES // (ranks - 1) // 8 * 4
+    if not on_one_host(group, device):  # addresses are exchanged over a host's own sockets: some would wait for ever
+        return None
     memory = addresses = None
     with contextlib.suppress(*UNREACHABLE):
         build()
@@ -65,6 +70,22 @@ def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes 
     if not all_ranks(addresses is not None, group, device) or addresses is None:
         return None
     return Mailboxes(memory, call_counts(capacity, device), addresses, capacity, group.rank())
+
+
+def host() -> str:
+    """Which machine this is; two containers of it are two."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return f"{socket.gethostname()} {boot}"
+
+
+def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks, which all must ask, are processes of one host."""
+    number = zlib.crc32(host().encode())
+    least = torch.tensor([number, -number], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least[0] == -least[1])
 
 
 def all_ranks(ready: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
