@@ -28,7 +28,8 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
             registered.append(architecture)
             cls.models[architecture] = SimpleNamespace(class_name=target.rpartition(":")[2])
 
-    for module, name in support.NEEDED:
+    config = "vllm.model_executor.models.config"
+    for module, name in [*support.NEEDED, (config, "VerifyAndUpdateConfig"), (config, "MODELS_CONFIG_MAP")]:
         parts = module.split(".")
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])
@@ -38,7 +39,12 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
                 made.__path__ = []
                 monkeypatch.setitem(sys.modules, path, made)
         if name != without:
-            setattr(sys.modules[module], name, Registry if name == "ModelRegistry" else object())
+            named: dict[str, object] = {
+                "ModelRegistry": Registry,
+                "VerifyAndUpdateConfig": object,
+                "MODELS_CONFIG_MAP": {},
+            }
+            setattr(sys.modules[module], name, named.get(name, object()))
     monkeypatch.setattr(support, "AS_TEXT", ())
     return registered
 
@@ -58,8 +64,20 @@ def test_all_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
         plugin.register()
     assert registered == list(plugin.ARCHITECTURES)
     assert caplog.text == ""
+    offered = dict(sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP)
+    assert sorted(offered) == sorted(plugin.WITH_WORKER)
     plugin.register()  # vLLM calls it again
     assert registered == list(plugin.ARCHITECTURES)
+    assert offered == sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP
+
+
+def test_without_its_table_of_configurations(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The model is ours; steps are prepared by vLLM."""
+    registered = fake_vllm(monkeypatch, without="MODELS_CONFIG_MAP")
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert registered == list(plugin.ARCHITECTURES)
+    assert "decode steps are prepared by vLLM" in caplog.text
 
 
 @pytest.mark.parametrize(
