@@ -111,6 +111,29 @@ class Timer:
         return first * 1e3, (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]) * 1e3
 
 
+def write_model(kind: str, layers: int, ranks: int = 1) -> tuple[Path, KimiK2Config]:
+    """A directory with the configuration of a slice; see `start`."""
+    widths = {name: size if name.endswith("token_id") else size * ranks for name, size in SLICE.items()}
+    config = KimiK2Config.load(NAMES[kind]).model_copy(update={**widths, "num_hidden_layers": layers})
+    # vLLM finds what it has compiled by the model's path, among others: so the path is the same each time.
+    directory = Path(tempfile.gettempdir()) / f"kimi-k2-slice-{kind}-{layers}-{ranks}"
+    directory.mkdir(exist_ok=True)
+    partial = directory / f"config.{os.getpid()}.partial"  # another engine may start at the same time
+    partial.write_text(json.dumps(hf_config(config)))
+    partial.replace(directory / "config.json")
+    return directory, config
+
+
+def engine_arguments(config: KimiK2Config, pages: int) -> dict[str, Any]:
+    """Of vLLM's engine: a cache of so many pages, graphs of the batches that are timed."""
+    return {
+        "load_format": "dummy", "dtype": "bfloat16", "trust_remote_code": True, "enable_prefix_caching": False,
+        "max_model_len": 33024, "max_num_seqs": 64, "max_num_batched_tokens": CHUNK, "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": pages * 64 * config.cache_dim * 2 * config.num_hidden_layers,
+        "compilation_config": {"cudagraph_capture_sizes": list(CONCURRENCY)},
+    }  # fmt: skip
+
+
 def start(
     kind: str,
     layers: int,
@@ -136,20 +159,10 @@ def start(
 
     replace_loader()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
-    widths = {name: size if name.endswith("token_id") else size * ranks for name, size in SLICE.items()}
-    config = KimiK2Config.load(NAMES[kind]).model_copy(update={**widths, "num_hidden_layers": layers})
-    # vLLM finds what it has compiled by the model's path, among others: so the path is the same each time.
-    directory = Path(tempfile.gettempdir()) / f"kimi-k2-slice-{kind}-{layers}-{ranks}"
-    directory.mkdir(exist_ok=True)
-    partial = directory / f"config.{os.getpid()}.partial"  # another engine may start at the same time
-    partial.write_text(json.dumps(hf_config(config)))
-    partial.replace(directory / "config.json")
+    directory, config = write_model(kind, layers, ranks)
     arguments = EngineArgs(
-        model=str(directory), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", trust_remote_code=True,
-        enable_prefix_caching=False, max_model_len=33024, max_num_seqs=64, max_num_batched_tokens=CHUNK,
-        kv_cache_memory_bytes=pages * 64 * config.cache_dim * 2 * layers, gpu_memory_utilization=0.1,
-        compilation_config={"cudagraph_capture_sizes": list(CONCURRENCY)}, distributed_executor_backend=executor,
-        tensor_parallel_size=ranks,
+        model=str(directory), skip_tokenizer_init=True, distributed_executor_backend=executor,
+        tensor_parallel_size=ranks, **engine_arguments(config, pages),
         **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
     )  # fmt: skip
     return LLMEngine.from_engine_args(arguments)
