@@ -131,7 +131,7 @@ def test_every_way_of_sampling(judged: tuple[Path, Judge], tmp_path: Path) -> No
     """
     job = [{**one, "sampling": SAMPLING[at % len(SAMPLING)]} for at, one in enumerate(requests())]
     sizes = {"cudagraph_capture_sizes": list(range(1, 13))}
-    options: dict[str, Any] = {"compilation_config": sizes, "num_gpu_blocks_override": 48}
+    options: dict[str, Any] = {"compilation_config": sizes, "num_gpu_blocks_override": 34}
     made = []
     for switch in ("1", "0"):
         answer = serve(judged[0], job, tmp_path, {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}, **options)
