@@ -125,6 +125,10 @@ class Engine:
         say(f"{self.name}: {listed} (busy cores {own:.1f}, {taken:.1f} taken away)")
         return figures
 
+    def ask(self, limit: float, **asked: Any) -> dict[str, float]:
+        """`begin` and `end_of`."""
+        return self.end_of(limit) if self.begin(**asked) else {}
+
     def close(self) -> None:
         """Close its input, which ends it."""
         self._signal(signal.SIGCONT)
