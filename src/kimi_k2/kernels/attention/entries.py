@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import (
     absorb,
-    flash_mla,
     flash_prefill,
     mla_cuda,
     mla_decode,
@@ -87,30 +88,22 @@ def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
     )
 
 
-@ops_decode.attention_plan.entry(
-    "mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"}, batch_invariant=OWN_LENGTH
-)
-def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
-    """`mla_plan` for a cache in one piece, in batch-invariant mode `mla_plan_by_length`."""
+def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int, *, rounded: bool = False) -> Tensor | None:
+    """`mla_plan` for a cache in one piece, in batch-invariant mode `mla_plan_by_length`; `rounded` as there."""
     plan: Tensor
     if batch_invariant():
         plan = mla_invariant.mla_plan_by_length(seq_lens, cache.shape[1], heads)
         return plan
-    plan = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16)
+    plan = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16, rounded)
     return plan
 
 
-@ops_decode.attention_plan.entry(
-    "e4m3", takes=_supports_plan, before="mla_plan", joins={"mla_decode": "e4m3"}, optional=True
+ops_decode.attention_plan.entry("e4m3", takes=_supports_plan, joins={"mla_decode": "e4m3"}, optional=True)(
+    partial(attention_plan, rounded=True)
 )
-def rounded_attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
-    """`mla_plan` for rounded queries where the cache is e4m3."""
-    plan: Tensor = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16, rounded=True)
-    return plan
-
-
-def _supports_flash_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
-    return is_hopper(cache.device) and cache.shape[1] > 0 and mla_decode.uses_cuda(heads, cache.dtype)
+ops_decode.attention_plan.entry(
+    "mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"}, batch_invariant=OWN_LENGTH
+)(attention_plan)
 
 
 def _supports_mla_decode(
@@ -120,46 +113,22 @@ def _supports_mla_decode(
     return rank == mla_decode.LATENT and supports(query, cache, seq_lens)
 
 
-@ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)
 def decode_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
-) -> Tensor:
-    """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere."""
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None, *,
+    rounded: bool = False,
+) -> Tensor:  # fmt: skip
+    """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere.
+
+    `rounded`: over an e4m3 cache, queries and weights are rounded to e4m3 too, by a plan.
+    """
     if batch_invariant():
         return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan)
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan)
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan, rounded=rounded)
     return out
 
 
-@ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)
-def rounded_decode_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
-) -> Tensor:
-    """`mla_decode` with queries and weights rounded to e4m3 over an e4m3 cache, by a plan."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan, rounded=True)
-    return out
-
-
-def _supports_flash_mla(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
-) -> bool:
-    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens)
-
-
-@ops_decode.attention_plan.entry(
-    "flash_mla", takes=_supports_flash_plan, before="mla_plan", joins={"mla_decode": "flash_mla"}, optional=True
-)
-def flash_attention_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> Tensor | None:
-    """FlashMLA's plan where its kernel serves, else `mla_plan`."""
-    return flash_mla.plan(seq_lens, cache, cache.shape[1], heads)
-
-
-@ops_decode.mla_decode.entry("flash_mla", takes=_supports_flash_mla, optional=True)
-def flash_decode_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
-) -> Tensor:
-    """`mla_decode` with queries rounded to e4m3 over many rows of an e4m3 cache."""
-    return flash_mla.attend(query, cache, None, seq_lens, softmax_scale, plan)
+ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)(decode_attention)
+ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(partial(decode_attention, rounded=True))
 
 
 def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
@@ -170,12 +139,21 @@ def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, h
     )
 
 
-@mla_paged.paged_attention_plan.entry("mla_plan", takes=_supports_paged_plan, joins={"paged_mla_decode": "mla_decode"})
-def paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
-    """`mla_plan` for pages of 64 slots."""
+def paged_attention_plan(
+    seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int, *, rounded: bool = False
+) -> Tensor | None:
+    """`mla_plan` for pages of 64 slots; `rounded` as there."""
     capacity = block_table.shape[1] * mla_decode.PAGE
-    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16)
+    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
     return plan
+
+
+mla_paged.paged_attention_plan.entry(
+    "e4m3", takes=_supports_paged_plan, joins={"paged_mla_decode": "e4m3"}, optional=True
+)(partial(paged_attention_plan, rounded=True))
+mla_paged.paged_attention_plan.entry("mla_plan", takes=_supports_paged_plan, joins={"paged_mla_decode": "mla_decode"})(
+    paged_attention_plan
+)
 
 
 def _supports_pages(
@@ -185,59 +163,19 @@ def _supports_pages(
     return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
 
 
-@mla_paged.paged_mla_decode.entry("mla_decode", takes=_supports_pages)
 def paged_decode_attention(
     query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
-    plan: Tensor | None = None,
+    plan: Tensor | None = None, *, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`mla_decode` over pages of 64 slots."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
+    """`mla_decode` over pages of 64 slots; `rounded` as in `decode_attention`."""
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=rounded)
     return out
 
 
-@mla_paged.paged_attention_plan.entry(
-    "e4m3", takes=_supports_paged_plan, before="mla_plan", joins={"paged_mla_decode": "e4m3"}, optional=True
+mla_paged.paged_mla_decode.entry("mla_decode", takes=_supports_pages)(paged_decode_attention)
+mla_paged.paged_mla_decode.entry("e4m3", takes=_supports_pages, optional=True)(
+    partial(paged_decode_attention, rounded=True)
 )
-def rounded_paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
-    """`mla_plan` for pages of 64 slots and rounded queries where the cache is e4m3."""
-    capacity = block_table.shape[1] * mla_decode.PAGE
-    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded=True)
-    return plan
-
-
-@mla_paged.paged_mla_decode.entry("e4m3", takes=_supports_pages, optional=True)
-def rounded_paged_decode_attention(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
-    plan: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`paged_mla_decode` with queries and weights rounded to e4m3 over an e4m3 cache, by a plan."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=True)
-    return out
-
-
-def _supports_flash_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
-    return _supports_flash_plan(seq_lens, cache, heads)
-
-
-@mla_paged.paged_attention_plan.entry(
-    "flash_mla",
-    takes=_supports_flash_paged_plan,
-    before="mla_plan",
-    joins={"paged_mla_decode": "flash_mla"},
-    optional=True,
-)
-def flash_paged_attention_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> Tensor | None:
-    """FlashMLA's plan where its kernel serves, else `mla_plan`."""
-    return flash_mla.plan(seq_lens, cache, block_table.shape[1] * mla_decode.PAGE, heads)
-
-
-@mla_paged.paged_mla_decode.entry("flash_mla", takes=_supports_pages, optional=True)
-def flash_paged_decode_attention(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
-    plan: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`paged_mla_decode` with queries rounded to e4m3 over many rows of an e4m3 cache."""
-    return flash_mla.attend(query, cache, block_table, seq_lens, softmax_scale, plan)
 
 
 def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
