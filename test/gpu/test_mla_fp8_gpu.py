@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference, relative
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
@@ -25,17 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is N
 E4M3 = torch.float8_e4m3fn
 # Three bits of queries and weights, as FlashMLA's own tests allow; BF16 results and no other rounding.
 ROUNDED, EXACT = 0.06, 4e-3
-LENGTHS = [
-    [1],
-    [8192],
-    [0, 0],
-    [63, 64, 65],
-    [5000, 1, 0, 4097, 8192, 127, 300],
-    [8192, *[100] * 63],
-    [1000 + 77 * i for i in range(70)],
-    [i % 3 for i in range(200)],
-    [1024] * 256,
-]
 
 
 def plan_of(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference, relative
 from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, PAGE, folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.common.build import find_nvcc
@@ -20,20 +20,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
 # BF16 results and weights: 2**-9 each, in the mean far below its maximum.
 RELATIVE = 4e-3
-LENGTHS = [
-    [1],
-    [8192],
-    [0, 0],
-    [63, 64, 65],
-    [5000, 1, 0, 4097, 8192, 127, 300],
-    [8192, *[100] * 63],
-    [1000 + 77 * i for i in range(70)],
-    [random.Random(i).randrange(1, 3000) for i in range(130)],
-    [i % 3 for i in range(200)],
-    [1024] * 256,
-    [random.Random(i).randrange(0, 200) for i in range(600)],
-    [8192, 8192],
-]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} to {max(lengths)}")

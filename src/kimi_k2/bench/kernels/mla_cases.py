@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,21 @@ from torch import Tensor
 from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 
 SCALE = 0.1147
+# Of contexts: one and many, empty ones, around a page, equal, a long one among short ones, drawn; up to 8,192 rows.
+LENGTHS: list[list[int]] = [
+    [1],
+    [8192],
+    [0, 0],
+    [63, 64, 65],
+    [5000, 1, 0, 4097, 8192, 127, 300],
+    [8192, *[100] * 63],
+    [1000 + 77 * i for i in range(70)],
+    [random.Random(i).randrange(1, 3000) for i in range(130)],
+    [i % 3 for i in range(200)],
+    [1024] * 256,
+    [random.Random(i).randrange(0, 200) for i in range(600)],
+    [8192, 8192],
+]
 
 
 def paged_case(
