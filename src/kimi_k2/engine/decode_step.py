@@ -5,7 +5,6 @@ Works on a CPU too, where it is tested.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -23,6 +22,7 @@ from kimi_k2.ops.linear import add_project
 from kimi_k2.ops.mla_decode import attention_plan, sequence_lengths
 from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.registry import PLAIN, decoding
+from kimi_k2.ops.streams import beside
 from kimi_k2.ops.weights import Weight
 
 
@@ -40,11 +40,6 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
     return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
-
-
-@functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
 
 
 class DecodeStep:
@@ -138,19 +133,11 @@ class DecodeStep:
             plan, choose = partial(paged_attention_plan, *given), partial(paged_attention_plan.choose, *given)
         chosen = choose() if heads else None
         rotary = partial(self.model.model.rotary, positions, dtype)
-        there = positions.is_cuda and torch.cuda.is_available()
-        if not there or chosen is None or chosen.name == PLAIN:
+        if chosen is None or chosen.name == PLAIN:
             made = plan() if heads else None
             return Place(positions, seq_lens, *rotary(), made, pages)
         # One block makes the plan: the rest of the GPU goes on beside it.
-        main, side = torch.cuda.current_stream(positions.device), _side_stream(positions.device.index)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            made = plan()
-        rotation = rotary()
-        main.wait_stream(side)
-        if made is not None:
-            made.record_stream(main)
+        made, rotation = beside(plan, rotary, positions.device)
         return Place(positions, seq_lens, *rotation, made, pages)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:

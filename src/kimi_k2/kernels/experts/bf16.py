@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from kimi_k2.kernels.common.hardware import capability, has_triton
 from kimi_k2.kernels.common.launch import expect
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.experts.launch import expect_routing, token_ranges
+from kimi_k2.ops.streams import beside
 
 # Up to so many pairs one launch sorts them, each expert's program looking at all.
 MAX_FEW = 2048
@@ -176,11 +178,6 @@ def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, pa
 
 
 @functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index, priority=-1)
-
-
-@functools.cache
 def _kernels() -> Any:
     from kimi_k2.kernels.experts import bf16_triton
 
@@ -277,15 +274,10 @@ def run(
             middle, down_proj, *given, topk_weights, parts, experts, **sizes, WIDTH=width, STEP=step, **options
         )
 
-    if len(passes) > 1 and x.is_cuda:
-        # Beside each other: the crowded experts' few blocks first, the others' where they leave room.
-        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device.index)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            multiply(passes[1], order.blocks[1])
-        multiply(passes[0], order.blocks[0])
-        main.wait_stream(side)
+    calls = [partial(multiply, one, blocks) for one, blocks in zip(passes, order.blocks, strict=True)]
+    if len(calls) > 1:
+        # The crowded experts' few blocks first, the others' where they leave room.
+        beside(calls[1], calls[0], x.device, priority=-1)
     else:
-        for one, blocks in zip(passes, order.blocks, strict=True):
-            multiply(one, blocks)
+        calls[0]()
     kernels.combine[(tokens, -(-hidden // 1024))](parts, order.local, out, top_k, experts, HIDDEN=hidden, WIDTH=1024)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
+from kimi_k2.ops.streams import beside
 from kimi_k2.ops.weights import Weight
 
 BLOCK = (128, 128)
@@ -315,25 +316,17 @@ def few_int4_experts(
     return out
 
 
-@functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
-
-
 @ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda, batch_invariant=COMPOSED)
 def experts_beside_shared(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
     shared_down: Weight,
 ) -> Tensor:  # fmt: skip
     """The shared expert on a second stream: it fills what routing leaves idle. Fork and join become a graph's edges."""
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device.index)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        shared = ops_experts.swiglu(x, shared_gate_up, shared_down)
-    routed = ops_experts.routed_experts(x, experts, topk_indices, topk_weights)
-    main.wait_stream(side)
-    if not torch.cuda.is_current_stream_capturing():
-        shared.record_stream(main)  # or another stream's shared expert takes its place before it is added
+    shared, routed = beside(
+        partial(ops_experts.swiglu, x, shared_gate_up, shared_down),
+        partial(ops_experts.routed_experts, x, experts, topk_indices, topk_weights),
+        x.device,
+    )
     if pairs.supports_add(routed, shared):
         total: Tensor = pairs.add(routed, shared)
         return total
