@@ -113,6 +113,8 @@ def main() -> None:
                 print(f"{one.name}: {one.ending.command}: {one.seconds:.2f} s, {one.peak / 1e6:.0f} MB: {one.fault}")
             elif one.name.startswith("drawn") and one.ending.status == 0:
                 print(f"accepted by {one.ending.command}: {one.name}")
+        if not found:
+            raise SystemExit(f"no kind of malformed checkpoint is called {match!r}")
         slowest, largest = max(found, key=lambda one: one.seconds), max(found, key=lambda one: one.peak)
         print(
             f"{len({one.name for one in found})} checkpoints, {len(found)} runs in {time.time() - start:.0f} s,"

@@ -191,7 +191,8 @@ def _print_stopwatch(settings: Settings, backend: Backend) -> None:
         taken = check_tpot(backend, prompts, cell["output_length"])
         milliseconds = [f"{taken[name] * 1e3:.4f}" for name in ("sweep", "stopwatch", "bare")]
         difference = f"{(taken['sweep'] / taken['stopwatch'] - 1) * 100:+.2f} %"
-        shape = (str(cell[name]) for name in ("prompt_length", "batch_size", "output_length"))
+        shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
+        typer.echo(f"prompt {shape[0]}, batch {shape[1]}, output {shape[2]}: {difference}", err=True)
         table.add_row(*shape, *milliseconds[:2], difference, milliseconds[2])
     table_console().print(table)
 
