@@ -61,6 +61,7 @@ def test_the_order_is_the_tables() -> None:
         "mla_decode": ["mla_decode", "e4m3", "plain"],
         "mla_naive_attention": ["flash_attn_3", "mla_prefill", "plain"],
         "mla_ragged_attention": ["flash_attn_3", "plain"],
+        "next_step": ["cuda", "plain"],
         "paged_absorb_and_store": ["triton", "plain"],
         "paged_attend_values": ["cuda", "plain"],
         "paged_attention_plan": ["e4m3", "mla_plan", "plain"],
