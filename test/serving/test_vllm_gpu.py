@@ -124,18 +124,20 @@ def judged_for_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return directory, Judge(directory)
 
 
-def test_every_way_of_sampling(judged: tuple[Path, Judge], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "one by one"])
+def test_every_way_of_sampling(ahead: bool, judged: tuple[Path, Judge], tmp_path: Path) -> None:
     """Steps that carry on with a batch give the bits of those that vLLM prepares, of preempted requests too.
 
-    Steps are scheduled before the last one's tokens are known. Every size has its graphs, so no padding differs.
+    With steps scheduled before the last one's tokens are known, and after. Every size has its graphs, so no padding
+    differs.
     """
     job = [{**one, "sampling": SAMPLING[at % len(SAMPLING)]} for at, one in enumerate(requests())]
     sizes = {"cudagraph_capture_sizes": list(range(1, 13))}
-    options: dict[str, Any] = {"compilation_config": sizes, "num_gpu_blocks_override": 34}
+    options: dict[str, Any] = {"compilation_config": sizes, "num_gpu_blocks_override": 34, "async_scheduling": ahead}
     made = []
     for switch in ("1", "0"):
         answer = serve(judged[0], job, tmp_path, {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}, **options)
-        assert "Asynchronous scheduling is enabled" in answer["log"]
+        assert ("Asynchronous scheduling is enabled" in answer["log"]) == ahead
         assert ("decode steps are prepared by vLLM" in answer["log"]) == (switch == "0")
         made.append(answer)
     ours, theirs = made
