@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_together
 from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes
@@ -32,9 +32,7 @@ def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> list[tupl
     """Of each dtype: token ids, the ranks' logits for all, and their DecodeStep's for the last three."""
     converted, out = convert(source, work / "ranks", layout), work / "logits.pt"
     arguments = [source, converted, layout.moe_tp, layout.moe_ep, work / "rendezvous", out, where]
-    command = [[sys.executable, WORKER, rank, *arguments] for rank in range(layout.ranks)]
-    ranks = [subprocess.Popen([str(part) for part in one]) for one in command]
-    assert [rank.wait(timeout=600) for rank in ranks] == [0] * layout.ranks
+    run_together([[sys.executable, WORKER, rank, *arguments] for rank in range(layout.ranks)], timeout=600)
     return [(ids, logits, stepped) for ids, logits, stepped in torch.load(out)]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_together
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.prompt_step import MAX_GRAPHS
@@ -26,13 +26,7 @@ def run_ranks(source: Path, work: Path, where: str, *layouts: tuple[int, int]) -
     for converted, layout in zip(conversions, layouts, strict=True):
         Presharder(source, converted, Layout(*layout, target="cuda", experts="stored")).run()
     arguments = [source, work / "rendezvous", work / "told", where, *conversions]
-    commands = [[sys.executable, WORKER, rank, *arguments] for rank in range(2)]
-    ranks = [subprocess.Popen([str(word) for word in command]) for command in commands]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_together([[sys.executable, WORKER, rank, *arguments] for rank in range(2)])
     return [torch.load(work / f"told-{rank}") for rank in range(2)]
 
 

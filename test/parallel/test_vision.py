@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_together
 
 from kimi_k2.engine.vision import packed
 from kimi_k2.media.patches import Media
@@ -26,12 +26,7 @@ def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[lis
         for group in outs
         for rank, out in enumerate(group)
     ]
-    processes = [subprocess.Popen([str(word) for word in command]) for command in commands]
-    try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * len(commands)
-    finally:
-        for process in processes:
-            process.kill()
+    run_together(commands, timeout=300)
     return [[torch.load(out) for out in group] for group in outs]
 
 

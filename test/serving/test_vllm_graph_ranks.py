@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_together
 
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -23,13 +23,7 @@ WORKER = Path(__file__).with_name("prompt_graphs_worker.py")
 def test_two_ranks(moe_tp: int, moe_ep: int, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     source, converted, out = checkpoints["thinking"], tmp_path / "ranks", tmp_path / "out"
     Presharder(source, converted, Layout(moe_tp, moe_ep, target="cuda", experts=STORED)).run()
-    commands = [[sys.executable, WORKER, rank, source, converted, moe_tp, moe_ep, out] for rank in range(2)]
-    ranks = [subprocess.Popen([str(word) for word in command]) for command in commands]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_together([[sys.executable, WORKER, rank, source, converted, moe_tp, moe_ep, out] for rank in range(2)])
     first, second = (torch.load(f"{out}-{rank}") for rank in range(2))
     reasons = [[reason for reason, _ in one["refused"]] for one in (first, second)]
     assert reasons[0] == ["48 tokens: another rank cannot"] * 2

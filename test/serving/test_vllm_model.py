@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_together
 from sampling import SAMPLING
 
 from kimi_k2.engine.generate import generate
@@ -144,9 +145,8 @@ def expected_of_ranks(directory: Path, layout: Layout, dtype: str, job: list[dic
     asked, result = out / "asked_of_ranks.json", out / "tokens.json"
     asked.write_text(json.dumps({"dtype": dtype, "requests": job}))
     worker = Path(__file__).with_name("ranks_worker.py")
-    given = [str(directory), str(out / "ranks"), str(layout.moe_tp), str(layout.moe_ep), str(asked), str(result)]
-    processes = [subprocess.Popen([sys.executable, str(worker), str(rank), *given]) for rank in range(layout.ranks)]
-    assert [process.wait(600) for process in processes] == [0] * layout.ranks
+    given = directory, out / "ranks", layout.moe_tp, layout.moe_ep, asked, result
+    run_together([[sys.executable, worker, rank, *given] for rank in range(layout.ranks)], timeout=600)
     return json.loads(result.read_text())
 
 
