@@ -20,8 +20,9 @@ from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.serving.vllm import prompt_graphs as module
+from kimi_k2.serving.vllm import ranks
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
+from kimi_k2.serving.vllm.ranks import least_of_ranks
 from kimi_k2.sharding.layout import STORED, Layout
 
 WIDEST = 64
@@ -86,7 +87,7 @@ def refusals(layers: Layers, reduce: Sum, fails: bool) -> list[tuple[str | None,
     norm, found = layers.model.model.norm, []
     for trial in (False, True):
         record = Again(reduce, refused=PIECES_OF_A_SIZE + 1 if fails and not trial else None)
-        graphs, walks = PromptGraphs(layers.steps, norm, WIDEST, record, module.least_of_ranks), 0
+        graphs, walks = PromptGraphs(layers.steps, norm, WIDEST, record, least_of_ranks), 0
         walk = graphs._walk
 
         def failing(*given: Any, walk: Any = walk) -> Any:
@@ -111,8 +112,8 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, out: s
     """Saves `refusals`, and the hidden states of sequences whose steps with prompts are replayed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}.meet", rank=rank, world_size=2)
-    vars(module)["get_tp_group"] = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
-    assert [module.least_of_ranks(rank + 5), module.least_of_ranks(-rank), module.least_of_ranks(rank == 0)] == [
+    vars(ranks)["get_tp_group"] = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+    assert [least_of_ranks(rank + 5), least_of_ranks(-rank), least_of_ranks(rank == 0)] == [
         5,
         -1,
         0,
@@ -124,7 +125,7 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, out: s
     model.prepare()
     layers, states = Replayed(model, reduce), [list[Tensor]() for _ in LENGTHS]
     refused = refusals(layers, reduce, fails=rank == 1)
-    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Again(reduce), module.least_of_ranks)
+    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Again(reduce), least_of_ranks)
     assert layers.graphs.capture() is None
     for number, new in enumerate(STEPS):
         for row, found in layers.step(new, ids, padding=number % 3).items():

@@ -24,7 +24,8 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.ops.pages import next_step
 from kimi_k2.serving.paged.batch import Batch
-from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder, least_of_ranks
+from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
+from kimi_k2.serving.vllm.ranks import least_of_ranks
 
 logger = logging.getLogger("vllm.kimi_k2")
 

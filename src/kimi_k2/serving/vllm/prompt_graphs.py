@@ -19,9 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import weak_ref_tensor
 
 from kimi_k2.engine.layer_step import Place
@@ -33,6 +31,7 @@ from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.paged.layer import PagedLayer, Projected
+from kimi_k2.serving.vllm.ranks import least_of_ranks
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -230,13 +229,3 @@ def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) 
         graphs.widest, len(steps) + 1, len(graphs.widths), held / 2**30, time.monotonic() - began,
     )  # fmt: skip
     return graphs, held
-
-
-def least_of_ranks(number: int) -> int:
-    """Of the numbers that all tensor-parallel ranks call this with. The devices take no part."""
-    tp = get_tp_group()
-    if tp.world_size == 1:
-        return number
-    found = torch.tensor(int(number))
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=tp.cpu_group)
-    return int(found)
