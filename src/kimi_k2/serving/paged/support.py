@@ -31,10 +31,18 @@ def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]
         except (ImportError, AttributeError):
             gone.append(f"{module}.{name}")
     for module, text in as_text:
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None or text not in Path(spec.origin).read_text(encoding="utf-8"):
+        if text not in _source(module):
             gone.append(f"{module}: {text.removesuffix('(')}")
     return gone
+
+
+def _source(module: str) -> str:
+    """Of a module, empty where there is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:  # the package that would hold it is none
+        return ""
+    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
 
 
 def config_of(hf_config: Any) -> KimiK2Config:

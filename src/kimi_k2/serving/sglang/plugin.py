@@ -1,9 +1,12 @@
-"""Entry point of `sglang.srt.plugins`: our parser of tool calls under a name of its own."""
+"""Entry point of `sglang.srt.plugins`: SGLang calls `register` in each of its processes, before it reads arguments."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+from typing import Any
+
+from kimi_k2.serving.sglang.support import ARCHITECTURE, BACKEND, changed, overrides
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -11,6 +14,12 @@ PARSER = "kimi_k2_stream"
 
 
 def register() -> None:
+    """Offer the parser of tool calls, and our model for the Kimi-K2 family; other models stay SGLang's."""
+    register_parser()
+    register_model()
+
+
+def register_parser() -> None:
     """Offer the parser to SGLang. What a version of it lacks is named, and nothing is changed."""
     try:
         names = importlib.import_module("sglang.srt.function_call.parser_names").TOOL_CALL_PARSER_NAMES
@@ -22,3 +31,25 @@ def register() -> None:
         return
     if PARSER not in names:
         names.append(PARSER)
+
+
+def register_model() -> None:
+    """Have SGLang ask `support.overrides` about models of K2's architecture, and know our backend of attention."""
+    lacking = changed()
+    if lacking:
+        logger.warning("kimi-k2: all operations are SGLang's, since it has changed; gone: %s", ", ".join(lacking))
+        return
+    from sglang.srt.arg_groups import choices, model_override_base
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if BACKEND in choices.ATTENTION_BACKEND_CHOICES:  # once a process
+        return
+    choices.add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(_backend)
+    model_override_base.register_model_override(ARCHITECTURE)(overrides)
+
+
+def _backend(runner: Any) -> Any:
+    from kimi_k2.serving.sglang.attention import PoolBackend
+
+    return PoolBackend(runner)

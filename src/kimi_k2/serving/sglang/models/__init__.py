@@ -1,0 +1,1 @@
+"""What `SGLANG_EXTERNAL_MODEL_PACKAGE` names: SGLang takes the `EntryClass` of each module here."""

@@ -1,0 +1,143 @@
+"""Whether our operations can serve a deployment of SGLang's, and if not, why: it then runs as without us."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
+from kimi_k2.sharding.layout import STORED, Layout
+from kimi_k2.sharding.plan import make_plan
+
+logger = logging.getLogger("sglang.kimi_k2")
+
+# Names in SGLang that the plugin and the model's class stand on. A module whose import would be slow is read as text.
+NEEDED = (
+    ("sglang.srt.arg_groups.choices", "add_attention_backend_choices"),
+    ("sglang.srt.model_executor.cuda_graph_config", "with_phase"),
+    ("sglang.srt.arg_groups.model_override_base", "register_model_override"),
+    ("sglang.srt.arg_groups.model_override_base", "resolving_view"),
+    ("sglang.srt.runtime_context", "attention_backends"),
+)
+AS_TEXT = (
+    ("sglang.srt.environ", "SGLANG_EXTERNAL_MODEL_PACKAGE"),
+    ("sglang.srt.layers.attention.attention_registry", "def register_attention_backend("),
+    ("sglang.srt.layers.attention.base_attn_backend", "def init_forward_metadata_in_graph("),
+    ("sglang.srt.layers.logits_processor", "class LogitsProcessor("),
+    ("sglang.srt.mem_cache.memory_pool", "class MLATokenToKVPool("),
+    ("sglang.srt.model_executor.forward_context", "def get_attn_backend("),
+    ("sglang.srt.models.deepseek_v2", "class DeepseekV3ForCausalLM("),
+)
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+BACKEND = "kimi_k2"
+PACKAGE_VARIABLE, PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE", "kimi_k2.serving.sglang.models"
+ON_GPU = "KIMI_K2_SGLANG_GPU"
+# What of SGLang's settings our model serves: others are served by SGLang's own. Those that a version lacks are passed.
+SERVED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("pipeline parallelism", "pp_size", (1,)),
+    ("data parallelism", "dp_size", (1,)),
+    ("data parallelism of attention", "attn_dp_size", (1,)),
+    ("context parallelism", "attn_cp_size", (1,)),
+    ("context parallelism of decodes", "dcp_size", (1,)),
+    ("an exchange of tokens between experts", "moe_a2a_backend", ("none", None)),
+    ("expert load balancing", "enable_eplb", (False,)),
+    ("LoRA", "enable_lora", (None, False)),
+    ("LoRA", "lora_paths", (None, [], {})),
+    ("speculative decoding", "speculative_algorithm", (None,)),
+    ("another form of the weights", "quantization", (None,)),
+    ("another implementation of models", "model_impl", ("auto", "sglang")),
+    ("another cache type than the model's", "kv_cache_dtype", ("auto",)),
+    ("embeddings", "is_embedding", (None, False)),
+    ("prefill apart from decode", "disaggregation_mode", ("null",)),
+    ("several streams of batches", "enable_pdmux", (False,)),
+    ("two batches at once", "enable_two_batch_overlap", (False,)),
+    ("a cache in host memory", "enable_hierarchical_cache", (False,)),
+    ("a cache in host memory", "enable_lmcache", (False,)),
+    ("one pool for all memory", "enable_unified_memory", (None, False)),
+    ("weights in host memory", "cpu_offload_gb", (0,)),
+    ("weights in host memory", "offload_group_size", (-1, 0)),
+    ("torch.compile", "enable_torch_compile", (False,)),
+    ("deterministic inference", "enable_deterministic_inference", (False,)),
+    ("routed experts in answers", "enable_return_routed_experts", (False,)),
+    ("hidden states in answers", "enable_return_hidden_states", (False,)),
+    ("hidden states of layers in answers", "enable_return_aux_hidden_states", (False,)),
+    ("SGLang's megakernel", "enable_nvidia_megakernel", (False,)),
+)
+
+
+def changed() -> list[str]:
+    """What this SGLang lacks of what we stand on, `module.name` each."""
+    return lacking(NEEDED, AS_TEXT)
+
+
+def layout_of(parallel: Any) -> Layout:
+    """How the ranks share the model: experts shared out over `ep_size` groups of ranks, cut within each."""
+    groups = parallel.ep_size
+    return Layout(moe_tp=parallel.tp_size // groups, moe_ep=groups, target="cuda", experts=STORED)
+
+
+def refusal(settings: Any, hf_config: Any) -> str | None:
+    """Why SGLang's own model is to serve this deployment; None if ours can.
+
+    Args:
+        settings: SGLang's, as far as they are resolved when it asks for a model's defaults.
+        hf_config: of the model.
+    """
+    try:
+        config = config_of(hf_config)
+        make_plan(config, layout_of(settings))
+    except KimiK2Error as error:
+        return str(error)
+    for reason, field, served in SERVED:
+        if getattr(settings, field, served[0]) not in served:
+            return f"{reason} ({field})"
+    other = os.environ.get(PACKAGE_VARIABLE)
+    if other not in (None, "", PACKAGE):
+        return f"{PACKAGE_VARIABLE} names {other}"
+    if settings.device == "cpu":
+        # The triton kernels that SGLang takes for its tables of larger pages do not run there.
+        return None if settings.page_size in (None, 1) else f"pages of {settings.page_size} tokens on a CPU"
+    return _refusal_of_gpu(settings, config)
+
+
+def _refusal_of_gpu(settings: Any, config: KimiK2Config) -> str | None:
+    """Why our kernels cannot serve."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.runtime_context import get_platform
+
+    if os.environ.get(ON_GPU) != "1":
+        return f"a GPU, which has not been tried ({ON_GPU}=1 tries)"
+    hopper = settings.device == "cuda" and get_platform().device_capability == (9, 0)
+    dtype = model_config_of(settings).dtype
+    return refusal_of_gpu(config, settings.tp_size, dtype, settings.page_size, hopper)
+
+
+def overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """The defaults of a model, which SGLang asks for: our backend, or nothing where we cannot serve."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    settings = resolving_view(server_args)
+    asked = [server_args.attention_backend, server_args.prefill_attention_backend, server_args.decode_attention_backend]
+    if any(name not in (None, BACKEND) for name in asked):
+        reason: str | None = "another attention was asked for"
+    else:
+        reason = refusal(settings, hf_config)
+    if reason is not None:
+        logger.info("kimi-k2: all operations are SGLang's: %s", reason)
+        return {}
+    os.environ[PACKAGE_VARIABLE] = PACKAGE  # read by the processes that serve, which are started later
+    made: dict[str, Any] = {"attention_backend": BACKEND}
+    if settings.device != "cpu":
+        made |= {"page_size": PAGE, "cuda_graph_config": _decodes_alone(settings.cuda_graph_config)}
+    return made
+
+
+def _decodes_alone(graphs: Any) -> Any:
+    """SGLang's settings of CUDA graphs without those of prompts, whose attention is as the batch is."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    return with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
