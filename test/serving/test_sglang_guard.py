@@ -25,6 +25,7 @@ class FakeSglang:
         self.backends: dict[str, Any] = {}
         self.choices: list[str] = ["fa3"]
         self.providers: dict[str, Any] = {}
+        self.hooks: dict[str, Any] = {}
         self.capability, self.dtype = (9, 0), torch.bfloat16
         self._monkeypatch = monkeypatch
         arg_groups = "sglang.srt.arg_groups"
@@ -37,6 +38,14 @@ class FakeSglang:
             register_model_override=lambda name: lambda found: self.providers.setdefault(name, found),
             resolving_view=lambda settings: settings, model_config_of=lambda _: SimpleNamespace(dtype=self.dtype),
         )  # fmt: skip
+        self.module(
+            f"{arg_groups}.resolution_hooks",
+            register_resolution_hook=lambda name: lambda found: self.hooks.setdefault(name, found),
+        )
+        self.module(
+            f"{arg_groups}.overrides",
+            declare_resolution=lambda settings, _, **fields: settings.__dict__.update(fields),
+        )
         self.module(
             "sglang.srt.layers.attention.attention_registry",
             register_attention_backend=lambda name: lambda found: self.backends.setdefault(name, found),
@@ -98,6 +107,7 @@ def test_all_there(sglang: FakeSglang, caplog: pytest.LogCaptureFixture) -> None
     assert sglang.choices == ["fa3", support.BACKEND]
     assert list(sglang.backends) == [support.BACKEND]
     assert sglang.providers == {"DeepseekV3ForCausalLM": support.overrides}
+    assert sglang.hooks == {"handle_model_specific_adjustments": support.without_graphs_of_prompts}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +161,7 @@ def test_defaults_of_a_model_that_is_ours() -> None:
         ({"quantization": "fp8"}, {}, "another form of the weights (quantization)"),
         ({"page_size": 64}, {}, "pages of 64 tokens on a CPU"),
         ({"attention_backend": "fa3"}, {}, "another attention was asked for"),
+        ({"_cuda_graph_config_locked": {("prefill", "backend")}}, {}, "CUDA graphs of prompts were asked for"),
         ({"decode_attention_backend": "flashmla"}, {}, "another attention was asked for"),
         ({"tp_size": 3}, {}, "3"),
         ({}, {"topk_method": "greedy"}, "topk_method"),
@@ -175,11 +186,10 @@ def test_another_package_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(sglang: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of the kernels' size, and no CUDA graphs of prompts."""
+    """Pages of the kernels' size."""
     monkeypatch.setenv(support.ON_GPU, "1")
     gpu = {"device": "cuda", "tp_size": 8}
     wanted = {"attention_backend": support.BACKEND, "page_size": PAGE}
-    wanted["cuda_graph_config"] = {"decode": "full", "prefill": "disabled"}
     assert support.overrides(settings(**gpu), model()) == wanted
     assert support.overrides(settings(**gpu, page_size=PAGE), model()) == wanted
     assert support.refusal(settings(**gpu, page_size=1), model()) == f"pages of 1 tokens, the kernels take {PAGE}"
@@ -188,3 +198,13 @@ def test_gpus(sglang: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
     sglang.capability = (10, 0)
     assert support.refusal(settings(**gpu), model()) == "a GPU that is no Hopper"
     assert support.refusal(settings(**{**gpu, "device": "xpu"}), model()) == "a GPU that is no Hopper"
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize("backend", [support.BACKEND, "fa3"])
+def test_prompts_are_in_no_cuda_graph_of_sglangs(backend: str) -> None:
+    """Unless its own attention serves."""
+    graphs = {"decode": "full", "prefill": "breakable"}
+    one = settings(device="cuda", cuda_graph_config=graphs)
+    support.without_graphs_of_prompts(one, lambda given: setattr(given, "attention_backend", backend))
+    assert one.cuda_graph_config == (graphs if backend == "fa3" else {"decode": "full", "prefill": "disabled"})

@@ -6,7 +6,7 @@ import importlib
 import logging
 from typing import Any
 
-from kimi_k2.serving.sglang.support import ARCHITECTURE, BACKEND, changed, overrides
+from kimi_k2.serving.sglang.support import ARCHITECTURE, BACKEND, STEP, changed, overrides, without_graphs_of_prompts
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -39,7 +39,7 @@ def register_model() -> None:
     if lacking:
         logger.warning("kimi-k2: all operations are SGLang's, since it has changed; gone: %s", ", ".join(lacking))
         return
-    from sglang.srt.arg_groups import choices, model_override_base
+    from sglang.srt.arg_groups import choices, model_override_base, resolution_hooks
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     if BACKEND in choices.ATTENTION_BACKEND_CHOICES:  # once a process
@@ -47,6 +47,7 @@ def register_model() -> None:
     choices.add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_backend)
     model_override_base.register_model_override(ARCHITECTURE)(overrides)
+    resolution_hooks.register_resolution_hook(STEP)(without_graphs_of_prompts)
 
 
 def _backend(runner: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
@@ -21,6 +22,8 @@ NEEDED = (
     ("sglang.srt.model_executor.cuda_graph_config", "with_phase"),
     ("sglang.srt.arg_groups.model_override_base", "register_model_override"),
     ("sglang.srt.arg_groups.model_override_base", "resolving_view"),
+    ("sglang.srt.arg_groups.overrides", "declare_resolution"),
+    ("sglang.srt.arg_groups.resolution_hooks", "register_resolution_hook"),
     ("sglang.srt.runtime_context", "attention_backends"),
 )
 AS_TEXT = (
@@ -32,6 +35,8 @@ AS_TEXT = (
     ("sglang.srt.model_executor.forward_context", "def get_attn_backend("),
     ("sglang.srt.models.deepseek_v2", "class DeepseekV3ForCausalLM("),
 )
+# The step of SGLang's resolution of settings that asks for a model's.
+STEP = "handle_model_specific_adjustments"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 BACKEND = "kimi_k2"
 PACKAGE_VARIABLE, PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE", "kimi_k2.serving.sglang.models"
@@ -95,6 +100,8 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
     for reason, field, served in SERVED:
         if getattr(settings, field, served[0]) not in served:
             return f"{reason} ({field})"
+    if ("prefill", "backend") in getattr(settings, "_cuda_graph_config_locked", ()):
+        return "CUDA graphs of prompts were asked for"
     other = os.environ.get(PACKAGE_VARIABLE)
     if other not in (None, "", PACKAGE):
         return f"{PACKAGE_VARIABLE} names {other}"
@@ -130,14 +137,17 @@ def overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
         logger.info("kimi-k2: all operations are SGLang's: %s", reason)
         return {}
     os.environ[PACKAGE_VARIABLE] = PACKAGE  # read by the processes that serve, which are started later
-    made: dict[str, Any] = {"attention_backend": BACKEND}
-    if settings.device != "cpu":
-        made |= {"page_size": PAGE, "cuda_graph_config": _decodes_alone(settings.cuda_graph_config)}
-    return made
+    return {"attention_backend": BACKEND, **({} if settings.device == "cpu" else {"page_size": PAGE})}
 
 
-def _decodes_alone(graphs: Any) -> Any:
-    """SGLang's settings of CUDA graphs without those of prompts, whose attention is as the batch is."""
+def without_graphs_of_prompts(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """After SGLang has resolved what a model wants: our prompts are launched, as their attention is as the batch is."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    return with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+    previous(server_args)
+    settings = resolving_view(server_args)
+    if settings.attention_backend == BACKEND:
+        graphs = with_phase(settings.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, "kimi-k2", cuda_graph_config=graphs)
