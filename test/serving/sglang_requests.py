@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kimi_k2.engine.layer_step import Place
 
-RECORD = "KIMI_K2_TEST_RECORD"
+RECORD, PAGES = "KIMI_K2_TEST_RECORD", "KIMI_K2_TEST_PAGES"
 
 
 def record_steps(path: str) -> None:
@@ -44,6 +44,17 @@ def record_steps(path: str) -> None:
     PagedModel.run = recorded  # type: ignore[method-assign]
 
 
+def take_pages(size: int) -> None:
+    """Have SGLang and our plugin take pages of this size on a CPU, in the engine's processes too."""
+    from sglang.srt.mem_cache import allocation
+
+    from kimi_k2.serving.sglang import support
+
+    os.environ[PAGES] = str(size)
+    support.PAGES_ON_CPU = (size,)
+    allocation.get_last_loc_triton = allocation.get_last_loc_torch  # what it takes with its own backend for a CPU
+
+
 async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers to one round's requests."""
 
@@ -61,6 +72,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
 
     os.environ[RECORD] = f"{result_file}.rank"
     job = json.loads(Path(job_file).read_text())
+    if "page_size" in job["options"]:
+        take_pages(job["options"]["page_size"])
     options = {"max_total_tokens": 4096, "context_length": 512, "max_running_requests": 4, **job["options"]}
     engine = sglang.Engine(
         model_path=model, device="cpu", dtype=job["dtype"], skip_tokenizer_init=True, log_level="info", **options
@@ -80,3 +93,5 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
 elif __name__ == "__mp_main__" and RECORD in os.environ:  # a process of the engine's
     record_steps(os.environ[RECORD])
+    if PAGES in os.environ:
+        take_pages(int(os.environ[PAGES]))

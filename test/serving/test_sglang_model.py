@@ -131,6 +131,20 @@ def test_prompts_in_parts_among_decodes(name: str, dtype: str, checkpoints: dict
     assert sum(prompts > 1 for _, prompts in rank["steps"]) > 3  # others' decodes beside a part
 
 
+def test_pages_of_several_tokens(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As on a GPU: prompts in parts over pages of 16, then others behind them from whole pages of the radix cache."""
+    draw = random.Random(16)
+    first = requests(draw)
+    wanted = expected(checkpoints["bf16"], "float32", first)
+    second = behind(first, wanted, draw)
+    parts = {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "page_size": 16}
+    answer, log = serve(checkpoints["bf16"], "float32", [WARM, first, second], tmp_path, **parts)
+    assert OURS in log
+    assert answer["tokens"][1:] == [wanted, expected(checkpoints["bf16"], "float32", second)]
+    assert all(cached % 16 == 0 for cached in answer["cached"][2])
+    assert any(answer["cached"][2])
+
+
 @pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
 @pytest.mark.parametrize("groups", [1, 2], ids=["cut", "shared out"])
 @pytest.mark.parametrize(("name", "dtype"), [("wide", "bfloat16"), ("thinking", "bfloat16"), ("bf16", "float32")])

@@ -41,6 +41,8 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 BACKEND = "kimi_k2"
 PACKAGE_VARIABLE, PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE", "kimi_k2.serving.sglang.models"
 ON_GPU = "KIMI_K2_SGLANG_GPU"
+# For larger ones SGLang takes a Triton kernel with every backend that it does not know (`mem_cache/allocation.py`).
+PAGES_ON_CPU: tuple[int | None, ...] = (None, 1)
 # What of SGLang's settings our model serves: others are served by SGLang's own. Those that a version lacks are passed.
 SERVED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("pipeline parallelism", "pp_size", (1,)),
@@ -106,8 +108,7 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
     if other not in (None, "", PACKAGE):
         return f"{PACKAGE_VARIABLE} names {other}"
     if settings.device == "cpu":
-        # The triton kernels that SGLang takes for its tables of larger pages do not run there.
-        return None if settings.page_size in (None, 1) else f"pages of {settings.page_size} tokens on a CPU"
+        return None if settings.page_size in PAGES_ON_CPU else f"pages of {settings.page_size} tokens on a CPU"
     return _refusal_of_gpu(settings, config)
 
 
