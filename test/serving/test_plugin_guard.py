@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.serving.paged import support as common
-from kimi_k2.serving.vllm import plugin, support
+from kimi_k2.serving.vllm import plugin, runner, support
 
 
 def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
@@ -227,3 +228,80 @@ def test_asked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert support.refusal(deployment(), model()) == "no nvcc, which the kernels are built with"
     monkeypatch.setattr(support, "_is_hopper", lambda: False)
     assert support.refusal(deployment(), model()) == "a GPU that is no Hopper"
+
+
+class OfSecond(SimpleNamespace):
+    """The configuration of a version whose default is the second runner, as vLLM 0.33 has it."""
+
+    lacking: tuple[str, ...] = ()
+    second_alone = False
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        first = os.environ.get(runner.ENVIRONMENT) == "0"
+        if first and self.second_alone:
+            raise ValueError("HiSparse requires Model Runner V2")
+        return not first
+
+    def _get_v1_model_runner_unsupported_features(self) -> tuple[str, ...]:
+        return self.lacking
+
+
+def of_second(sizes: dict[str, int], **changed: Any) -> OfSecond:
+    fields = {"hf_text_config": model(**sizes), "enforce_eager": False, "kv_transfer_config": None, **changed}
+    one = OfSecond(**vars(deployment(**fields)))
+    for part in ("parallel_config", "cache_config", "model_config", "device_config"):
+        setattr(one, part, one)
+    return one
+
+
+@pytest.mark.usefixtures("hopper")
+def test_first_runner_where_the_second_would_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_vllm(monkeypatch, without="")
+    monkeypatch.setenv(runner.ENVIRONMENT, "")  # so that what is set below is undone
+    monkeypatch.delenv(runner.ENVIRONMENT)
+    table = sys.modules["vllm.model_executor.models.config"]
+    table.VerifyAndUpdateConfig = type("Stock", (), {"verify_and_update_config": lambda config: None})  # type: ignore[attr-defined]
+    plugin.register()
+    one = of_second({}, worker_cls="auto")
+    with caplog.at_level(logging.INFO):
+        table.MODELS_CONFIG_MAP["DeepseekV3ForCausalLM"].verify_and_update_config(one)
+    assert not one.use_v2_model_runner
+    assert one.worker_cls == plugin.WORKER
+    assert caplog.text.count("VLLM_USE_V2_MODEL_RUNNER=1 keeps the second") == 1
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changed", "sizes", "environment"),
+    [
+        ({}, {}, {runner.ENVIRONMENT: "1"}),
+        ({}, {}, {support.ON_GPU: "0"}),
+        ({}, {}, {support.DECODE_GRAPHS: "0"}),
+        ({}, {"kv_lora_rank": 256}, {}),
+        ({"pipeline_parallel_size": 2}, {}, {}),
+        ({"device_type": "cpu"}, {}, {}),
+        ({"enforce_eager": True}, {}, {}),
+        ({"kv_transfer_config": object()}, {}, {}),
+        ({"lacking": ("dspark speculative decoding",)}, {}, {}),
+        ({"second_alone": True}, {}, {}),
+    ],
+)
+def test_runner_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], sizes: dict[str, int], environment: dict[str, str]
+) -> None:
+    monkeypatch.setenv(runner.ENVIRONMENT, "")
+    monkeypatch.delenv(runner.ENVIRONMENT)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    runner.choose_runner(of_second(sizes, **changed))
+    assert os.environ.get(runner.ENVIRONMENT) == environment.get(runner.ENVIRONMENT)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_versions_without_a_second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(runner.ENVIRONMENT, raising=False)
+    runner.choose_runner(deployment())
+    assert runner.ENVIRONMENT not in os.environ

@@ -9,7 +9,6 @@ host only keeps vLLM's records. Sampling, structured output, stops and the sched
 from __future__ import annotations
 
 import logging
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ from kimi_k2.ops.pages import next_step
 from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
 from kimi_k2.serving.vllm.ranks import least_of_ranks
+from kimi_k2.serving.vllm.support import against_decode_steps
 
 logger = logging.getLogger("vllm.kimi_k2")
 
-ENVIRONMENT = "KIMI_K2_VLLM_DECODE_GRAPHS"
 # Requests of a step up to which there are graphs: beyond, the GPU is busy while the host prepares.
 MOST = 128
 # What the scheduler may say of a step that needs nothing done but its decodes; of all else it must be empty.
@@ -168,15 +167,15 @@ def _replaying(replay: Callable[[], Any], made: tuple[Tensor, Tensor]) -> Forwar
 def reason_against(runner: Any, second: bool) -> str | None:
     """Why vLLM is to prepare all steps; None if decode steps can be ours."""
     config = runner.vllm_config
+    refused = against_decode_steps(config)
+    if refused is not None:
+        return refused
     mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
     lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(runner, name)]
     for reason, holds in (
-        (f"{ENVIRONMENT}=0", os.environ.get(ENVIRONMENT) == "0"),
         ("its second model runner", second),
         (f"its runner has changed: {', '.join(lacking)}", bool(lacking)),
         ("what its runner hands to sampling has changed", ExecuteModelState._fields != STATE),
-        ("a transfer of caches", config.kv_transfer_config is not None),
-        ("a transfer of encoders' outputs", getattr(config, "ec_transfer_config", None) is not None),
         ("routed experts are to be returned", bool(getattr(runner, "routed_experts_initialized", False))),
         ("prompts as embeddings", bool(getattr(runner, "enable_prompt_embeds", False))),
         ("several caches", len(runner.kv_cache_config.kv_cache_groups) != 1),

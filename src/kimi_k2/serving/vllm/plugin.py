@@ -6,6 +6,7 @@ import importlib
 import logging
 from typing import Any
 
+from kimi_k2.serving.vllm.runner import choose_runner
 from kimi_k2.serving.vllm.support import changed
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
@@ -34,7 +35,7 @@ def register() -> None:
 
 
 def _offer_worker() -> None:
-    """Have vLLM's configuration of these models name our worker, where the user names none."""
+    """Have vLLM's configuration of these models name our worker and its runner, where the user names none."""
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP as CONFIGS
         from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -52,6 +53,7 @@ def _offer_worker() -> None:
             @classmethod
             def verify_and_update_config(cls, vllm_config: Any) -> None:
                 super().verify_and_update_config(vllm_config)
+                choose_runner(vllm_config)
                 if vllm_config.parallel_config.worker_cls == "auto":
                     vllm_config.parallel_config.worker_cls = WORKER
 

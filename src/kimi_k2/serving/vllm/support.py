@@ -25,6 +25,7 @@ NEEDED = (
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
 )
 ON_GPU = "KIMI_K2_VLLM_GPU"
+DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
 AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausalLM("),)
 
 
@@ -63,6 +64,20 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     except KimiK2Error as error:
         return str(error)
     return None if str(vllm_config.device_config.device_type) == "cpu" else _refusal_of_gpu(vllm_config, config)
+
+
+def against_decode_steps(vllm_config: Any) -> str | None:
+    """Why vLLM is to prepare all decode steps of a deployment; None if they can be ours."""
+    on_gpu = str(vllm_config.device_config.device_type) == "cuda"
+    for reason, holds in (
+        (f"{DECODE_GRAPHS}=0", os.environ.get(DECODE_GRAPHS) == "0"),
+        ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
+        ("a transfer of caches", vllm_config.kv_transfer_config is not None),
+        ("a transfer of encoders' outputs", getattr(vllm_config, "ec_transfer_config", None) is not None),
+    ):
+        if holds:
+            return reason
+    return None
 
 
 def _along_the_context(parallel: Any) -> int:
