@@ -22,15 +22,15 @@ ROUNDING = 0.1  # of a logit: the mean of an answer's gaps that rounding explain
 CUT = ("num_attention_heads", "num_key_value_heads", "moe_intermediate_size", "intermediate_size")
 
 
-def slice_config(name: str, ranks: int = 1) -> KimiK2Config:
-    """A published model's configuration with `SIZES` on each of `ranks`."""
-    sizes = {field: size * ranks if field in CUT else size for field, size in SIZES.items()}
+def slice_config(name: str, ranks: int = 1, of: int = 8) -> KimiK2Config:
+    """A published model's configuration with a rank's sizes on each of `ranks`: of `of` ranks, `SIZES` of eight."""
+    sizes = {field: size * ranks * 8 // of if field in CUT else size for field, size in SIZES.items()}
     return KimiK2Config.load(name).model_copy(update={**sizes, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
 
 
-def write_slice(directory: Path, name: str = "kimi-k2-instruct-0905", ranks: int = 1) -> None:
+def write_slice(directory: Path, name: str = "kimi-k2-instruct-0905", ranks: int = 1, of: int = 8) -> None:
     """Its checkpoint, with random weights."""
-    write_synthetic_checkpoint(directory, slice_config(name, ranks), seed=3)
+    write_synthetic_checkpoint(directory, slice_config(name, ranks, of), seed=3)
 
 
 class Judge:

@@ -19,6 +19,7 @@ from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.serving.paged import batch
 from kimi_k2.serving.paged.batch import Batch
+from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.layer import PagedLayer
 
 PAGE, PAGES = 4, 40
@@ -77,6 +78,31 @@ class Layers:
         return add_norm(x, delta, norm.weight, norm.eps)[1]
 
 
+def check(model: KimiK2ForCausalLM, heads: int | None = None, distance: float = 2e-5) -> None:
+    """Steps of three sequences give the plain model's hidden states, with heads of zeros up to `heads` too."""
+    ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]
+    model.prepare()
+    layers, found, all_wanted = Layers(model), [list[Tensor]() for _ in LENGTHS], list[Tensor]()
+    with torch.inference_mode():
+        for sequence in ids:
+            positions = torch.arange(len(sequence)).unsqueeze(0)
+            all_wanted.append(model.model(sequence.unsqueeze(0), positions, None, len(sequence))[0])
+        if heads is not None:
+            for step in layers.steps:
+                own = step.width
+                pad_heads(step, heads)
+                assert step.width == own // model.config.num_attention_heads * heads
+        for number, new in enumerate(STEPS):
+            for row, states in layers.step(new, ids, padding=number % 3).items():
+                found[row].append(states)
+        assert layers.done == list(LENGTHS)
+        for wanted, parts in zip(all_wanted, found, strict=True):
+            atol = distance * float(wanted.abs().max())
+            torch.testing.assert_close(torch.cat(parts).float(), wanted.float(), rtol=0, atol=atol)
+            again = model.model(sequence.unsqueeze(0), positions, None, len(sequence))[0]
+    assert torch.equal(again, all_wanted[-1])  # its weights are views now
+
+
 @pytest.mark.parametrize("together", [True, False], ids=["prompts together", "one by one"])
 @pytest.mark.parametrize("name", ["bf16", "thinking"])
 def test_prompts_in_parts(
@@ -85,16 +111,16 @@ def test_prompts_in_parts(
     if not together:
         monkeypatch.setattr(batch, "MOST_SLOTS", 0)
     torch.manual_seed(0)
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True)
-    ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]
-    model.prepare()
-    layers, found = Layers(model), [list[Tensor]() for _ in LENGTHS]
-    with torch.inference_mode():
-        for number, new in enumerate(STEPS):
-            for row, states in layers.step(new, ids, padding=number % 3).items():
-                found[row].append(states)
-        assert layers.done == list(LENGTHS)
-        for sequence, parts in zip(ids, found, strict=True):
-            positions = torch.arange(len(sequence)).unsqueeze(0)
-            wanted = model.model(sequence.unsqueeze(0), positions, None, len(sequence))[0]
-            torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    check(KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "wide"])
+def test_heads_of_zeros(name: str, checkpoints: dict[str, Path], wide: Path) -> None:
+    """Projections in floats, and in FP8 of whole blocks."""
+    torch.manual_seed(0)
+    directory = {**checkpoints, "wide": wide}[name]
+    check(KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=True, dtype=torch.float32), heads=8)
+
+
+def test_heads_that_the_kernels_take() -> None:
+    assert [kernel_heads(heads) for heads in (1, 2, 4, 8, 16, 24, 64, 65)] == [8, 8, 8, 8, 16, 32, 64, None]

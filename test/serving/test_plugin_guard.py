@@ -156,6 +156,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_are_ours() -> None:
     assert support.refusal(deployment(), model()) is None
     assert support.refusal(deployment(tensor_parallel_size=8), model()) is None
+    assert support.refusal(deployment(tensor_parallel_size=16), model()) is None
     assert support.refusal(deployment(tensor_parallel_size=2, enable_expert_parallel=True), model()) is None
     assert support.refusal(deployment(**FILTERED, expert_placement_strategy="linear"), model()) is None
     assert support.refusal(deployment(block_size=64, user_specified_block_size=True), model()) is None
@@ -168,9 +169,8 @@ def test_gpus_that_are_ours() -> None:
     [
         ({"dtype": torch.float16}, {}, "torch.float16, the kernels take torch.bfloat16"),
         ({"block_size": 128, "user_specified_block_size": True}, {}, "pages of 128 tokens, the kernels take 64"),
-        ({"tensor_parallel_size": 16}, {}, "4 heads a rank"),
+        ({}, {"num_attention_heads": 128, "num_key_value_heads": 128}, "128 heads a rank"),
         ({}, {"kv_lora_rank": 256}, "attention of sizes (256, 64, 128, 128)"),
-        ({}, {"num_attention_heads": 4, "num_key_value_heads": 4}, "4 heads a rank"),
         ({"cache_dtype": "fp8"}, {}, "a cache in fp8"),
         ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, {}, "data parallelism, whose experts need vLLM's exchange"),

@@ -117,6 +117,14 @@ def test_no_farther_from_float64_than_vllms_own_model(judged: tuple[Path, Judge]
     assert float(ours.mean()) < DRAWN * float(stock.mean())
 
 
+@pytest.mark.parametrize("name", ["kimi-k2-instruct-0905", "kimi-k2-thinking"], ids=["fp8", "int4"])
+def test_a_rank_of_sixteen(name: str, tmp_path: Path) -> None:
+    """Its four heads are half of the fewest that the kernels take."""
+    job = requests()
+    write_slice(tmp_path / "model", name, of=16)
+    check(Judge(tmp_path / "model"), job, serve(tmp_path / "model", job, tmp_path, {}))
+
+
 @pytest.fixture(scope="module", params=["kimi-k2-instruct-0905", "kimi-k2-thinking"], ids=["fp8", "int4"])
 def judged_for_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Judge]:
     directory = tmp_path_factory.mktemp("two") / "model"

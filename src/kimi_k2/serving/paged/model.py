@@ -18,6 +18,7 @@ from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import parallelize
+from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.layer import Held, PagedLayer
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import Layout
@@ -76,7 +77,11 @@ class PagedModel:
             self._steps = []
             for layer, held in zip(self.plain.model.layers, self.held, strict=True):
                 assert isinstance(layer, DecoderLayer)
-                self._steps.append(PagedLayer(layer, reduce, held))
+                step = PagedLayer(layer, reduce, held)
+                heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
+                if heads is not None:
+                    pad_heads(step, heads)
+                self._steps.append(step)
         return self._steps
 
     @property

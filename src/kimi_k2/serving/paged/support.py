@@ -12,9 +12,10 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels.attention.attend_values import WIDTH
-from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, ROPE
+from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROPE
 from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.serving.paged.heads import kernel_heads
 
 
 def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]] = ()) -> list[str]:
@@ -71,7 +72,7 @@ def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: i
         ("no nvcc, which the kernels are built with", find_nvcc() is None),
         (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
         (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, WIDTH)),
-        (f"{heads} heads a rank", heads not in HEADS),
+        (f"{heads} heads a rank", kernel_heads(heads) is None),
         (f"pages of {page} tokens, the kernels take {PAGE}", page not in (None, PAGE)),
     ):
         if holds:
