@@ -7,7 +7,8 @@ import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
 from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, by_eights, choose_launch, run
-from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, mla_decode, uses_cuda
+from kimi_k2.kernels.attention.mla_decode import mla_decode, uses_cuda
+from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference, relative
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_decode import HEADS, LATENT, PAGE, folding, mla_decode, request_lengths
+from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
+from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_paged, registry

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_decode import HEADS, PAGE, Launch, mla_decode, run, supports
+from kimi_k2.kernels.attention.mla_decode import Launch, mla_decode, run, supports
+from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

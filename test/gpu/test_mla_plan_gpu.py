@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, PAGE, folding, mla_decode, request_lengths
+from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -13,6 +13,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
 from kimi_k2.ops.mla import mla_absorbed_attention
 
@@ -64,7 +65,7 @@ def test_too_many_rows_are_refused() -> None:
             mla.mla_decode(**given)
 
 
-@pytest.mark.parametrize("heads", mla.HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
     q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
     wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
@@ -74,7 +75,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
     assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
 
 
-@pytest.mark.parametrize("dtype", mla.CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         one = bench.random_inputs(3, 8, 100, device="cpu", dtype=dtype)
@@ -93,7 +94,7 @@ def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 
-@pytest.mark.parametrize("heads", mla.HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
 def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:

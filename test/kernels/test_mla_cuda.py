@@ -12,16 +12,17 @@ import torch
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_fp8
+from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common import build
 
 
-@pytest.mark.parametrize("heads", mla_decode.HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
 def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
     launch = mla_cuda.choose_launch(batch, heads, capacity, 132)
     assert 1 <= launch.splits <= max(1, 132 // batch)
-    assert (launch.splits - 1) * mla_decode.PAGE < capacity
+    assert (launch.splits - 1) * PAGE < capacity
     assert launch.splits == 1 or capacity > mla_cuda.CUT_FROM
 
 
@@ -93,12 +94,12 @@ def test_compiles_without_spills_or_serialized_products(tmp_path: Path) -> None:
     assert "serialized" not in report
 
 
-@pytest.mark.parametrize("heads", mla_decode.HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_queries_are_folded_into_requests(tokens: int, heads: int) -> None:
     """Every query once, in order, as many rows together as there is room for; a request's last one sees its length."""
     fold = mla_decode.folding(tokens, heads)
-    assert fold.rows in mla_decode.HEADS and fold.rows == fold.tokens * heads
+    assert fold.rows in HEADS and fold.rows == fold.tokens * heads
     assert fold.requests * fold.tokens == fold.padding + tokens and 0 <= fold.padding < 2 * fold.tokens
     assert fold.requests == 1 or fold.rows == 64
     lengths = mla_decode.request_lengths(torch.tensor([100, 2], dtype=torch.int32), tokens, heads).view(2, -1)

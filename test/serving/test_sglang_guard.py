@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.sglang import plugin, support
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from kimi_k2.bench.kernels import mla_peers
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.row import Row
-from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW, choose_launch, mla_decode, run
+from kimi_k2.kernels.attention.mla_decode import choose_launch, mla_decode, run
 from kimi_k2.kernels.attention.mla_plan import available, mla_plan
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 from kimi_k2.kernels.common.hardware import has_triton
 
 HEADS = (64, 8)

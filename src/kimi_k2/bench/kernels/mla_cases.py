@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 
 SCALE = 0.1147
 # Of contexts: one and many, empty ones, around a page, equal, a long one among short ones, drawn; up to 8,192 rows.

@@ -12,8 +12,8 @@ import torch
 from kimi_k2.bench.kernels import mla
 from kimi_k2.bench.kernels.mla_peers import RoundedQueries
 from kimi_k2.bench.kernels.row import Row
-from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW
 from kimi_k2.kernels.attention.mla_plan import available, pays
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
 HEADS = (8, 16, 64)

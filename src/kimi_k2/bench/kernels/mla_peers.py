@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROW, mla_decode
+from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 
 if TYPE_CHECKING:
     from kimi_k2.bench.kernels.mla import Inputs

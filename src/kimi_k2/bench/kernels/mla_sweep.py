@@ -13,7 +13,7 @@ from kimi_k2.bench.kernels.mla import HEADS, SOFTMAX_SCALE, Inputs, in_triton, r
 from kimi_k2.bench.kernels.mla_cases import reference, relative
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, choose_launch, run
-from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 
 
 def launches(batch: int, heads: int, context: int) -> Iterator[CudaLaunch]:

@@ -19,6 +19,7 @@ from kimi_k2.kernels.attention import (
 )
 from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import query as query_kernel
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import mla as ops_mla
@@ -110,7 +111,7 @@ def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
 ) -> bool:
     supports = mla_invariant.supports_decode if batch_invariant() else mla_decode.supports
-    return rank == mla_decode.LATENT and supports(query, cache, seq_lens)
+    return rank == LATENT and supports(query, cache, seq_lens)
 
 
 def decode_attention(
@@ -133,7 +134,7 @@ ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(p
 
 def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
     return (
-        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * mla_decode.PAGE, heads)
+        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * PAGE, heads)
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )
@@ -143,7 +144,7 @@ def paged_attention_plan(
     seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int, *, rounded: bool = False
 ) -> Tensor | None:
     """`mla_plan` for pages of 64 slots; `rounded` as there."""
-    capacity = block_table.shape[1] * mla_decode.PAGE
+    capacity = block_table.shape[1] * PAGE
     plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
     return plan
 
@@ -160,7 +161,7 @@ def _supports_pages(
     query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
     plan: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    return rank == mla_decode.LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
+    return rank == LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
 
 
 def paged_decode_attention(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_decode import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import fields, launch

@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.attention import mla_cuda, mla_fp8, mla_plan
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROPE, ROW
 from kimi_k2.kernels.common.hardware import has_triton, hopper, is_hopper
 from kimi_k2.kernels.common.operation import kernel_operation
-
-LATENT = 512
-ROPE = 64
-ROW = LATENT + ROPE
-PAGE = 64
-HEADS = (8, 16, 32, 64)
-CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Ten
 
 def check_plan(q: Tensor, plan: Tensor) -> None:
     """KernelError unless it can be the plan of so many requests, on their device."""
-    rows = _plan().plan_rows(q.shape[0], hopper(q.device.index, "mla_decode")[1])
+    rows = mla_plan.plan_rows(q.shape[0], hopper(q.device.index, "mla_decode")[1])
     if plan.dim() != 2 or plan.shape[0] < rows or plan.shape[1] != 4 or plan.dtype != torch.int32:
         raise KernelError(
             f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 [{rows} or more, 4] for B {q.shape[0]}"
@@ -176,27 +170,9 @@ def _triton() -> Any:
     return importlib.import_module("kimi_k2.kernels.attention.mla_triton")
 
 
-@functools.cache
-def _plan() -> Any:
-    """The plan's module, which imports this one's constants."""
-    return importlib.import_module("kimi_k2.kernels.attention.mla_plan")
-
-
-@functools.cache
-def _fp8() -> Any:
-    """The module of the CUDA C++ kernel for rounded queries, which imports this one's constants."""
-    return importlib.import_module("kimi_k2.kernels.attention.mla_fp8")
-
-
-@functools.cache
-def _cuda() -> Any:
-    """The CUDA C++ kernel's module, which imports this one's constants."""
-    return importlib.import_module("kimi_k2.kernels.attention.mla_cuda")
-
-
 def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
     """Whether `mla_decode` runs CUDA C++ here: a compiler is there and the kernel takes the shape; else Triton."""
-    return bool(_cuda().available() and _cuda().supports_shape(heads, cache_dtype))
+    return mla_cuda.available() and mla_cuda.supports_shape(heads, cache_dtype)
 
 
 @kernel_operation("mla_decode")
@@ -246,11 +222,11 @@ def mla_decode(
         return _by_plan(*given, plan, cache_scale, 1, capacity, rounded)
     if uses_cuda(q.shape[1], cache.dtype):
         rows = q
-        if _cuda().by_eights(*shape):
-            shape = _cuda().eights(*shape)
+        if mla_cuda.by_eights(*shape):
+            shape = mla_cuda.eights(*shape)
             rows = q.view(*shape[:2], ROW)
-        chosen = _cuda().choose_launch(*shape)
-        out = _cuda().run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+        chosen = mla_cuda.choose_launch(*shape)
+        out = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
         return out.view(*q.shape[:2], LATENT)
     launch = choose_launch(*shape)
     if cache.dtype != q.dtype:
@@ -274,11 +250,10 @@ def _by_plan(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, plan: Tensor,
     cache_scale: float, tokens: int, capacity: int, rounded: bool,
 ) -> Tensor:  # fmt: skip
-    whole = _plan().uncut(q.shape[0], capacity, q.shape[1])
-    kernel = _fp8() if rounded and cache.dtype != q.dtype else _cuda()
+    whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
+    attend = mla_fp8.run_planned if rounded and cache.dtype != q.dtype else mla_cuda.run_planned
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
-    out: Tensor = kernel.run_planned(*given, whole=whole)
-    return out
+    return attend(*given, whole=whole)
 
 
 def _several(
@@ -302,7 +277,7 @@ def _several(
         out: Tensor = _by_plan(*given, plan, cache_scale, fold.tokens, capacity, rounded)
     else:
         shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
-        out = _cuda().run(*given, _cuda().choose_launch(*shape), cache_scale, fold.tokens)
+        out = mla_cuda.run(*given, mla_cuda.choose_launch(*shape), cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, float16, float32
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import arguments_of, plan_items
-from kimi_k2.kernels.attention.mla_decode import LATENT
+from kimi_k2.kernels.attention.mla_sizes import LATENT
 from kimi_k2.kernels.common.launch import launch
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, mla_prefill
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
@@ -52,7 +53,7 @@ CUTS = {True: Cut(2, 16, 8, 6, 3), False: Cut(4, 16, 4, 8, 6)}
 
 def plan_rows(batch: int, capacity: int, blocks: int, heads: int) -> int:
     """Rows of a plan, at least `mla_plan`'s."""
-    items = batch * CUTS[heads <= mla_cuda.MOST_FEW_HEADS].parts(-(-capacity // mla_decode.PAGE))
+    items = batch * CUTS[heads <= mla_cuda.MOST_FEW_HEADS].parts(-(-capacity // PAGE))
     return max(mla_cuda.rows_before_items(batch, blocks) + items, mla_plan.plan_rows(batch, blocks))
 
 

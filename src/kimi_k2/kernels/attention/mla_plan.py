@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MOST_FEW_HEADS, rows_before_items
-from kimi_k2.kernels.attention.mla_decode import HEADS
+from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, launch

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.layer_step import LayerStep
-from kimi_k2.kernels.attention.mla_decode import HEADS
+from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.model.linear import Linear
 from kimi_k2.ops.weights import Weight
 

@@ -12,7 +12,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels.attention.attend_values import WIDTH
-from kimi_k2.kernels.attention.mla_decode import LATENT, PAGE, ROPE
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROPE
 from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.serving.paged.heads import kernel_heads

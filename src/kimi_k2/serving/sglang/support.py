@@ -9,7 +9,7 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan

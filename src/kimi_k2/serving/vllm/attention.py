@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kimi_k2.kernels.attention.mla_decode import PAGE
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged.batch import Batch
 
 NAME = "KIMI_K2_MLA"
