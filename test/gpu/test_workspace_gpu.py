@@ -96,7 +96,7 @@ def test_streams_at_the_same_shape(
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, right, strict=True))
 
 
-def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: int = 512) -> None:
+def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: int = 1024) -> None:
     """The second stream's shared expert runs while the first's waits to be added: it must not take its memory."""
 
     def routed(x: Tensor, *_: object) -> Tensor:
