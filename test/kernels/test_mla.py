@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
+from kimi_k2.bench.kernels.mla_inputs import random_inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
@@ -70,7 +71,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
     q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
     wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
     with FakeTensorMode():
-        one = bench.random_inputs(3, heads, 100, device="cpu")
+        one = random_inputs(3, heads, 100, device="cpu")
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table)
     assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
 
@@ -78,7 +79,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) -> None:
     with FakeTensorMode():
-        one = bench.random_inputs(3, 8, 100, device="cpu", dtype=dtype)
+        one = random_inputs(3, 8, 100, device="cpu", dtype=dtype)
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table, 0.05)
         assert (got.shape, got.dtype) == ((3, 8, 512), BF16)
         cos, w_uk = torch.empty(3, 32, dtype=BF16), torch.empty(8, 128, 512, dtype=BF16)
@@ -90,7 +91,7 @@ def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) 
 
 
 def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
-    one = bench.random_inputs(2, 64, 128, device="cpu")
+    one = random_inputs(2, 64, 128, device="cpu")
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 

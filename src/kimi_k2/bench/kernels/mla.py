@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels import mla_peers
 from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs, ragged_inputs, random_inputs
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention.mla_decode import choose_launch, mla_decode, run
-from kimi_k2.kernels.attention.mla_plan import available, mla_plan
+from kimi_k2.kernels.attention.mla_plan import available
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 from kimi_k2.kernels.common.hardware import has_triton
 
@@ -24,18 +25,6 @@ BATCHES = (1, 16, 64)
 CONTEXTS = (1024, 8192, 65536)
 # Microseconds aimed at for (heads, batch) at a context of 8192.
 TARGETS = {(64, 1): 15.0, (64, 16): 50.0, (64, 64): 155.0, (8, 1): 12.0, (8, 16): 42.0, (8, 64): 140.0}
-SOFTMAX_SCALE = mla_peers.SOFTMAX_SCALE
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """`mla_decode`'s tensors; the pages are shuffled."""
-
-    q: Tensor
-    cache: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    plan: Tensor | None = None
 
 
 def _one_long(batch: int) -> list[int]:
@@ -59,40 +48,6 @@ RAGGED = {
     "uniform to 32,768": _uniform,
 }
 RAGGED_BATCHES = (16, 64, 128)
-
-
-def ragged_inputs(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Sequences of these lengths, pages shuffled, and their plan."""
-    pages = [-(-length // PAGE) for length in lengths]
-    numbers = torch.randperm(sum(pages)).int().split(pages)
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
-    for row, held in zip(table, numbers, strict=True):
-        row[: len(held)] = held
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return Inputs(
-        torch.randn(len(lengths), heads, ROW, device="cuda", dtype=torch.bfloat16),
-        torch.randn(sum(pages), PAGE, ROW, device="cuda", dtype=torch.bfloat16).to(dtype),
-        seq_lens,
-        table.cuda(),
-        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16) if available() else None,
-    )
-
-
-def random_inputs(
-    batch: int, heads: int, context: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> Inputs:
-    """Every sequence of `context` rows, values of deviation 1; `dtype` of the cache."""
-    pages = -(-context // PAGE)
-    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
-    seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-    plans = seq_lens.is_cuda and available()
-    return Inputs(
-        torch.randn(batch, heads, ROW, device=device, dtype=torch.bfloat16),
-        torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
-        seq_lens,
-        table,
-        mla_plan(seq_lens, pages * PAGE, heads, dtype != torch.bfloat16) if plans else None,
-    )
 
 
 def ours(one: Inputs) -> Tensor:

@@ -9,21 +9,17 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.mla_cases import relative
+from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
-
-if TYPE_CHECKING:
-    from kimi_k2.bench.kernels.mla import Inputs
-
-SOFTMAX_SCALE = 192**-0.5
 
 
 class Scheduled:

@@ -9,8 +9,9 @@ import torch
 import typer
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla import HEADS, SOFTMAX_SCALE, Inputs, in_triton, random_inputs, time_mla
+from kimi_k2.bench.kernels.mla import HEADS, in_triton, time_mla
 from kimi_k2.bench.kernels.mla_cases import reference, relative
+from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs, random_inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, choose_launch, run
 from kimi_k2.kernels.attention.mla_sizes import PAGE
