@@ -1,4 +1,4 @@
-"""What clients of `vllm serve` see of a rank's slice of Kimi-K2, stock vLLM and our plugin in turns.
+"""What clients of `vllm serve` see of a rank's slice of Kimi-K2, stock vLLM and our plugin one after the other.
 
     python scripts/vllm_http.py DIRECTORY fp8 --layers 12 --device 0
 
@@ -81,20 +81,19 @@ class Server:
                 time.sleep(0.3)
         return False
 
-    def ask(self, given: argparse.Namespace, concurrency: int, runs: int, out: Path) -> dict[str, Any]:
-        """What `kimi-k2 bench` says of so many requests at a time: seconds, by metric and statistic."""
-        command = [sys.executable, str(Path(__file__).with_name("benchmark.py")), str(given.model), "--out", str(out)]
-        command += ["--endpoint", f"http://127.0.0.1:{self.port}", "--batch-sizes", str(concurrency), "--warmup", "1"]
-        command += ["--runs", str(runs), "--prompt-lengths", str(given.input), "--output-lengths", str(given.output)]
+    def ask(self, given: argparse.Namespace) -> dict[int, dict[str, Any]]:
+        """What `kimi-k2 bench` says of each concurrency: seconds, by metric and statistic."""
+        out = given.directory / f"http-{self.name}"
         (out / "serving.json").unlink(missing_ok=True)  # of another run
+        command = [sys.executable, str(Path(__file__).with_name("benchmark.py")), str(given.model), "--out", str(out)]
+        command += ["--endpoint", f"http://127.0.0.1:{self.port}", "--batch-sizes", ",".join(map(str, given.requests))]
+        command += ["--warmup", "1", "--runs", "2"]
+        command += ["--prompt-lengths", str(given.input), "--output-lengths", str(given.output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{self.name}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
-        cell = json.loads((out / "serving.json").read_text())["cells"][0]
-        if cell["status"] != "ok":
-            raise SystemExit(f"{self.name}: {cell}")
-        summary: dict[str, Any] = cell["summary"]
-        return summary
+        cells = json.loads((out / "serving.json").read_text())["cells"]
+        return {cell["concurrency"]: cell["summary"] for cell in cells if cell["status"] == "ok"}
 
     def end(self) -> None:
         """With all of its processes."""
@@ -122,23 +121,16 @@ def main() -> None:
     write_tokenizer(given.model, config.vocab_size)
     servers, until = [Server(name, given) for name in PLUGINS], time.monotonic() + given.ready
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
-    found: dict[str, dict[str, Any]] = {}
     try:
         for server in servers:
             if not server.wait(until):
                 raise SystemExit(f"{server.name}: no server; its log is in {given.directory}")
-        for server in servers:  # what is built when it first runs
-            server.ask(given, max(given.requests), 1, given.directory / f"{server.name}-warm")
+        stock, ours = (server.ask(given) for server in servers)
+        (given.directory / "http.json").write_text(json.dumps({"stock": stock, "ours": ours}, indent=1))
         for count in given.requests:
-            for server in servers:
-                out = given.directory / f"{server.name}-{count}"
-                found[f"{server.name} {count}"] = server.ask(given, count, 3 if count < 16 else 1, out)
-            stock, ours = (found[f"{server.name} {count}"] for server in servers)
             for metric in ("ttft", "tpot"):
-                one, two = stock[metric]["median"] * 1e3, ours[metric]["median"] * 1e3
+                one, two = stock[count][metric]["median"] * 1e3, ours[count][metric]["median"] * 1e3
                 sys.stdout.write(f"median {metric} of {count:2}: {one:8.3f} / {two:8.3f} ms  {one / two:.2f}\n")
-            sys.stdout.flush()
-            (given.directory / "http.json").write_text(json.dumps(found, indent=1))
     finally:
         for server in servers:
             server.end()

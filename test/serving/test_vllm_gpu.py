@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,13 @@ def test_as_far_from_float32_as_rounding(judged: tuple[Path, Judge], runner: str
 
 def test_no_farther_from_float64_than_vllms_own_model(judged: tuple[Path, Judge], tmp_path: Path) -> None:
     (directory, _), job = judged, requests()
-    judge = Judge(directory, torch.float64)
-    _, ours = distances(judge, job, serve(directory, job, tmp_path, {}))
-    _, stock = distances(judge, job, serve(directory, job, tmp_path, {}, stock=True))
+    with ThreadPoolExecutor() as pool:  # both come up meanwhile
+        running = []
+        for name in ("ours", "stock"):
+            (tmp_path / name).mkdir()
+            running.append(pool.submit(serve, directory, job, tmp_path / name, {}, stock=name == "stock"))
+        judge = Judge(directory, torch.float64)
+        ours, stock = (distances(judge, job, one.result())[1] for one in running)
     assert float(ours.mean()) < DRAWN * float(stock.mean())
 
 
