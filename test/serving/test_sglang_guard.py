@@ -106,7 +106,8 @@ def test_all_there(sglang: FakeSglang, caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text == ""
     assert sglang.choices == ["fa3", support.BACKEND]
     assert list(sglang.backends) == [support.BACKEND]
-    assert sglang.providers == {"DeepseekV3ForCausalLM": support.overrides}
+    names = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+    assert sglang.providers == dict.fromkeys(names, support.overrides)
     assert sglang.hooks == {"handle_model_specific_adjustments": support.without_graphs_of_prompts}
 
 
@@ -134,12 +135,13 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert all(f"{module}: " in caplog.text for module, _ in support.AS_TEXT)
 
 
-def test_the_class_is_where_sglang_looks() -> None:
-    path = Path(support.__file__).parent / "models" / "kimi_k2.py"
+def test_the_classes_are_where_sglang_looks() -> None:
+    directory = Path(support.__file__).parent / "models"
     assert support.PACKAGE == "kimi_k2.serving.sglang.models"
-    text = path.read_text(encoding="utf-8")
-    assert f"class {support.ARCHITECTURE}(" in text
-    assert f"\nEntryClass = {support.ARCHITECTURE}\n" in text
+    for module, name in zip(("kimi_k2", "kimi_k25"), support.ARCHITECTURES, strict=True):
+        text = (directory / f"{module}.py").read_text(encoding="utf-8")
+        assert f"class {name}(" in text
+        assert f"\nEntryClass = {name}\n" in text
 
 
 @pytest.mark.usefixtures("sglang")
@@ -148,6 +150,7 @@ def test_defaults_of_a_model_that_is_ours() -> None:
     assert os.environ[support.PACKAGE_VARIABLE] == support.PACKAGE
     assert support.overrides(settings(attention_backend=support.BACKEND), model()) != {}
     assert support.overrides(settings(tp_size=8, ep_size=4), model()) != {}
+    assert support.overrides(settings(), SimpleNamespace(text_config=model())) != {}
 
 
 @pytest.mark.usefixtures("sglang")

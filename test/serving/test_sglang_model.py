@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,20 @@ def test_prompts_in_parts_among_decodes(name: str, dtype: str, checkpoints: dict
     check_answers(checkpoints[name], dtype, job, answer, 1)
     [rank] = answer["ranks"]
     assert sum(prompts > 1 for _, prompts in rank["steps"]) > 3  # others' decodes beside a part
+
+
+def test_text_of_k25(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """In SGLang's class for K2.5, whose vision tower has its sizes by SGLang's own names."""
+    directory = tmp_path / "k2.5"
+    shutil.copytree(checkpoints["k2.5"], directory)
+    config = json.loads((directory / "config.json").read_text())
+    vision = config["vision_config"]
+    vision |= {name.removeprefix("vt_"): size for name, size in vision.items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    job = requests(random.Random(25))
+    answer, log = serve(directory, "bfloat16", [WARM, job], tmp_path, enable_multimodal=False)
+    assert OURS in log
+    check_answers(directory, "bfloat16", job, answer, 1)
 
 
 def test_pages_of_several_tokens(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import importlib
 import logging
 from typing import Any
 
-from kimi_k2.serving.sglang.support import ARCHITECTURE, BACKEND, STEP, changed, overrides, without_graphs_of_prompts
+from kimi_k2.serving.sglang.support import ARCHITECTURES, BACKEND, STEP, changed, overrides, without_graphs_of_prompts
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -46,7 +46,8 @@ def register_model() -> None:
         return
     choices.add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_backend)
-    model_override_base.register_model_override(ARCHITECTURE)(overrides)
+    for architecture in ARCHITECTURES:
+        model_override_base.register_model_override(architecture)(overrides)
     resolution_hooks.register_resolution_hook(STEP)(without_graphs_of_prompts)
 
 

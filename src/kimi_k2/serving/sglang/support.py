@@ -34,10 +34,12 @@ AS_TEXT = (
     ("sglang.srt.mem_cache.memory_pool", "class MLATokenToKVPool("),
     ("sglang.srt.model_executor.forward_context", "def get_attn_backend("),
     ("sglang.srt.models.deepseek_v2", "class DeepseekV3ForCausalLM("),
+    ("sglang.srt.models.kimi_k25", "self.language_model = DeepseekV3ForCausalLM("),
 )
 # The step of SGLang's resolution of settings that asks for a model's.
 STEP = "handle_model_specific_adjustments"
-ARCHITECTURE = "DeepseekV3ForCausalLM"
+# Classes in `models`, by SGLang's names: K2's configurations say the first, K2.5's the second.
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 BACKEND = "kimi_k2"
 PACKAGE_VARIABLE, PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE", "kimi_k2.serving.sglang.models"
 ON_GPU = "KIMI_K2_SGLANG_GPU"
@@ -95,7 +97,7 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
         hf_config: of the model.
     """
     try:
-        config = config_of(hf_config)
+        config = config_of(getattr(hf_config, "text_config", hf_config))
         make_plan(config, layout_of(settings))
     except KimiK2Error as error:
         return str(error)

@@ -24,6 +24,21 @@ logger = logging.getLogger("sglang.kimi_k2")
 SGLANG_DOES = "scheduler, radix cache, sampling, API"
 
 
+class InputEmbedding:
+    """The embedding as SGLang asks it.
+
+    Attributes:
+        num_embeddings: of all ranks; SGLang keeps the ids of images below it.
+    """
+
+    def __init__(self, paged: PagedModel) -> None:
+        self.paged, self.num_embeddings = paged, paged.plain.config.vocab_size
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] to [T, H]."""
+        return self.paged.embed(input_ids)
+
+
 class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[misc]  # SGLang finds it by this name
     """In place of SGLang's class where `support.overrides` has chosen our backend of attention."""
 
@@ -56,9 +71,9 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         """Behind the last layer."""
         return len(self.paged.held)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """For embeddings that requests replace."""
-        return self.plain.model.embed_tokens
+    def get_input_embeddings(self) -> InputEmbedding:
+        """For embeddings that images or requests replace."""
+        return InputEmbedding(self.paged)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *_: Any, **__: Any) -> None:
         """Take the checkpoint's tensors.
@@ -73,7 +88,12 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
 
     @torch.no_grad()
     def forward(
-        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+        pp_proxy_tensors: None = None,
     ) -> Any:
         """What SGLang's head makes of the batch's new tokens: logits, log-probabilities."""
         x = self.paged.embed(input_ids) if input_embeds is None else input_embeds
