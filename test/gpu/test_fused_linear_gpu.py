@@ -1,4 +1,4 @@
-"""Products for few tokens on a GPU against float64, fresh random inputs."""
+"""Linears of few tokens on a GPU against float64, fresh random inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kimi_k2.kernels.linear.fused_linear import fused_linear
+from kimi_k2.ops.linear import add_project, project
+from kimi_k2.ops.weights import Weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,3 +33,29 @@ def test_product(rows: int, columns: int, tokens: int, fp8: bool, normed: bool) 
     out = fused_linear(x, weight, scale, norm)
     assert (out.double() - wanted).norm() / wanted.norm() < 5e-3
     assert torch.equal(out, fused_linear(x, weight, scale, norm))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7168, 1024), (20480, 7168)])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 17, 64, 65])
+def test_bf16_behind_norm_and_residual_sum(rows: int, columns: int, tokens: int) -> None:
+    """Those that `dense_gemm` takes outside of batch-invariant mode, and the ones next to them."""
+    weight = Weight({"weight": torch.randn(rows, columns, device="cuda").bfloat16() * 0.02})
+    wide = torch.randn(tokens, columns + 64, device="cuda").bfloat16()
+    x, norm = wide[:, 64:], torch.rand(columns, device="cuda").bfloat16() + 0.5
+    delta, exact = torch.randn(tokens, columns, device="cuda").bfloat16(), weight.tensors["weight"].double().T
+
+    def normed(value: torch.Tensor) -> torch.Tensor:
+        return value.double() * (value.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
+
+    def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        assert (found.double() - wanted).norm() / wanted.norm() < 5e-3
+
+    few = 1 < tokens < 17 or (1 < tokens < 65 and rows < 20480)
+    given, whole = (x, weight, norm, 1e-6), x.contiguous()
+    assert (project.choose(*given).name == "dense_gemm") == few
+    check(project(*given), normed(x) @ exact)
+    check(project(whole, weight), whole.double() @ exact)
+    assert (add_project.choose(whole, delta, weight, norm, 1e-6).name == "dense_gemm") == few
+    out, total = add_project(whole, delta, weight, norm, 1e-6)
+    assert torch.equal(total, whole + delta)
+    check(out, normed(total) @ exact)

@@ -71,11 +71,14 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 @hopper
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (4, 8), (2, 64)])
-def test_query_and_entry_in_one_launch(tokens: int, heads: int) -> None:
+@pytest.mark.parametrize("fp8", [True, False])
+def test_query_and_entry_in_one_launch(tokens: int, heads: int, fp8: bool) -> None:
     """The query against float64, the entry against `absorb_and_store`, which other tests hold to float64."""
     both, q_norm, kv_norm = random(tokens, 2112), random(1536), random(512)
     q_b = (torch.randn(heads * 192, 1536, device="cuda") * 20).to(torch.float8_e4m3fn)
-    scale = torch.rand(heads * 192 // 128, 12, device="cuda") * 1e-3 + 1e-3
+    scale = torch.rand(heads * 192 // 128, 12, device="cuda") * 1e-3 + 1e-3 if fp8 else None
+    if scale is None:
+        q_b = random(heads * 192, 1536) * 0.03
     cos, sin, w_uk = random(tokens, 32), random(tokens, 32), random(heads, 128, 512) * 0.05
     positions = torch.tensor([5, -1, 69, 70][:tokens], device="cuda")
     caches = [torch.zeros(tokens, 70, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -86,8 +89,10 @@ def test_query_and_entry_in_one_launch(tokens: int, heads: int) -> None:
     absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, positions, w_uk, caches[1], 1e-5)
     x = both[:, :1536].double()
     x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * q_norm.double()
-    blocks = scale.double().repeat_interleave(128, 0)[: len(q_b)].repeat_interleave(128, 1)
-    exact = (x @ (q_b.double() * blocks).T).view(tokens, heads, 192)
+    weight = q_b.double()
+    if scale is not None:
+        weight = weight * scale.double().repeat_interleave(128, 0)[: len(q_b)].repeat_interleave(128, 1)
+    exact = (x @ weight.T).view(tokens, heads, 192)
     latent = torch.einsum("bhn,hnr->bhr", exact[..., :128], w_uk.double())
     wanted = torch.cat((latent, rotated(exact[..., 128:], cos[:, None], sin[:, None])), dim=-1)
     assert torch.equal(found, again)

@@ -141,12 +141,15 @@ def test_values(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_query_and_entry(library: ctypes.CDLL, shared: bool) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_query_and_entry(library: ctypes.CDLL, fp8: bool, shared: bool) -> None:
     """A slot inside the cache, and two tokens whose slot lies outside; a cache for each token, or pages for all."""
     torch.manual_seed(5)
     tokens, heads, capacity = 3, 2, 5
-    weight = (torch.randn(heads * 192, 1536) * 20).to(torch.float8_e4m3fn)
     scale = torch.rand(heads * 192 // 128, 12) * 0.01 + 0.01
+    weight = torch.randn(heads * 192, 1536) * (20 if fp8 else 0.3)
+    weight = weight.to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    exact = dense(weight, scale) if fp8 else weight.double()
     qkv, q_norm, kv_norm = torch.randn(tokens, 2112), torch.rand(1536) + 0.5, torch.rand(512) + 0.5
     angles, w_uk = torch.rand(tokens, 32) * 6, torch.randn(heads, 128, 512) * 0.05
     x, q_norm, kv_norm, cos, sin, w_uk = (
@@ -155,8 +158,9 @@ def test_query_and_entry(library: ctypes.CDLL, shared: bool) -> None:
     cache, out = torch.randn(tokens, capacity, 576).bfloat16(), unwritten(tokens, heads, 576)
     before, slots = cache.clone(), tokens * capacity if shared else capacity
     positions = torch.tensor([9 if shared else 4, -1, slots])
-    given = (x, q_norm, weight, scale, kv_norm, cos, sin, positions, w_uk, cache, out)
-    arguments = query.Arguments(**{n: t.data_ptr() for n, t in zip(query.POINTERS, given, strict=True)})
+    given = (x, q_norm, weight, scale if fp8 else None, kv_norm, cos, sin, positions, w_uk, cache, out)
+    named = zip(query.POINTERS, given, strict=True)
+    arguments = query.Arguments(**{name: tensor.data_ptr() for name, tensor in named if tensor is not None})
     arguments.tokens, arguments.heads, arguments.capacity, arguments.stride = (
         tokens,
         heads,
@@ -165,7 +169,7 @@ def test_query_and_entry(library: ctypes.CDLL, shared: bool) -> None:
     )
     arguments.q_eps = arguments.kv_eps = 1e-6
     assert library.kimi_query(ctypes.byref(arguments), None) == 0
-    q = (normed(x[:, :1536], q_norm) @ dense(weight, scale).T).view(tokens, heads, 192)
+    q = (normed(x[:, :1536], q_norm) @ exact.T).view(tokens, heads, 192)
     turn = torch.complex(cos.double(), sin.double())
 
     def rotate(t: Tensor, by: Tensor) -> Tensor:

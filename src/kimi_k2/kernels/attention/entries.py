@@ -233,11 +233,16 @@ ops_decode.absorb_and_store.entry(
 )(absorb.absorb)
 
 
+def _takes_q_b(q_b: Weight) -> bool:
+    """FP8 blocks, or BF16."""
+    return q_b.fp8_block == (128, 128) or q_b.quantization is None
+
+
 def _supports_query(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> bool:  # fmt: skip
-    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+    return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
 
 
 @ops_decode.query_and_entry.entry(
@@ -247,8 +252,8 @@ def query_and_entry(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
-    """`query_and_entry` of an FP8 q_b."""
-    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    """`query_and_entry` of an FP8 or BF16 q_b."""
+    stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
     out: Tensor = query_kernel.query_and_entry(
         qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
     )
@@ -259,9 +264,11 @@ def _supports_few_query(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> bool:  # fmt: skip
-    """A few tokens in batch-invariant mode."""
-    return batch_invariant() and _supports_query(
-        qkv_a, q_norm, q_b, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    """A few tokens in batch-invariant mode, and an FP8 q_b."""
+    return (
+        batch_invariant()
+        and q_b.fp8_block is not None
+        and _supports_query(qkv_a, q_norm, q_b, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps)
     )
 
 
@@ -288,7 +295,7 @@ def _supports_paged_query(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, q_eps: float, kv_eps: float,
 ) -> bool:  # fmt: skip
-    return q_b.fp8_block == (128, 128) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+    return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
 
 
 @mla_paged.paged_query_and_entry.entry(
@@ -298,8 +305,8 @@ def paged_query_and_entry(
     qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
-    """`query_and_entry` into pages, of an FP8 q_b."""
-    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
+    """`query_and_entry` into pages, of an FP8 or BF16 q_b."""
+    stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
     out: Tensor = query_kernel.query_and_entry(
         qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps, pages=True
     )

@@ -1,8 +1,8 @@
 """From attention's first GEMMs to its query at decode, in one launch: `torch.ops.kimi_k2.query_and_entry`.
 
 q_b behind its norm, RoPE, W_UK absorbed, the new token's cache entry: replaces lines of `model.attention` for a few
-tokens with an FP8 q_b over a BF16 cache. csrc/query.cu says how the launch works; csrc/query_few.cu is batch-invariant
-mode's, which has the bits of `block_gemm` and `absorb`.
+tokens with an FP8 or BF16 q_b over a BF16 cache. csrc/query.cu says how the launch works; csrc/query_few.cu is
+batch-invariant mode's, which has the bits of `block_gemm` and `absorb`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kimi_k2.kernels.common.operation import kernel_operation
 
 INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
+# Of a BF16 q_b, which each token's blocks read anew, more are faster one launch after the other.
+MAX_BF16_TOKENS = 2
 POINTERS = ("qkv_a", "q_norm", "q_b", "q_b_scale", *entry.POINTERS)
 
 
@@ -29,11 +31,11 @@ class Arguments(entry.EntryArguments):
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
-    """A few BF16 tokens on a Hopper GPU, an e4m3 q_b and the real sizes, a BF16 cache in one piece."""
+    """A few BF16 tokens on a Hopper GPU, an e4m3 or BF16 q_b and the real sizes, a BF16 cache in one piece."""
     return (
         qkv_a.dtype == w_uk.dtype == cache.dtype == torch.bfloat16
-        and q_b.dtype == torch.float8_e4m3fn
-        and 0 < qkv_a.shape[0] <= MAX_TOKENS
+        and q_b.dtype in (torch.float8_e4m3fn, torch.bfloat16)
+        and 0 < qkv_a.shape[0] <= (MAX_BF16_TOKENS if q_b.dtype == torch.bfloat16 else MAX_TOKENS)
         and qkv_a.shape[1] == INPUT + RANK + ROPE
         and tuple(q_b.shape) == (w_uk.shape[0] * (NOPE + ROPE), INPUT)
         and tuple(w_uk.shape[1:]) == (NOPE, RANK)
@@ -44,18 +46,21 @@ def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 
 def _check(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Tensor, q_b_scale_inv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor,
-    positions: Tensor, w_uk: Tensor, cache: Tensor, pages: bool,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Tensor, q_b_scale_inv: Tensor | None, kv_norm: Tensor, cos: Tensor,
+    sin: Tensor, positions: Tensor, w_uk: Tensor, cache: Tensor, pages: bool, parts: int = 0,
 ) -> Tensor:  # fmt: skip
     """The empty result, if the arguments are what the kernel takes."""
     tokens, heads, capacity = qkv_a.shape[0], w_uk.shape[0], cache.shape[1]
     caches = cache.shape[0] if pages else tokens
     rows, bf16 = heads * (NOPE + ROPE), torch.bfloat16
+    if q_b_scale_inv is not None:
+        expect("q_b_scale_inv", q_b_scale_inv, qkv_a.device, (-(-rows // 128), INPUT // 128), torch.float32)
+    elif parts:
+        raise KernelError("parts: expected 0 for a BF16 q_b")
     for name, tensor, shape, dtype in (
         ("qkv_a", qkv_a, (tokens, INPUT + RANK + ROPE), bf16),
         ("q_norm", q_norm, (INPUT,), bf16),
-        ("q_b", q_b, (rows, INPUT), torch.float8_e4m3fn),
-        ("q_b_scale_inv", q_b_scale_inv, (-(-rows // 128), INPUT // 128), torch.float32),
+        ("q_b", q_b, (rows, INPUT), bf16 if q_b_scale_inv is None else torch.float8_e4m3fn),
         ("kv_norm", kv_norm, (RANK,), bf16),
         ("cos", cos, (tokens, ROPE // 2), bf16),
         ("sin", sin, (tokens, ROPE // 2), bf16),
@@ -74,7 +79,7 @@ def query_and_entry(
     qkv_a: Tensor,
     q_norm: Tensor,
     q_b: Tensor,
-    q_b_scale_inv: Tensor,
+    q_b_scale_inv: Tensor | None,
     kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -91,8 +96,8 @@ def query_and_entry(
     Args:
         qkv_a: bfloat16 [B, 1536 + 576], B up to 4: q_a before its norm | latent before its norm | key before RoPE.
         q_norm: bfloat16 [1536].
-        q_b: e4m3 [H * 192, 1536], in 128x128 blocks.
-        q_b_scale_inv: float32 [ceil(H * 192 / 128), 12].
+        q_b: e4m3 [H * 192, 1536], in 128x128 blocks, or bfloat16.
+        q_b_scale_inv: float32 [ceil(H * 192 / 128), 12]; None with a bfloat16 q_b.
         kv_norm: bfloat16 [512].
         cos, sin: bfloat16 [B, 32] at `positions`.
         positions: int64 [B], slots to write; one outside the cache writes nothing.
@@ -109,10 +114,10 @@ def query_and_entry(
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, positions, w_uk, cache)
-    out = _check(*given, pages)
+    out = _check(*given, pages, parts)
     capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
     arguments = Arguments(
-        **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
+        **{name: one.data_ptr() for name, one in zip(POINTERS, (*given, out), strict=True) if one is not None},
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=0 if pages else capacity,
         kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps, parts=parts,
     )  # fmt: skip

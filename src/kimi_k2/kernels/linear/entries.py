@@ -25,6 +25,9 @@ MANY, MANY_OF = 256, {
     (2112, 7168): 1024, (1536, 1536): 1024, (7168, 1024): 1024, (7168, 256): 2048, (4608, 7168): 512,
     (7168, 2304): 1024,
 }  # fmt: skip
+# BF16 tokens that `dense_gemm` takes outside of batch-invariant mode, and those behind a norm, whose quotient is a
+# factor of its sums.
+DENSE, NORMED_DENSE = range(2, 17), range(2, 65)
 ONE_ORDER = "one order of the columns: parts by the weight's shape"
 
 
@@ -58,11 +61,13 @@ ops_linear.fp8_linear.entry("triton_decode", takes=_supports_few)(fused_linear.f
 
 
 def _linear_fits(x: Tensor, weight: Weight) -> bool:
-    """FP8 blocks or BF16, few BF16 tokens."""
+    """FP8 blocks or BF16, few BF16 tokens; not those that `dense_gemm` takes."""
     if weight.fp8_block is not None:
         stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
         return _supports_few(x, *stored, weight.fp8_block)
-    return weight.quantization is None and fused_linear.supports_bf16_linear(x, weight.tensors["weight"])
+    if weight.quantization is not None or (len(x) in DENSE and dense_gemm.supports(x, weight.tensors["weight"])):
+        return False
+    return fused_linear.supports_bf16_linear(x, weight.tensors["weight"])
 
 
 def _supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
@@ -235,25 +240,39 @@ add_entries("block_gemm", 2, _fits_two_terms, optional=False)
 add_entries("e4m3", 1, _quantizable, optional=True)
 
 
+def _parts(x: Tensor, weight: Tensor) -> int:
+    """Parts of the columns that `dense_gemm` sums apart."""
+    if batch_invariant():
+        return dense_gemm.decode_cluster(*weight.shape) if is_decoding() else 1
+    return dense_gemm.fastest_cluster(x.numel() // x.shape[-1], *weight.shape)
+
+
 def _supports_dense(x: Tensor, weight: Tensor) -> bool:
-    """In batch-invariant mode alone: else cuBLAS is as fast or faster."""
-    return batch_invariant() and dense_gemm.supports(x, weight)
+    """In batch-invariant mode, and a few tokens: of others cuBLAS is as fast or faster."""
+    return (batch_invariant() or x.numel() // x.shape[-1] in DENSE) and dense_gemm.supports(x, weight)
 
 
 @ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, for tokens of any dimensions."""
-    if is_decoding() and few_dense.supports(x, weight):
+    if batch_invariant() and is_decoding() and few_dense.supports(x, weight):
         few: Tensor = few_dense.few_dense(x.reshape(-1, x.shape[-1]).contiguous(), weight)
         return few.view(*x.shape[:-1], len(weight))
-    cluster = dense_gemm.decode_cluster(*weight.shape) if is_decoding() else 1
-    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, cluster)
+    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, _parts(x, weight))
     return out.view(*x.shape[:-1], len(weight))
 
 
+def _fits_behind_norm(tokens: int, weight: Weight) -> bool:
+    """In a decode step of batch-invariant mode; a few tokens, of a head's many rows only where one tile holds them."""
+    if batch_invariant():
+        return is_decoding()
+    many = -(-weight.tensors["weight"].shape[0] // 64) > dense_gemm.BLOCKS
+    return tokens in (DENSE if many else NORMED_DENSE)
+
+
 def _supports_add_dense(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
-    """In a decode step of batch-invariant mode, where there is something to add."""
-    if not (batch_invariant() and is_decoding()) or delta is None or weight.quantization is not None or x.dim() != 2:
+    """In a decode step of batch-invariant mode, and a few tokens, where there is something to add."""
+    if delta is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
         return False
     fits = x.is_contiguous() and x.shape[1] <= few_dense.MAX_COLUMNS
     return fits and dense_gemm.supports(x, weight.tensors["weight"])
@@ -271,19 +290,19 @@ def add_project_dense(
     """`few_add_dense`; of more tokens `dense_gemm`, which takes its sums times the norm's quotient too."""
     matrix = weight.tensors["weight"]
     assert delta is not None
-    if few_dense.supports(x, matrix):
+    if batch_invariant() and few_dense.supports(x, matrix):
         made: tuple[Tensor, Tensor] = few_dense.few_add_dense(x, delta, norm_weight, eps, matrix)
         return made
     total, normed, inverse = add_norm_apart(x, delta, norm_weight, eps)
-    out: Tensor = dense_gemm.dense_gemm(normed, matrix, dense_gemm.decode_cluster(*matrix.shape), False, inverse)
+    out: Tensor = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
     return out, total
 
 
 def _supports_project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
-    """In a decode step of batch-invariant mode, behind a norm."""
-    if not (batch_invariant() and is_decoding()) or norm_weight is None or weight.quantization is not None:
+    """In a decode step of batch-invariant mode, and a few tokens, behind a norm."""
+    if norm_weight is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
         return False
-    fits = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= few_dense.MAX_COLUMNS
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= few_dense.MAX_COLUMNS
     return fits and dense_gemm.supports(x, weight.tensors["weight"])
 
 
@@ -298,9 +317,9 @@ def project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, 
     matrix = weight.tensors["weight"]
     assert norm_weight is not None
     out: Tensor
-    if few_dense.supports(x, matrix):
+    if batch_invariant() and few_dense.supports(x, matrix):
         out = few_dense.few_dense(x, matrix, norm_weight, eps)
         return out
     normed, inverse = norm_apart(x, norm_weight, eps)
-    out = dense_gemm.dense_gemm(normed, matrix, dense_gemm.decode_cluster(*matrix.shape), False, inverse)
+    out = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
     return out

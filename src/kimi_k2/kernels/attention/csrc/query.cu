@@ -9,14 +9,16 @@ namespace decode {
 
 constexpr int kBlocks = 8, kRows = kHead / kBlocks,
               kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
-constexpr int kEach = kRows / kWarps, kLoads = kInput / 512, kKeys = kNope / 32;
+constexpr int kEach = kRows / kWarps, kKeys = kNope / 32;
 
 struct QueryMemory {
   uint4 token[kInput / 8], norm[kInput / 8];
   float sums[1][kWarps], q[kHead], parts[kWarps][kWide];
 };
 
+template <bool FP8>
 __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
+  constexpr int kBytes = FP8 ? 1 : 2, kLoads = kInput * kBytes / 512, kScales = FP8 ? kEach : 1;
   DECODE_DYNAMIC_SHARED(uint4, raw);
   QueryMemory& m = *reinterpret_cast<QueryMemory*>(raw);
   const int rank = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
@@ -30,14 +32,15 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   }
   cluster_begin();
   const int mine = rank * kRows + warp;  // a warp's rows are kWarps apart, each with scales of its own
-  uint4 fp8[kEach][kLoads], keys[kKeys];
-  float scale[kEach];
+  uint4 weight[kEach][kLoads], keys[kKeys];
+  float scale[kScales];
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const int row = head * kHead + mine + r * kWarps;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) fp8[r][i] = load_once(a.q_b + int64_t(row) * kInput + i * 512 + lane * 16);
-    scale[r] = lane < kInput / 128 ? __ldg(a.q_b_scale + row / 128 * (kInput / 128) + lane) : 0.f;
+    for (int i = 0; i < kLoads; ++i)
+      weight[r][i] = load_once(a.q_b + int64_t(row) * (kInput * kBytes) + i * 512 + lane * 16);
+    if constexpr (FP8) scale[r] = lane < kInput / 128 ? __ldg(a.q_b_scale + row / 128 * (kInput / 128) + lane) : 0.f;
   }
   const int group = thread % 8, key = thread / 8;
 #pragma unroll
@@ -48,16 +51,26 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
   input.norm = a.q_norm, input.tokens = 1, input.eps = a.q_eps;
   request_norm<1, kInput>(input, m.token);
   pdl_wait();
-  prepare<1, kInput, true>(input, m.token, m.sums);
+  prepare<1, kInput, FP8>(input, m.token, m.sums);
   pdl_launch();
 
   float total[kEach] = {};
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    float x[16];
-    take16(m.token, kInput, i * 32 + lane, x);
+    float x[FP8 ? 16 : 8];
+    if constexpr (FP8) take16(m.token, kInput, i * 32 + lane, x);
+    else widen(m.token[i * 32 + lane], x);
 #pragma unroll
-    for (int r = 0; r < kEach; ++r) total[r] += dot16(fp8[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
+    for (int r = 0; r < kEach; ++r) {
+      if constexpr (FP8) {
+        total[r] += dot16(weight[r][i], x) * __shfl_sync(kAll, scale[r], i * 4 + lane / 8);
+      } else {
+        float w[8];
+        widen(weight[r][i], w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) total[r] += w[j] * x[j];
+      }
+    }
   }
   cluster_wait();  // the others have begun, so that their shared memory is theirs
 #pragma unroll
@@ -99,6 +112,7 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
 }  // namespace decode
 
 extern "C" int kimi_query(const decode::QueryArguments* a, void* stream) {
-  return decode::launch(decode::query, dim3(decode::kBlocks, a->heads + 1, a->tokens), decode::kThreads,
-                        sizeof(decode::QueryMemory), *a, stream, decode::kBlocks);
+  return decode::launch(a->q_b_scale == nullptr ? decode::query<false> : decode::query<true>,
+                        dim3(decode::kBlocks, a->heads + 1, a->tokens), decode::kThreads, sizeof(decode::QueryMemory),
+                        *a, stream, decode::kBlocks);
 }
