@@ -71,17 +71,20 @@ class PagedModel:
     @property
     def steps(self) -> list[PagedLayer]:
         """The layers, made when they first run: by then weights are there, real or an engine's random ones."""
-        if self._steps is None:
-            self.plain.prepare()
-            reduce = AllReduce(self.group, self.ranks > 1)
-            self._steps = []
-            for layer, held in zip(self.plain.model.layers, self.held, strict=True):
-                assert isinstance(layer, DecoderLayer)
-                step = PagedLayer(layer, reduce, held)
-                heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
-                if heads is not None:
-                    pad_heads(step, heads)
-                self._steps.append(step)
+        return self._steps or self.make_steps()
+
+    def make_steps(self) -> list[PagedLayer]:
+        """The layers, made of the weights now."""
+        self.plain.prepare()
+        reduce = AllReduce(self.group, self.ranks > 1)
+        self._steps = []
+        for layer, held in zip(self.plain.model.layers, self.held, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            step = PagedLayer(layer, reduce, held)
+            heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
+            if heads is not None:
+                pad_heads(step, heads)
+            self._steps.append(step)
         return self._steps
 
     @property

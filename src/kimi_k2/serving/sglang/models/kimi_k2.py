@@ -85,6 +85,12 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         if self.paged.running:
             raise KimiK2Error("weights cannot be replaced while the model serves")
         self.paged.load(weights)
+        self.post_load_weights()
+
+    @torch.no_grad()
+    def post_load_weights(self, *_: Any, **__: Any) -> None:
+        """Make the layers before SGLang sees how much memory is left for its pool; it calls this for random weights."""
+        self.paged.make_steps()
 
     @torch.no_grad()
     def forward(
