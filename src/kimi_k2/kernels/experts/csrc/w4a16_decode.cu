@@ -1,9 +1,8 @@
 // INT4 experts for a few tokens in two launches: 8 gate rows and their 8 up rows of an expert a block, whose warps
-// share out the hidden dimension; then 16 or 32 output rows of a token a block, whose warps share out the token's
-// experts. Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8
-// token columns one is used, or in the first launch one for each token of the expert. The second launch asks for its
-// weights while the first still runs. Every sum has a fixed order, which does not depend on how many tokens an expert
-// has.
+// share out the hidden dimension; then 16 output rows of a token a block, whose warps share out the token's experts.
+// Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8 token
+// columns one is used, or in the first launch one for each token of the expert. The second launch asks for its weights
+// while the first still runs. Every sum has a fixed order, which does not depend on how many tokens an expert has.
 #include "routing.cuh"
 #include "w4a16_multiply.cuh"
 
@@ -239,87 +238,70 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constan
     a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] = activated(part[0] + threadIdx.x, 16);
 }
 
-// UNITS of 16 rows one after the other, of each two chunks of int4 or bf16 weights at a time, 256 or 64 columns: what
-// has been multiplied makes room for the next.
-template <bool BF16, int UNITS>
+// Two chunks of int4 or bf16 weights at a time: 256 or 64 columns.
+template <bool BF16>
 __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a) {
-  static_assert(4 % UNITS == 0, "a block's units are neighbours in a chunk");
   DECODE_DYNAMIC_SHARED(uint32_t, values);  // the token's intermediate
   __shared__ decode::Pairs pairs[kWarps];
-  __shared__ float part[UNITS][kWarps][16];
+  __shared__ float part[kWarps][16];
   constexpr int kColumns = BF16 ? 32 : 128, kBatch = 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x * UNITS, token = blockIdx.y;
-  const int chunks = a.inter / kColumns, batches = (chunks + kBatch - 1) / kBatch;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows16 = blockIdx.x, token = blockIdx.y;
+  const int chunks = a.inter / kColumns;
   decode::pdl_launch();
   const int count = decode::list_pairs(a, token, false, pairs[warp]);
-#pragma unroll
-  for (int u = 0; u < UNITS; ++u)
-    if (lane < 16) part[u][warp][lane] = 0.f;
+  float total[2] = {};
   bool waited = false;
   for (int k = warp; k < count || !waited; k += kWarps) {
     const bool here = k < count;
     const int entry = here ? pairs[warp].entry[k] : 0;
     const uint4* words = words_of(a.down, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
     const uint32_t* scales = scales_of(a.down_scale, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
-    uint4 word[kBatch][2];
-    uint32_t scale[kBatch];
-    auto request = [&](int i, int unit, int chunk) {
-      if (!here || unit >= UNITS || chunk >= chunks) return;
-      word[i][0] = decode::load_once(words + chunk * kChunkWords + unit * 32);
-      word[i][1] = decode::load_once(words + chunk * kChunkWords + unit * 32 + 128);
-      if (!BF16) scale[i] = __ldg(scales + chunk * kChunkScales + unit * 32);
-    };
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) request(i, 0, i);
-    if (!waited) {
-      decode::pdl_wait();
-      const int groups = a.top_k * a.inter / 8;
-      decode::take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * groups, groups,
-                             [&](int v, const uint4 value) { put8(values, v, value); });
-      __syncthreads();
-      waited = true;
-    }
-    if (!here) continue;
-    const uint32_t* mine = values + (entry >> 16) * (a.inter / 2);
     float acc[2][4] = {};
-    for (int unit = 0, batch = 0; unit < UNITS;) {
-      const bool last = batch + 1 == batches;
+    for (int first = 0; first < chunks; first += kBatch) {
+      uint4 word[kBatch][2];
+      uint32_t scale[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (here && first + i < chunks) {
+          word[i][0] = decode::load_once(words + (first + i) * kChunkWords);
+          word[i][1] = decode::load_once(words + (first + i) * kChunkWords + 128);
+          if (!BF16) scale[i] = __ldg(scales + (first + i) * kChunkScales);
+        }
+      if (!waited) {
+        decode::pdl_wait();
+        const int groups = a.top_k * a.inter / 8;
+        decode::take_groups<2>(reinterpret_cast<const uint4*>(a.intermediate) + int64_t(token) * groups, groups,
+                               [&](int v, const uint4 value) { put8(values, v, value); });
+        __syncthreads();
+        waited = true;
+      }
+      const uint32_t* mine = values + (entry >> 16) * (a.inter / 2);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int chunk = batch * kBatch + i, column = chunk * kColumns;
-        if (chunk < chunks) {
-          if constexpr (BF16) {
-            const uint4 x = take_steps(mine, column, lane), one = word[i][0], two = word[i][1];
-            mma_bf16(acc[0], one.x, one.y, one.z, one.w, x.x, x.y);
-            mma_bf16(acc[1], two.x, two.y, two.z, two.w, x.z, x.w);
-          } else {
-            multiply_chunk(acc, word[i], scale[i], mine, column, lane);
-          }
+        if (!here || first + i >= chunks) continue;
+        const int column = (first + i) * kColumns;
+        if constexpr (BF16) {
+          const uint4 x = take_steps(mine, column, lane), one = word[i][0], two = word[i][1];
+          mma_bf16(acc[0], one.x, one.y, one.z, one.w, x.x, x.y);
+          mma_bf16(acc[1], two.x, two.y, two.z, two.w, x.z, x.w);
+        } else {
+          multiply_chunk(acc, word[i], scale[i], mine, column, lane);
         }
-        request(i, unit + last, last ? i : chunk + kBatch);
       }
-      if (!last) {
-        ++batch;
-        continue;
-      }
-      if (lane % 4 == 0) {
-        const float weight = pairs[warp].weight[k] * (BF16 ? 1.f : Unpack::kUp);
-        float* to = part[unit][warp] + lane / 4;
-        to[0] += (acc[0][0] + acc[1][0]) * weight, to[8] += (acc[0][2] + acc[1][2]) * weight;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[0][i] = acc[1][i] = 0.f;
-      ++unit, batch = 0;
+    }
+    if (here) {
+      const float weight = pairs[warp].weight[k] * (BF16 ? 1.f : Unpack::kUp);
+      total[0] += (acc[0][0] + acc[1][0]) * weight, total[1] += (acc[0][2] + acc[1][2]) * weight;
     }
   }
+  if (lane % 4 == 0) part[warp][lane / 4] = total[0], part[warp][8 + lane / 4] = total[1];
   __syncthreads();
-  if (threadIdx.x < 16 * UNITS) {
+  if (threadIdx.x < 16) {
     // Row g of the fragment is row 4 * (g / 2) + g % 2 of the sixteen, row g + 8 the second after it.
-    const int unit = threadIdx.x / 16, place = threadIdx.x % 16, g = place % 8;
-    const int row = unit * 16 + 4 * (g / 2) + g % 2 + place / 8 * 2;
+    const int g = threadIdx.x % 8, row = 4 * (g / 2) + g % 2 + threadIdx.x / 8 * 2;
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += part[unit][w][place];
+    for (int w = 0; w < kWarps; ++w) sum += part[w][threadIdx.x];
     a.out[int64_t(token) * a.hidden + rows16 * 16 + row] = __float2bfloat16(sum);
   }
 }
@@ -334,11 +316,8 @@ int start(const DecodeArguments& a, void* stream) {
   const auto gate_up = share ? gate_up_rows<PER_WARP, AHEAD, true> : gate_up_rows<PER_WARP, AHEAD, false>;
   const int status = decode::launch(gate_up, dim3(a.inter / 8, a.tokens * a.top_k), kThreads, shared, a, stream);
   if (status) return status;
-  // Of several tokens blocks of one unit begin in several waves, of which each waits for what the router chose.
-  const bool several = a.tokens > 1 && a.down_scale != nullptr;
-  const auto down = several ? down_rows<false, 2> : a.down_scale == nullptr ? down_rows<true, 1> : down_rows<false, 1>;
-  return decode::launch(down, dim3(a.hidden / (several ? 32 : 16), a.tokens), kThreads, size_t(a.top_k) * a.inter * 2,
-                        a, stream);
+  return decode::launch(a.down_scale == nullptr ? down_rows<true> : down_rows<false>, dim3(a.hidden / 16, a.tokens),
+                        kThreads, size_t(a.top_k) * a.inter * 2, a, stream);
 }
 
 }  // namespace w4a16
