@@ -109,10 +109,6 @@ class _Ours:
         self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)
         return torch.empty(held, dtype=torch.uint8, device=x.device) if held else None
 
-    def close(self) -> None:
-        """Give the graphs up."""
-        self._graphs = None
-
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """[N, H] to [N, vocab_size]."""
         return self.paged.logits(hidden_states)

@@ -24,7 +24,9 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
     def compile_or_warm_up_model(self) -> Any:
         """Behind vLLM's own graphs, those of decode steps."""
         done = super().compile_or_warm_up_model()
-        if (ours := self._ours()) is not None:
+        modules = self.model_runner.get_model().modules()
+        ours = next((module for module in modules if isinstance(module, _Ours)), None)
+        if ours is not None:
             with torch.inference_mode():
                 self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner)
         return done
@@ -38,17 +40,3 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         with self.annotate_profile(scheduler_output):
             self._steps.run(scheduler_output, rows)
         return None
-
-    def shutdown(self) -> None:
-        """Graphs end first: where ranks part, NCCL waits for those that hold its launches."""
-        self._steps = None
-        if (ours := self._ours()) is not None:
-            ours.close()
-        super().shutdown()
-
-    def _ours(self) -> Any:
-        """Our model, if it is the one that serves."""
-        model = getattr(getattr(self, "model_runner", None), "model", None)
-        if model is None:  # the worker has not come so far
-            return None
-        return next((module for module in self.model_runner.get_model().modules() if isinstance(module, _Ours)), None)
