@@ -16,7 +16,6 @@ from kimi_k2.serving.paged.model import PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
-from kimi_k2.serving.vllm.ranks import least_of_ranks
 from kimi_k2.serving.vllm.support import layout_of, refusal
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -34,9 +33,9 @@ class _Ours:
         """Our model, or vLLM's own where ours cannot serve the deployment."""
         hf_config = vllm_config.model_config.hf_text_config
         reason = refusal(vllm_config, hf_config)
-        if least_of_ranks(reason is None):
+        if reason is None:
             return super().__new__(cls)
-        logger.info("kimi-k2: all operations are vLLM's: %s", reason or "another rank's are")
+        logger.info("kimi-k2: all operations are vLLM's: %s", reason)
         return cls.stock(vllm_config=vllm_config, prefix=prefix)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
