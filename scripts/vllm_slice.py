@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -232,6 +233,7 @@ def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
 if __name__ == "__mp_main__":  # a process of vLLM's that is not forked
     replace_loader()
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engine's process, which would hold the GPU
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experts", choices=NAMES)
     parser.add_argument("result", type=Path, help="JSON file to write: milliseconds by what was timed")
