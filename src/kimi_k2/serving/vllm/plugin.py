@@ -14,8 +14,8 @@ logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its chi
 PARSER = "kimi_k2_stream"
 # vLLM's names of architectures: K2's configurations say the first; vLLM's K2.5 asks for the second for its text.
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
-# Architectures that configurations of the family name.
-WITH_WORKER = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+# Architectures that configurations with a model of ours name: K2.5's own has its text from the second above.
+WITH_WORKER = (*ARCHITECTURES, "KimiK25ForConditionalGeneration")
 WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
 
 
