@@ -5,35 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+
+NAMES = ("seq_lens", "input_ids", "positions", "slots", "block_table")
+DTYPES = (torch.int32, torch.int32, torch.int64, torch.int64, torch.int32)
 
 
 def supports(
     seq_lens: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, page: int
 ) -> bool:
     """On a Hopper GPU, contiguous, in the dtypes that the kernel takes."""
-    right = not _wrong(seq_lens, input_ids, positions, slots, block_table)
+    given = seq_lens, input_ids, positions, slots, block_table
+    dtypes = tuple(tensor.dtype for tensor in given)
+    right = dtypes == DTYPES and all(tensor.is_contiguous() and len(tensor) == len(seq_lens) for tensor in given)
     return right and is_hopper(seq_lens.device) and find_nvcc() is not None
-
-
-def _wrong(seq_lens: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor) -> str:
-    """What a tensor is and should be; empty if all are right."""
-    batch = (len(seq_lens),)
-    for name, tensor, dtype in (
-        ("seq_lens", seq_lens, torch.int32),
-        ("input_ids", input_ids, torch.int32),
-        ("positions", positions, torch.int64),
-        ("slots", slots, torch.int64),
-        ("block_table", block_table, torch.int32),
-    ):
-        shape = tuple(tensor.shape[:1]) if name == "block_table" else tuple(tensor.shape)
-        if tensor.dtype != dtype or shape != batch or not tensor.is_contiguous():
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected contiguous {dtype} of {batch[0]} rows"
-    return ""
 
 
 @kernel_operation("next_step", mutates_args=("seq_lens", "input_ids", "positions", "slots"))
@@ -45,11 +33,11 @@ def next_step(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    wrong = _wrong(seq_lens, input_ids, positions, slots, block_table)
-    if wrong:
-        raise KernelError(wrong)
-    given = seq_lens, input_ids, positions, slots, block_table, len(seq_lens), block_table.shape[1], page
-    launch("rowwise/next_step", "kimi_next_step", "next_step", seq_lens.device, *given)
+    batch, wide = len(seq_lens), block_table.shape[1]
+    given = seq_lens, input_ids, positions, slots, block_table
+    for name, tensor, dtype in zip(NAMES, given, DTYPES, strict=True):
+        expect(name, tensor, seq_lens.device, (batch, wide) if tensor is block_table else (batch,), dtype)
+    launch("rowwise/next_step", "kimi_next_step", "next_step", seq_lens.device, *given, batch, wide, page)
 
 
 next_step.fake(lambda seq_lens: None)
