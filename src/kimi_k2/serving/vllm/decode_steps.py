@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.ops.pages import next_step
 from kimi_k2.serving.paged.batch import Batch
-from kimi_k2.serving.vllm.prompt_graphs import GraphRecorder
 from kimi_k2.serving.vllm.ranks import least_of_ranks
+from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder
 from kimi_k2.serving.vllm.support import against_decode_steps
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -202,7 +202,7 @@ def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
     failure: str | None = None
     try:
         steps.capture(record)
-    except RuntimeError as error:
+    except CANNOT as error:
         failure = str(error)
     if not least_of_ranks(failure is None):
         because = failure or "another rank cannot"

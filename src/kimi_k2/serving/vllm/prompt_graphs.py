@@ -14,17 +14,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import weak_ref_tensor
 
 from kimi_k2.engine.layer_step import Place
 from kimi_k2.engine.prompt_step import NARROWEST, padded_width
-from kimi_k2.errors import KernelError
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
@@ -32,6 +30,7 @@ from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.paged.layer import PagedLayer, Projected
 from kimi_k2.serving.vllm.ranks import least_of_ranks
+from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder, Recorded, Recorder, Work
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -39,54 +38,8 @@ ENVIRONMENT = "KIMI_K2_VLLM_GRAPH_TOKENS"
 # New tokens of a step up to which there are graphs: beyond, the GPU is busy while the host launches.
 WIDEST = 4096
 
-Work = Callable[[], tuple[Tensor, ...]]
-Recorded = tuple[Callable[[], Any], tuple[Tensor, ...]]
 # Of every rank's number the least.
 Least = Callable[[int], int]
-
-
-class Recorder(Protocol):
-    """Makes a function's work repeatable."""
-
-    def __call__(self, work: Work) -> Recorded:
-        """What repeats it, and what the function returned, which a repetition fills anew."""
-        ...
-
-    def let_go(self, tensor: Tensor) -> Tensor:
-        """The same tensor, whose memory works that are recorded later may take."""
-        ...
-
-
-class GraphRecorder:
-    """By CUDA graphs. All share memory, so that the order in which they were recorded is that of replays too."""
-
-    def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def __call__(self, work: Work) -> Recorded:
-        """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            # Other threads of vLLM's may ask the GPU meanwhile.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                made = work()
-            except Exception:
-                with suppress(RuntimeError):  # the first error says more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph.replay, made
-
-    def let_go(self, tensor: Tensor) -> Tensor:
-        """See `Recorder`."""
-        weak: Tensor = weak_ref_tensor(tensor)
-        return weak
-
-    def held(self) -> int:
-        """Bytes that the graphs' memory takes of PyTorch's allocator."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self.pool))
 
 
 class _Piece(NamedTuple):
@@ -135,7 +88,7 @@ class PromptGraphs:
             reason = "another rank cannot"
             try:
                 self._pieces[width] = self._record(width)
-            except (RuntimeError, KernelError) as error:  # no memory left, or a launch that a graph cannot hold
+            except CANNOT as error:
                 reason = str(error).partition("\n")[0]
             if not self.least(width in self._pieces):
                 self._pieces.clear()
