@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from again import Again
 from test_paged_layer import LENGTHS, STEPS, Layers
 from torch import Tensor
 
@@ -43,27 +44,19 @@ class Sum(AllReduce):
         return super().__call__(x)
 
 
-class Again:
+class Recording(Again):
     """Records as a capture does, which sums nothing; a replay runs the work again, with its sums."""
 
     def __init__(self, reduce: AllReduce, refused: int | None = None) -> None:
-        self.reduce, self.refused, self.count = reduce, refused, 0
+        super().__init__(reduce.alone)
+        self.refused, self.count = refused, 0
 
     def __call__(self, work: Any) -> Any:
+        """See `Again`."""
         if self.count == self.refused:
             raise RuntimeError("cannot be recorded\nand a trace")
         self.count += 1
-        with self.reduce.alone():
-            made = work()
-
-        def replay() -> None:
-            for tensor, anew in zip(made, work(), strict=True):
-                tensor.copy_(anew)
-
-        return replay, made
-
-    def let_go(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return super().__call__(work)
 
 
 class Replayed(Layers):
@@ -86,7 +79,7 @@ def refusals(layers: Layers, reduce: Sum, fails: bool) -> list[tuple[str | None,
     """What each attempt to record ends with, and what was summed: rank 1 fails in a record, then in a trial run."""
     norm, found = layers.model.model.norm, []
     for trial in (False, True):
-        record = Again(reduce, refused=PIECES_OF_A_SIZE + 1 if fails and not trial else None)
+        record = Recording(reduce, refused=PIECES_OF_A_SIZE + 1 if fails and not trial else None)
         graphs, walks = PromptGraphs(layers.steps, norm, WIDEST, record, least_of_ranks), 0
         walk = graphs._walk
 
@@ -125,7 +118,7 @@ def run(rank: int, source: str, converted: str, moe_tp: int, moe_ep: int, out: s
     model.prepare()
     layers, states = Replayed(model, reduce), [list[Tensor]() for _ in LENGTHS]
     refused = refusals(layers, reduce, fails=rank == 1)
-    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Again(reduce), least_of_ranks)
+    layers.graphs = PromptGraphs(layers.steps, model.model.norm, WIDEST, Recording(reduce), least_of_ranks)
     assert layers.graphs.capture() is None
     for number, new in enumerate(STEPS):
         for row, found in layers.step(new, ids, padding=number % 3).items():

@@ -15,11 +15,8 @@ from typing import Any
 import pytest
 import torch
 from judge import Judge
+from plain_tokens import expected
 from sglang_stand_ins import CALLED, environment_with_stand_ins
-
-from kimi_k2.engine.generate import generate
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
@@ -54,14 +51,6 @@ def behind(first: list[dict[str, Any]], tokens: list[list[int]], draw: random.Ra
     for one, before, answered in zip(made, first, tokens, strict=True):
         one["prompt"] = [*before["prompt"], *answered[: draw.randrange(NEW_TOKENS)], *one["prompt"]]
     return made
-
-
-def expected(directory: Path, dtype: str, job: list[dict[str, Any]]) -> list[list[int]]:
-    """Greedy tokens of the plain model, each request alone."""
-    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-    return [
-        generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
-    ]
 
 
 def serve(

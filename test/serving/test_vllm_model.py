@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from plain_tokens import expected
 from processes import run_together
 from sampling import SAMPLING
 
-from kimi_k2.engine.generate import generate
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -44,14 +41,6 @@ def requests(seed: int, count: int = 8) -> list[dict[str, Any]]:
         made.append({"prompt": prompt, "new_tokens": 64, "arrival": arrival})
         arrival += draw.randint(0, 9)
     return made
-
-
-def expected(directory: Path, dtype: str, job: list[dict[str, Any]]) -> list[list[int]]:
-    """Greedy tokens of the plain model, each request alone."""
-    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-    return [
-        generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
-    ]
 
 
 def serve(

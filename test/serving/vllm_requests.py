@@ -18,24 +18,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-class Again:
-    """Stands for the recorder of CUDA graphs: a replay runs the work again, into the same memory."""
-
-    def __call__(self, work: Any) -> Any:
-        made = work()
-
-        def replay() -> None:
-            for tensor, anew in zip(made, work(), strict=True):
-                tensor.copy_(anew)
-
-        return replay, made
-
-    def let_go(self, tensor: Any) -> Any:
-        return tensor
-
-
 def run_in_pieces(widest: int) -> list[int]:
     """Have the model do so; the list counts steps."""
+    from again import Again
+
     from kimi_k2.serving.vllm import model
     from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
 
