@@ -13,3 +13,10 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.6, "min_p": 0.05, "seed": 8, "logit_bias": {7: 4.0, 11: -100.0}},
     {"temperature": 0, "allowed_token_ids": list(range(30, 90))},
 ]
+PROCESSORS = ["forced:Forced"]  # `logits_processors` of an engine whose process finds forced.py
+FORCED = "forced"
+
+
+def forced(tokens: list[int]) -> dict[str, Any]:
+    """A request that answers with these tokens; their log-probabilities are those before any processor."""
+    return {"extra_args": {FORCED: tokens}}

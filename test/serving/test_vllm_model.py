@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judge import Judge
 from plain_tokens import expected
 from processes import run_together
-from sampling import SAMPLING
+from sampling import PROCESSORS, SAMPLING, forced
 
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -126,6 +127,19 @@ def test_every_way_of_sampling(checkpoints: dict[str, Path], tmp_path: Path) -> 
     assert (ours["tokens"], ours["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
     assert ours["preempted"] == theirs["preempted"] > 0
     assert [len(tokens) < 64 for tokens in ours["tokens"]].count(True) >= 1  # a stop token
+
+
+def test_custom_logits_processors(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Tokens that a user's processor forces, with the plain model's log-probabilities, in steps that carry on too."""
+    draw, job = random.Random(5), requests(seed=13)
+    wanted = [[draw.randrange(512) for _ in range(one["new_tokens"])] for one in job]
+    asked = [{**one, "sampling": forced(tokens)} for one, tokens in zip(job, wanted, strict=True)]
+    answer, log = serve(checkpoints["thinking"], "float32", asked, tmp_path, logits_processors=PROCESSORS)
+    check_ours(answer, log)
+    assert answer["tokens"] == wanted
+    judge = Judge(checkpoints["thinking"])
+    for one, tokens, said in zip(job, wanted, answer["logprobs"], strict=True):
+        assert float(judge.errors(one["prompt"], tokens, said).max()) < 1e-4
 
 
 def expected_of_ranks(directory: Path, layout: Layout, dtype: str, job: list[dict[str, Any]], out: Path) -> Any:
