@@ -48,7 +48,8 @@ def test_bf16_behind_norm_and_residual_sum(rows: int, columns: int, tokens: int)
         return value.double() * (value.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
 
     def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert (found.double() - wanted).norm() / wanted.norm() < 5e-3
+        # Tokens and results are rounded to BF16 once each, 2.35e-3; the sum, too: 2.87e-3.
+        assert (found.double() - wanted).norm() / wanted.norm() < 2.6e-3
 
     few = 1 < tokens < 17 or (1 < tokens < 65 and rows < 20480)
     given, whole = (x, weight, norm, 1e-6), x.contiguous()
@@ -58,4 +59,4 @@ def test_bf16_behind_norm_and_residual_sum(rows: int, columns: int, tokens: int)
     assert (add_project.choose(whole, delta, weight, norm, 1e-6).name == "dense_gemm") == few
     out, total = add_project(whole, delta, weight, norm, 1e-6)
     assert torch.equal(total, whole + delta)
-    check(out, normed(total) @ exact)
+    check(out, normed(whole.double() + delta.double()) @ exact)

@@ -43,7 +43,7 @@ def test_norm(size: int) -> None:
     x, weight = torch.randn(50, size + 64, device="cuda").bfloat16()[:, :size], torch.rand(size, device="cuda")
     wide = x.double()
     wanted = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.bfloat16().double()
-    assert distance(row_norm(x, weight.bfloat16(), 1e-6), wanted) < 2.5e-3  # two roundings to BF16
+    assert distance(row_norm(x, weight.bfloat16(), 1e-6), wanted) < 1.8e-3  # one rounding to BF16; two: 2.3e-3
 
 
 def test_compiled_and_registered_as_it_is_called() -> None:

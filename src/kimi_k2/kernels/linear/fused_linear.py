@@ -108,8 +108,8 @@ def fused_linear(
     Args:
         x: bfloat16 [T, K], T up to 16, K a multiple of 128; rows may be strided.
         weight: e4m3 [N, K] with `weight_scale_inv` float32 [ceil(N/128), K/128], or bfloat16 [N, K] without.
-        norm_weight: bfloat16 [K]. With an FP8 weight and up to 8 tokens the quotient is applied to the sums, unrounded;
-            else it is rounded to bfloat16 before the norm's weight is applied, as the plain norm does.
+        norm_weight: bfloat16 [K]. The quotient is applied to the finished sums, or its product with the norm's weight
+            is rounded once; the plain norm rounds the quotient before that, too.
         splits, block_rows: launch of the Triton kernel, to pin it; 0 splits chooses kernel and launch.
 
     Returns:

@@ -35,8 +35,8 @@ def gemm(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, CHUNK)
         a = tl.load(x + token[:, None] * COLUMNS + column[None, :], token_here[:, None], 0.0)
         if norm is not None:
-            a = (a.to(tl.float32) * rstd[:, None]).to(x.dtype.element_ty).to(tl.float32)
-            a = (a * tl.load(norm + column)[None, :].to(tl.float32)).to(x.dtype.element_ty)
+            a = a.to(tl.float32) * rstd[:, None] * tl.load(norm + column)[None, :].to(tl.float32)
+            a = a.to(x.dtype.element_ty)
         w = tl.load(weight + offset[:, None] + column[None, :], row_here[:, None], 0.0)
         if scale is None:
             total = tl.dot(a, tl.trans(w), total)

@@ -159,7 +159,7 @@ def check_add(x: Tensor, delta: Tensor, weight: Tensor) -> None:
 
 @kernel_operation("add_norm")
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta and its RMSNorm, both bfloat16 [T, H].
+    """x + delta and its RMSNorm, both bfloat16 [T, H]; the norm is that of the sum before it is rounded.
 
     Raises:
         KernelError: shapes or dtypes differ from bfloat16 [T, H], [T, H], [H].

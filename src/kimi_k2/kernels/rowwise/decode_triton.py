@@ -64,7 +64,7 @@ def _store_entry(  # type: ignore[no-untyped-def]
     # Masks of the stored shape: Triton 3.9's interpreter takes no scalar one.
     row_here, pair_here = slot + column >= column, slot + pair >= pair
     latent = tl.load(kv + token * kv_stride + column).to(tl.float32)
-    quotient = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)).to(kv.dtype.element_ty).to(tl.float32)
+    quotient = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
     entry = cache + (token.to(tl.int64) * stride + position) * (RANK + ROPE)
     entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
     tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
@@ -143,14 +143,12 @@ def absorb_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_norm(x, delta, weight, total, normed, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token: the sum rounded to bfloat16, and its norm."""
+    """One token: the sum rounded to bfloat16, and the norm of the sum before that."""
     column = tl.arange(0, WIDTH)
     inside = column < size
     at = tl.program_id(0).to(tl.int64) * size + column
     value = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)
-    value = value.to(x.dtype.element_ty)
-    tl.store(total + at, value, inside)
-    wide = value.to(tl.float32)
-    quotient = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(total + at, value.to(x.dtype.element_ty), inside)
+    quotient = value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
     tl.store(normed + at, scaled.to(x.dtype.element_ty), inside)

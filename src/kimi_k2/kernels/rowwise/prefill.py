@@ -132,7 +132,7 @@ def _check_rows(x: Tensor, weight: Tensor) -> None:
 
 @kernel_operation("row_norm")
 def row_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows; statistics in float32, the quotient rounded before the weight is applied.
+    """RMSNorm of rows in float32, rounded once; the plain function rounds the quotient before its weight is applied.
 
     Args:
         x: bfloat16 [T, H], H up to 8192; rows may be strided.

@@ -22,12 +22,12 @@ def dequantize(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm(x, weight, out, stride, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row; the quotient is rounded before the weight is applied, as the plain norm does."""
+    """One row, rounded once: the plain norm rounds the quotient before its weight is applied, too."""
     column = tl.arange(0, WIDTH)
     inside = column < size
     row = tl.program_id(0).to(tl.int64)
     value = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    quotient = (value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)).to(x.dtype.element_ty).to(tl.float32)
+    quotient = value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), inside)
 

@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(kThreads, 2) query(const QueryArguments a) {
       }
     }
   }
+  const float inverse = inverse_norm<kInput>(input, m.sums[0]);
   cluster_wait();  // the others have begun, so that their shared memory is theirs
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
-    const float q = __bfloat162float(__float2bfloat16(sum_lanes(total[r])));
+    const float q = __bfloat162float(__float2bfloat16(sum_lanes(total[r]) * inverse));
     if (lane < kBlocks) map_shared_rank(m.q, lane)[mine + r * kWarps] = q;
   }
   cluster_arrive();

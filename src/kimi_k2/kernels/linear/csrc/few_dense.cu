@@ -84,13 +84,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int v = thread + i * kMakers;
       if (i * kMakers >= groups) break;
       if (a.norm != nullptr) {
-        if (a.delta != nullptr) {
-          value[i] = decode::add8(value[i], delta[i]);
-          if (blockIdx.x == 0 && v < groups) reinterpret_cast<uint4*>(a.total)[row + v] = value[i];
-        }
-        const float sum = decode::sum_lanes(decode::squares8(value[i]));
+        float wide[8];
+        decode::sum8(value[i], delta[i], wide);  // zeros where there is no delta
+        if (a.delta != nullptr && blockIdx.x == 0 && v < groups)
+          reinterpret_cast<uint4*>(a.total)[row + v] = decode::round8(wide);
+        const float sum = decode::sum_lanes(decode::squares8(wide));
         if (lane == 0) m.squares[t][v / 32] = sum;
-        value[i] = decode::normed8(value[i], 1.f, norm[i]);
+        value[i] = decode::normed8(wide, 1.f, norm[i]);
       }
       if (v >= groups) continue;
       put_eight<N>(tokens, v % of_part, v / of_part * each + t, value[i]);

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, 3) linear_bf16(const LinearArguments
   }
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
-    const float sum = sum_lanes(total[t]);
+    float sum = sum_lanes(total[t]);
+    if (a.norm != nullptr) sum *= inverse_norm<kColumns>(a, sums[t]);
     if (lane == 0 && row < a.rows && t < a.tokens) a.out[int64_t(t) * a.rows + row] = __float2bfloat16(sum);
   }
 }

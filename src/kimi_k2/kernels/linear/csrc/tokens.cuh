@@ -32,7 +32,8 @@ __device__ __forceinline__ void request_norm(const LinearArguments& a, uint4* to
     cp_async_16(token + TOKENS * kGroups + v, reinterpret_cast<const uint4*>(a.norm) + v);
 }
 
-// Tokens to shared memory, after the launches before this one; ends with a barrier. SPLIT: as `place_of` says.
+// Tokens to shared memory, after the launches before this one; ends with a barrier. With a norm they are multiplied by
+// its weight, and sums over a token are yet to be multiplied by `inverse_norm`. SPLIT: as `place_of` says.
 template <int TOKENS, int COLUMNS, bool SPLIT>
 __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, float (&sums)[TOKENS][kWarps]) {
   constexpr int kGroups = COLUMNS / 8, kEach = (kGroups + kThreads - 1) / kThreads;
@@ -50,16 +51,24 @@ __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, 
       if (a.delta != nullptr)
         delta[i] = here ? __ldcg(reinterpret_cast<const uint4*>(a.delta) + at) : make_uint4(0, 0, 0, 0);
     }
+    if (t == 0) cp_async_wait();  // a thread reads those of the norm's weights that it has asked for
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int v = thread + i * kThreads;
       if (v >= kGroups) continue;
+      float wide[8];
       if (a.delta != nullptr) {
-        value[i] = add8(value[i], delta[i]);
+        sum8(value[i], delta[i], wide);
+        value[i] = round8(wide);
         if (blockIdx.x == 0 && t < a.tokens) reinterpret_cast<uint4*>(a.total)[t * kGroups + v] = value[i];
+      } else {
+        widen(value[i], wide);
       }
-      sum += squares8(value[i]);
+      if (a.norm != nullptr) {
+        sum += squares8(wide);
+        value[i] = normed8(wide, 1.f, token[TOKENS * kGroups + v]);
+      }
       token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)] = value[i];
     }
     if (a.norm != nullptr) {
@@ -67,24 +76,15 @@ __device__ __forceinline__ void prepare(const LinearArguments& a, uint4* token, 
       if (thread % 32 == 0) sums[t][thread / 32] = sum;
     }
   }
-  cp_async_wait();
   __syncthreads();
-  if (a.norm == nullptr) return;
+}
+
+template <int COLUMNS>
+__device__ __forceinline__ float inverse_norm(const LinearArguments& a, const float (&squares)[kWarps]) {
+  float sum = 0;
 #pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += sums[t][w];
-    const float inverse = rsqrtf(sum / COLUMNS + a.eps);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int v = thread + i * kThreads;
-      if (v >= kGroups) continue;
-      uint4& value = token[t * kGroups + (SPLIT ? place_of(v, COLUMNS) : v)];
-      value = normed8(value, inverse, token[TOKENS * kGroups + v]);
-    }
-  }
-  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) sum += squares[w];
+  return rsqrtf(sum / COLUMNS + a.eps);
 }
 
 }  // namespace decode

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
     return __ldcg(reinterpret_cast<const uint4*>(from) + i);
   };
   const auto put = [](__nv_bfloat16* to, int64_t i, const uint4 value) { reinterpret_cast<uint4*>(to)[i] = value; };
-  uint4 norm[kNormGroups], total[kNormGroups];
+  uint4 norm[kNormGroups];
+  float total[kNormGroups][8] = {};
 #pragma unroll
   for (int i = 0; i < kNormGroups; ++i) {
     norm[i] = make_uint4(0, 0, 0, 0);
@@ -39,10 +40,8 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
   cudaGridDependencySynchronize();
   float mine = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kNormGroups; ++i) {
-    total[i] = make_uint4(0, 0, 0, 0);
-    if (i < count) total[i] = decode::add8(take(a.x, at(i)), take(a.delta, at(i)));
-  }
+  for (int i = 0; i < kNormGroups; ++i)
+    if (i < count) decode::sum8(take(a.x, at(i)), take(a.delta, at(i)), total[i]);
 #pragma unroll
   for (int i = 0; i < kNormGroups; ++i) mine += decode::squares8(total[i]);
   mine = decode::sum_lanes<4>(mine);
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kNormThreads) route_norm_kernel(const NormArgs
 #pragma unroll
   for (int i = 0; i < kNormGroups; ++i) {
     if (i >= count) break;
-    put(a.total, at(i), total[i]);
+    put(a.total, at(i), decode::round8(total[i]));
     put(a.normed, at(i), decode::normed8(total[i], inverse, norm[i]));
     put(a.unscaled, at(i), decode::normed8(total[i], 1.0f, norm[i]));
   }

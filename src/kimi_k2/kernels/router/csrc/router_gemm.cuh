@@ -113,9 +113,10 @@ __device__ __forceinline__ void store_normed(const RouterArgs& a, int split, con
   for (int i = threadIdx.x; i < groups * a.gate.tokens; i += kRouterWarps * 32) {
     const int token = i / groups, v = split * groups + i % groups;
     const int64_t at = static_cast<int64_t>(token) * (a.hidden / 8) + v;
-    const uint4 total = decode::add8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at),
-                                     __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-    reinterpret_cast<uint4*>(a.total)[at] = total;
+    float total[8];
+    decode::sum8(__ldcg(reinterpret_cast<const uint4*>(a.x) + at), __ldcg(reinterpret_cast<const uint4*>(a.delta) + at),
+                 total);
+    reinterpret_cast<uint4*>(a.total)[at] = decode::round8(total);
     reinterpret_cast<uint4*>(a.normed)[at] =
         decode::normed8(total, inverse_norm(a, token, all_squares), __ldg(reinterpret_cast<const uint4*>(a.norm) + v));
   }
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(kRouterWarps * 32, RESIDENT) __cluster_dims__(
         load_steps<kDepth, 1, false>(added, a.hidden, base, columns, tokens, row, delta);
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) {
-          const uint4 total = decode::add8(t[d][0], delta[d][0]);
+          float total[8];
+          decode::sum8(t[d][0], delta[d][0], total);
           squares += decode::squares8(total);
           t[d][0] = decode::normed8(total, 1.0f, norm[d][0]);
         }

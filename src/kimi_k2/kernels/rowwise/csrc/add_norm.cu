@@ -22,12 +22,14 @@ __global__ void __launch_bounds__(1024) add_norm(const NormArguments a) {
   const int64_t at = int64_t(blockIdx.x) * groups + v;
   const uint4 weight = here ? load_early(reinterpret_cast<const uint4*>(a.weight) + v) : make_uint4(0, 0, 0, 0);
   pdl_wait();
-  uint4 value = make_uint4(0, 0, 0, 0);
+  float value[8] = {};
   if (here) {
-    value = __ldcg(reinterpret_cast<const uint4*>(a.x + int64_t(blockIdx.x) * a.x_stride) + v);
+    const uint4 x = __ldcg(reinterpret_cast<const uint4*>(a.x + int64_t(blockIdx.x) * a.x_stride) + v);
     if (a.delta != nullptr) {
-      value = add8(value, __ldcg(reinterpret_cast<const uint4*>(a.delta) + at));
-      reinterpret_cast<uint4*>(a.total)[at] = value;
+      sum8(x, __ldcg(reinterpret_cast<const uint4*>(a.delta) + at), value);
+      reinterpret_cast<uint4*>(a.total)[at] = round8(value);
+    } else {
+      widen(x, value);
     }
   }
   const float sum = sum_lanes(squares8(value));
