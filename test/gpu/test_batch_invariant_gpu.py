@@ -26,7 +26,7 @@ from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared, swiglu
-from kimi_k2.ops.linear import add_project, dense_linear, project
+from kimi_k2.ops.linear import add_project, dense_linear, float32_linear, project
 from kimi_k2.ops.mla import mla_naive_attention
 from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan, query_and_entry
 from kimi_k2.ops.router import add_norm_route
@@ -113,6 +113,7 @@ def test_linears_are_near_float64() -> None:
             x = normal(count, columns)
             with in_phase(decoding):  # type: ignore[attr-defined]
                 found = dense_linear(x, weight)
+                assert_rows_alone(lambda x, held=weight: float32_linear(x, held), x)
             wanted = x.double() @ weight.double().T
             assert (found - wanted).norm() / wanted.norm() < 2.5e-3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.linear.fused_linear import fused_linear
-from kimi_k2.ops.linear import add_project, project
+from kimi_k2.ops.linear import add_project, float32_linear, project
 from kimi_k2.ops.weights import Weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -60,3 +60,14 @@ def test_bf16_behind_norm_and_residual_sum(rows: int, columns: int, tokens: int)
     out, total = add_project(whole, delta, weight, norm, 1e-6)
     assert torch.equal(total, whole + delta)
     check(out, normed(whole.double() + delta.double()) @ exact)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 65])
+def test_logits_are_not_rounded(tokens: int) -> None:
+    """Sums in float32 of the products of BF16 values, which rounding to BF16 would move by 1.65e-3."""
+    x, weight = (torch.randn(size, 7168, device="cuda").bfloat16() for size in (tokens, 20480))
+    found, wanted = float32_linear(x, weight), x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() / wanted.norm() < 1e-4
+    assert (float32_linear.choose(x, weight).name == "dense_gemm") == (tokens < 65)
+    assert torch.equal(found[:64], float32_linear(x[:1], weight)) or tokens > 1

@@ -54,6 +54,7 @@ def test_the_order_is_the_tables() -> None:
         "dequantize_fp8_block": ["triton", "plain"],
         "add_layer_norm": ["triton", "plain"],
         "embedding": ["triton", "plain"],
+        "float32_linear": ["dense_gemm", "plain"],
         "fp8_linear": ["triton_decode", "block_gemm", "e4m3", "plain"],
         "gather_last": ["plain"],
         "gelu_linear": ["cublaslt", "plain"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kimi_k2.ops.norm import add_norm, rms_norm
@@ -14,6 +15,19 @@ from kimi_k2.ops.weights import Weight, dequantize, dequantize_fp8_block
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times W^T for W [N, K] of the same dtype: [..., N]."""
     return linear_rows(x, weight)
+
+
+@operation
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`dense_linear` whose sums a GPU does not round: x [..., K] times W^T for W [N, K], float32 [..., N] for BF16.
+
+    A CPU's library has no such product: there the sums are BF16's. Wider dtypes stay as they are.
+    """
+    if x.dtype != torch.bfloat16:
+        return linear_rows(x, weight)
+    if x.is_cuda:
+        return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], len(weight))
+    return linear_rows(x, weight).float()
 
 
 @operation

@@ -13,7 +13,7 @@ from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
-from kimi_k2.ops.linear import dense_linear
+from kimi_k2.ops.linear import float32_linear
 from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
@@ -115,8 +115,8 @@ class PagedModel:
         return add_norm(x, delta, norm.weight, norm.eps)[1]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[N, H] to [N, vocab_size]."""
-        logits = dense_linear(hidden_states, self.plain.lm_head.weight)
+        """[N, H] to float32 [N, vocab_size]: of a near tie no rounding decides."""
+        logits = float32_linear(hidden_states, self.plain.lm_head.weight)
         return gather_last(logits, self.group) if self.ranks > 1 else logits
 
     def _plan(self) -> Tensor | None:
