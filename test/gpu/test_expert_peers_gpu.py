@@ -66,7 +66,8 @@ def test_peers_are_near_float64(experts: RandomExperts, tokens: int) -> None:
     timed = [peer.name for peer in known if peer.call is not None and tokens >= peer.least]
     assert timed and list(found.microseconds) == ["ours", *timed], found.absent
     assert found.errors.pop("ours") < LARGEST[experts.name]
-    largest = 1.1 * from_float64(experts, tokens) if experts.name == "FP8" else LARGEST[experts.name]
+    # vLLM's Triton kernels add something of their own to it: 1.14 times with one token, 1.10 with 600; DeepGEMM 1.01.
+    largest = 1.2 * from_float64(experts, tokens) if experts.name == "FP8" else LARGEST[experts.name]
     assert max(found.errors.values()) < largest
 
 

@@ -128,7 +128,8 @@ class Soak:
                 if time.monotonic() > report:
                     report += 60
                     held = Held.by_children_of(os.getpid(), self.url)
-                    print(f"{time.strftime('%H:%M:%S')} {dict(self.met)}; {held}", flush=True)
+                    said = f"{dict(self.met)}; {len(self.problems)} problems; {held}"
+                    print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
 
     def client(self, seed: int) -> None:
         draw = random.Random(seed)
