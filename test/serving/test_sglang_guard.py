@@ -93,6 +93,12 @@ def settings(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, **changed})
 
 
+def prompts_in(backend: str) -> dict[str, Any]:
+    """What SGLang's settings say where a user has set the backend of prompts' CUDA graphs."""
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+    return {"_cuda_graph_config_locked": {("prefill", "backend")}, "cuda_graph_config": graphs}
+
+
 def model(**changed: Any) -> SimpleNamespace:
     """Hugging Face's configuration of K2."""
     raw = {**KimiK2Config.load("kimi-k2-instruct-0905").to_hf_dict(), **changed}
@@ -164,7 +170,8 @@ def test_defaults_of_a_model_that_is_ours() -> None:
         ({"quantization": "fp8"}, {}, "another form of the weights (quantization)"),
         ({"page_size": 64}, {}, "pages of 64 tokens on a CPU"),
         ({"attention_backend": "fa3"}, {}, "another attention was asked for"),
-        ({"_cuda_graph_config_locked": {("prefill", "backend")}}, {}, "CUDA graphs of prompts were asked for"),
+        (prompts_in("breakable"), {}, "CUDA graphs of prompts were asked for (breakable)"),
+        (prompts_in("full"), {}, "CUDA graphs of prompts were asked for (full)"),
         ({"decode_attention_backend": "flashmla"}, {}, "another attention was asked for"),
         ({"tp_size": 3}, {}, "3"),
         ({}, {"topk_method": "greedy"}, "topk_method"),
@@ -180,6 +187,16 @@ def test_what_is_left_to_sglang(
     assert line.startswith("kimi-k2: all operations are SGLang's: ")
     assert reason in line
     assert os.environ[support.PACKAGE_VARIABLE] == ""
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_graphs_of_prompts_that_are_switched_off(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `disable_cuda_graph`, `disable_prefill_cuda_graph` or a backend, which all set that of prompts."""
+    monkeypatch.setenv(support.ON_GPU, "1")
+    given = settings(device=device, **prompts_in("disabled"))
+    assert support.overrides(given, model())["attention_backend"] == support.BACKEND
+    assert os.environ[support.PACKAGE_VARIABLE] == support.PACKAGE
 
 
 @pytest.mark.usefixtures("sglang")

@@ -105,7 +105,9 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
         if getattr(settings, field, served[0]) not in served:
             return f"{reason} ({field})"
     if ("prefill", "backend") in getattr(settings, "_cuda_graph_config_locked", ()):
-        return "CUDA graphs of prompts were asked for"
+        backend = settings.cuda_graph_config.prefill.backend
+        if backend != "disabled":  # whoever switches graphs off has set it too
+            return f"CUDA graphs of prompts were asked for ({backend})"
     other = os.environ.get(PACKAGE_VARIABLE)
     if other not in (None, "", PACKAGE):
         return f"{PACKAGE_VARIABLE} names {other}"
