@@ -7,8 +7,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ def serve(
     plugins: str | None = None,
     pieces: int = 0,
     environment: dict[str, str] | None = None,
+    timeout: float = 600,
     **options: Any,
 ) -> tuple[dict[str, Any], str]:
     """What vllm_requests.py answers, and its log."""
@@ -61,12 +64,16 @@ def serve(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {})}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
-    done = subprocess.run(
+    engine = subprocess.Popen(
         [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
-        capture_output=True, text=True, env=environment, timeout=600,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
     )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
+    try:
+        log = "".join(engine.communicate(timeout=timeout))
+    finally:  # ranks that wait for each other outlive the engine
+        with suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)
+    assert engine.returncode == 0, log[-4000:]
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer, log
 
