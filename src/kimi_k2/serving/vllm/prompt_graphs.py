@@ -29,7 +29,7 @@ from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.paged.layer import PagedLayer, Projected
-from kimi_k2.serving.vllm.ranks import least_of_ranks
+from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder, Recorded, Recorder, Work
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -80,10 +80,7 @@ class PromptGraphs:
         Returns:
             Why there are none, on all ranks if one of them cannot record a size; None where there are.
         """
-        # A library makes its connections when it first sums a size. Behind this no rank waits for another, so that one
-        # which fails keeps nobody waiting.
-        for width in reversed(self.widths):
-            self.steps[0].reduce(torch.zeros_like(self.x[:width]))
+        connect([(self.steps[0].reduce, self.x.shape[1])], self.x, self.widths)
         for width in reversed(self.widths):
             reason = "another rank cannot"
             try:

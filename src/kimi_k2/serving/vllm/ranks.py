@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
 
@@ -15,3 +18,19 @@ def least_of_ranks(number: int) -> int:
     found = torch.tensor(int(number), device="cpu")  # vLLM makes models under a device of its choice
     dist.all_reduce(found, op=dist.ReduceOp.MIN, group=tp.cpu_group)
     return int(found)
+
+
+def connect(exchanges: Iterable[tuple[Callable[[Tensor], Tensor], int]], like: Tensor, sizes: Sequence[int]) -> None:
+    """Exchange rows of zeros of each size with all ranks, which all must call this; the largest first.
+
+    A library makes its connections when it first exchanges a size. Behind this no rank waits for another while graphs
+    are recorded, so that one which fails keeps nobody waiting.
+
+    Args:
+        exchanges: what the ranks do together, and of how many columns.
+        like: whose dtype and device the rows have.
+        sizes: rows, ascending.
+    """
+    for exchange, columns in exchanges:
+        for size in reversed(sizes):
+            exchange(like.new_zeros(size, columns))
