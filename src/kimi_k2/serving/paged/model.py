@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kimi_k2.ops.linear import float32_linear
 from kimi_k2.ops.mla_paged import paged_attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.apply import parallelize
+from kimi_k2.parallel.apply import VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.layer import Held, PagedLayer
 from kimi_k2.serving.paged.weights import RankLoader
@@ -55,6 +56,7 @@ class PagedModel:
         self.plain = parallelize(plain, layout, rank, device=device, group=group).eval()
         self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
         self.group, self.ranks, self.held, self.positions = group, layout.ranks, held, positions
+        self.reduce = AllReduce(group, layout.ranks > 1)
         self._steps: list[PagedLayer] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -76,11 +78,10 @@ class PagedModel:
     def make_steps(self) -> list[PagedLayer]:
         """The layers, made of the weights now."""
         self.plain.prepare()
-        reduce = AllReduce(self.group, self.ranks > 1)
         self._steps = []
         for layer, held in zip(self.plain.model.layers, self.held, strict=True):
             assert isinstance(layer, DecoderLayer)
-            step = PagedLayer(layer, reduce, held)
+            step = PagedLayer(layer, self.reduce, held)
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
             if heads is not None:
                 pad_heads(step, heads)
@@ -116,8 +117,27 @@ class PagedModel:
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab_size]: of a near tie no rounding decides."""
-        logits = float32_linear(hidden_states, self.plain.lm_head.weight)
-        return gather_last(logits, self.group) if self.ranks > 1 else logits
+        return self._gather(float32_linear(hidden_states, self.plain.lm_head.weight))
+
+    def exchanges(self) -> list[tuple[Callable[[Tensor], Tensor], int, torch.dtype]]:
+        """What ranks do together in a step from tokens to logits; a row's number of values, and their dtype."""
+        head, embedding = self.plain.lm_head.weight, self.plain.model.embed_tokens
+        assert isinstance(embedding, VocabParallelEmbedding)
+        (rows, hidden), wide = head.shape, torch.promote_types(head.dtype, torch.float32)
+        sums = [(reduce, hidden, head.dtype) for reduce in (embedding.reduce, self.reduce)]
+        return [*sums, (self._gather, rows, wide)]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No exchange meanwhile, as `AllReduce.alone`; logits are then those of this rank's part of the vocabulary."""
+        embedding = self.plain.model.embed_tokens
+        assert isinstance(embedding, VocabParallelEmbedding)
+        with self.reduce.alone(), embedding.reduce.alone():
+            yield
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """The whole vocabulary's, of this rank's part [N, n]."""
+        return gather_last(logits, self.group) if self.reduce.active else logits
 
     def _plan(self) -> Tensor | None:
         """How kernels share out the attention of the sequences with one new token, the same for all layers."""

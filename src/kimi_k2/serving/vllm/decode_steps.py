@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.ops.pages import next_step
 from kimi_k2.serving.paged.batch import Batch
-from kimi_k2.serving.vllm.ranks import least_of_ranks
+from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder
 from kimi_k2.serving.vllm.support import against_decode_steps
 
@@ -60,14 +60,17 @@ class DecodeSteps:
         self._replays: dict[int, Forward] = {}
 
     def capture(self, record: GraphRecorder) -> None:
-        """Make a graph of each size, the largest first, whose memory the others then use."""
+        """Make a graph of each size, the largest first, whose memory the others then use. Every rank must call this."""
+        paged = self.model.paged
+        connect(paged.exchanges(), paged.plain.lm_head.weight.device, self.sizes)
         # Rows of no sequence: nothing is stored, and the kernels have been built and tuned by vLLM's own runs.
         self.runner.seq_lens.zero_()
         self.runner.optimistic_seq_lens_cpu.zero_()
         for size in reversed(self.sizes):
             work = self._work(size)
             if size == self.sizes[-1]:
-                work()
+                with paged.alone():
+                    work()
             replay, made = record(work)
             hidden, logits = map(record.let_go, made)
             self._replays[size] = _replaying(replay, (hidden, logits))

@@ -80,7 +80,7 @@ class PromptGraphs:
         Returns:
             Why there are none, on all ranks if one of them cannot record a size; None where there are.
         """
-        connect([(self.steps[0].reduce, self.x.shape[1])], self.x, self.widths)
+        connect([(self.steps[0].reduce, self.x.shape[1], self.x.dtype)], self.x.device, self.widths)
         for width in reversed(self.widths):
             reason = "another rank cannot"
             try:

@@ -20,17 +20,21 @@ def least_of_ranks(number: int) -> int:
     return int(found)
 
 
-def connect(exchanges: Iterable[tuple[Callable[[Tensor], Tensor], int]], like: Tensor, sizes: Sequence[int]) -> None:
+def connect(
+    exchanges: Iterable[tuple[Callable[[Tensor], Tensor], int, torch.dtype]],
+    device: torch.device,
+    sizes: Sequence[int],
+) -> None:
     """Exchange rows of zeros of each size with all ranks, which all must call this; the largest first.
 
     A library makes its connections when it first exchanges a size. Behind this no rank waits for another while graphs
     are recorded, so that one which fails keeps nobody waiting.
 
     Args:
-        exchanges: what the ranks do together, and of how many columns.
-        like: whose dtype and device the rows have.
-        sizes: rows, ascending.
+        exchanges: what the ranks do together; of how many columns, and of which dtype.
+        device: of the rows.
+        sizes: numbers of rows, ascending.
     """
-    for exchange, columns in exchanges:
+    for exchange, columns, dtype in exchanges:
         for size in reversed(sizes):
-            exchange(like.new_zeros(size, columns))
+            exchange(torch.zeros(size, columns, dtype=dtype, device=device))
