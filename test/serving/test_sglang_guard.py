@@ -175,7 +175,7 @@ def test_defaults_of_a_model_that_is_ours() -> None:
         ({"decode_attention_backend": "flashmla"}, {}, "another attention was asked for"),
         ({"tp_size": 3}, {}, "3"),
         ({}, {"topk_method": "greedy"}, "topk_method"),
-        ({"device": "cuda"}, {}, "a GPU, which has not been tried"),
+        ({"device": "cuda"}, {}, "a GPU, where several ranks have not been tried"),
     ],
 )
 def test_what_is_left_to_sglang(

@@ -122,7 +122,7 @@ def _refusal_of_gpu(settings: Any, config: KimiK2Config) -> str | None:
     from sglang.srt.runtime_context import get_platform
 
     if os.environ.get(ON_GPU) != "1":
-        return f"a GPU, which has not been tried ({ON_GPU}=1 tries)"
+        return f"a GPU, where several ranks have not been tried ({ON_GPU}=1 serves)"
     hopper = settings.device == "cuda" and get_platform().device_capability == (9, 0)
     dtype = model_config_of(settings).dtype
     return refusal_of_gpu(config, settings.tp_size, dtype, settings.page_size, hopper)
