@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from e4m3 import rounded
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
@@ -101,14 +102,6 @@ def test_many_tiles() -> None:
     product(1, 5000, 2112, 256, Choice(2, 256, 1))
     product(2, 3000, 4608, 1280, Choice(2, 128, 1))
     product(2, 3000, 2112, 1280, Choice(1, 32, 1))
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Groups of 128 to e4m3 and back, in float64."""
-    groups = x.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
-    back: Tensor = ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
-    return back
 
 
 def close_to_rounding(found: Tensor, exact: Tensor, share: float) -> None:

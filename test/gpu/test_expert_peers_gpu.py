@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from e4m3 import rounded
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -38,23 +39,15 @@ def test_ours_is_near_float64(experts: RandomExperts, tokens: int, routing: str)
     assert found.experts == 8 if routing == "same" or tokens == 1 else found.experts > 8
 
 
-def to_e4m3(x: Tensor) -> Tensor:
-    """x [..., K] rounded by groups of 128 of a row, float64."""
-    groups = x.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True) / 448
-    rounded: Tensor = (groups / scale).to(torch.float8_e4m3fn).double() * scale.double()
-    return rounded.flatten(-2)
-
-
 def from_float64(experts: RandomExperts, tokens: int) -> float:
     """How far rounding alone, of tokens and intermediate, brings the result of `compare`'s checked tokens."""
     x, indices, weights = draw_inputs(CASE, Routing.parse("uniform"), tokens, tokens, experts.bytes_each)[0]
     x, out = x[:CHECKED_TOKENS], torch.zeros(x[:CHECKED_TOKENS].shape, dtype=torch.float64, device=x.device)
-    for token, held in enumerate(to_e4m3(x)):
+    for token, held in enumerate(rounded(x)):
         for expert, weight in zip(indices[token].tolist(), weights[token].double(), strict=True):
             gate_up, down = experts.dequantized(expert)
             gate, up = (gate_up @ held).chunk(2)
-            out[token] += weight * (down @ to_e4m3(silu(gate) * up))
+            out[token] += weight * (down @ rounded(silu(gate) * up))
     return relative(out, experts.reference(x, indices[: len(x)], weights[: len(x)]))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from e4m3 import rounded
 
 from kimi_k2.bench.kernels.moe import random_experts, random_routing
 from kimi_k2.kernels.experts.fp8 import moe_fp8
@@ -14,14 +15,6 @@ from kimi_k2.kernels.experts.fp8 import moe_fp8
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 H = 1024
-
-
-def quantized(v: torch.Tensor) -> torch.Tensor:
-    """Per-token-group-128 e4m3 rounding, in float64."""
-    groups = v.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
-    rounded: torch.Tensor = ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
-    return rounded
 
 
 def reference(
@@ -73,7 +66,7 @@ def test_matches_float64(tokens: int, top_k: int, choice: list[int] | None, inte
     x = torch.randn(tokens, H, device="cuda").bfloat16()
     out = moe_fp8(x, *weights, indices, scores, choice=choice)
     exact = reference(x, weights, indices, scores, lambda v: v.double())
-    same_rounding = reference(x, weights, indices, scores, quantized)
+    same_rounding = reference(x, weights, indices, scores, rounded)
     cost = distance(same_rounding, exact)  # what rounding the activations to e4m3 costs by itself
     # The tensor cores keep about 14 bits of an e4m3 sum, which moves some intermediates over an e4m3 step.
     assert distance(out, same_rounding) < cost
