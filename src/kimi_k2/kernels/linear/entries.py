@@ -250,9 +250,23 @@ def _parts(x: Tensor, weight: Tensor) -> int:
     return dense_gemm.fastest_cluster(x.numel() // x.shape[-1], *weight.shape)
 
 
+def _dense(x: Tensor, weight: Tensor, parts: int, wide: bool = False) -> Tensor:
+    """`dense_gemm`, for tokens of any dimensions."""
+    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, parts, wide)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def _fits_dense(x: Tensor, weight: Tensor, few: range) -> bool:
+    """In batch-invariant mode, and so few tokens: of others cuBLAS is as fast or faster."""
+    return (batch_invariant() or x.numel() // x.shape[-1] in few) and dense_gemm.supports(x, weight)
+
+
 def _supports_dense(x: Tensor, weight: Tensor) -> bool:
-    """In batch-invariant mode, and a few tokens: of others cuBLAS is as fast or faster."""
-    return (batch_invariant() or x.numel() // x.shape[-1] in DENSE) and dense_gemm.supports(x, weight)
+    return _fits_dense(x, weight, DENSE)
+
+
+def _supports_float32(x: Tensor, weight: Tensor) -> bool:
+    return _fits_dense(x, weight, FLOAT32)
 
 
 @ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
@@ -261,21 +275,14 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     if batch_invariant() and is_decoding() and few_dense.supports(x, weight):
         few: Tensor = few_dense.few_dense(x.reshape(-1, x.shape[-1]).contiguous(), weight)
         return few.view(*x.shape[:-1], len(weight))
-    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, _parts(x, weight))
-    return out.view(*x.shape[:-1], len(weight))
-
-
-def _supports_float32(x: Tensor, weight: Tensor) -> bool:
-    """In batch-invariant mode, and a few tokens: of others cuBLAS is as fast or faster."""
-    return (batch_invariant() or x.numel() // x.shape[-1] in FLOAT32) and dense_gemm.supports(x, weight)
+    return _dense(x, weight, _parts(x, weight))
 
 
 @ops_linear.float32_linear.entry("dense_gemm", takes=_supports_float32, batch_invariant=ONE_ORDER)
 def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, as its sums are."""
     parts = _parts(x, weight) if batch_invariant() else dense_gemm.fastest_cluster(1, *weight.shape)
-    out: Tensor = dense_gemm.dense_gemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, parts, True)
-    return out.view(*x.shape[:-1], len(weight))
+    return _dense(x, weight, parts, wide=True)
 
 
 def _fits_behind_norm(tokens: int, weight: Weight) -> bool:

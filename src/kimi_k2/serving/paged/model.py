@@ -55,7 +55,7 @@ class PagedModel:
             plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
         self.plain = parallelize(plain, layout, rank, device=device, group=group).eval()
         self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
-        self.group, self.ranks, self.held, self.positions = group, layout.ranks, held, positions
+        self.group, self.held, self.positions = group, held, positions
         self.reduce = AllReduce(group, layout.ranks > 1)
         self._steps: list[PagedLayer] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
