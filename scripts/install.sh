@@ -10,20 +10,22 @@ python=${PYTHON:-python3}
 import sys
 sys.exit(sys.version_info < (3, 11))
 PY
+echo "install: kimi-k2[$extra] into $venv, about 1 GB on disk with PyTorch for the CPU (8 GB with CUDA), some minutes"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || {
     echo "install: cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2
     exit 1
 }
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+# What is imported is compiled then; compiling all of it here would take most of the time.
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile "$@"; }
 
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     torch=$(grep '^torch==' requirements.txt)
     if command -v nvidia-smi >/dev/null 2>&1; then
-        pip install "$torch"
+        pip "$torch"
     else
         # The default build brings gigabytes of CUDA libraries. A configured index may offer the CPU build;
         # otherwise PyTorch's own CPU index has it.
-        pip install "$torch+cpu" 2>/dev/null || pip install "$torch" --index-url https://download.pytorch.org/whl/cpu
+        pip "$torch+cpu" 2>/dev/null || pip "$torch" --index-url https://download.pytorch.org/whl/cpu
     fi
 fi
 # PyTorch's CUDA build brings the Triton that it needs.
@@ -34,4 +36,4 @@ if "$venv/bin/python" -c 'import triton' 2>/dev/null; then
 else
     cat requirements.txt >"$constraints"
 fi
-pip install -c "$constraints" -e ".[$extra]"
+pip -c "$constraints" -e ".[$extra]"

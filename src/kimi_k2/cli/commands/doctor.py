@@ -52,6 +52,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         typer.echo(json.dumps(report, indent=1))
         return
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(soft_wrap=True, highlight=False)
     width = max(len(name) for name in (*(one.name for one in findings), *(one.name for one in parts))) + 2
@@ -59,7 +60,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         # Padded by hand: the marks' markup has no width.
         mark = MARKS[finding.status] + " " * (8 - len(finding.status))
         expected = f" ({finding.expected})" if finding.expected else ""
-        console.print(f"{finding.name:{width}}{mark}{finding.found}{expected}")
+        console.print(f"{finding.name:{width}}{mark}{escape(finding.found + expected)}")
     console.print("\n[bold]What runs here[/bold]")
     for part in parts:
         missing = f"[yellow]needs[/yellow] {', '.join(part.missing)}" if part.missing else "[green]yes[/green]"
@@ -115,6 +116,7 @@ def _libraries() -> Iterator[Finding]:
 
 def _cuda() -> Iterator[Finding]:
     import importlib.util
+    import shutil
     import subprocess
 
     from kimi_k2.kernels.common.build import find_nvcc
@@ -136,11 +138,14 @@ def _cuda() -> Iterator[Finding]:
         yield Finding("CUDA GPU", "missing", f"none; {build}")
     nvcc = find_nvcc()
     if nvcc is None:
-        yield Finding("nvcc", "missing", "not on PATH or under CUDA_HOME", "Triton kernels run without it")
+        hint = "pip install 'kimi-k2[cuda]'; Triton kernels run without it"
+        yield Finding("nvcc", "missing", "not on PATH or under CUDA_HOME", hint)
         return
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     release = re.search(r"release ([\d.]+)", done.stdout)
     yield Finding("nvcc", "ok", f"{release[1] if release else 'unknown'} at {nvcc}")
+    if shutil.which("g++") is None:
+        yield Finding("g++", "missing", "not on PATH", "nvcc needs a host compiler: apt-get install g++")
 
 
 def _neuron() -> Iterator[Finding]:
@@ -194,7 +199,7 @@ def _room() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     found = f"{memory.available / 1e9:.0f} GB free of {memory.total / 1e9:.0f}, {os.cpu_count()} CPU cores"
-    yield Finding("memory", "ok" if memory.available > 4e9 else "note", found, "`convert` takes about 1 to 4 GB")
+    yield Finding("memory", "ok" if memory.available > 4e9 else "note", found, "`convert` takes about 2 GB")
     disk = shutil.disk_usage(".")
     found = f"{disk.free / 1e9:.0f} GB free in {Path.cwd()}"
     enough = "a published checkpoint takes 595 to 1030 GB, its conversion as much"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -32,11 +33,13 @@ def cache_directory() -> Path:
 
 @functools.cache
 def find_nvcc() -> str | None:
-    """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda; None if there is none."""
+    """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda, else the extra `cuda`'s; None if none."""
     if found := shutil.which("nvcc"):
         return found
-    candidate = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    return str(candidate) if candidate.exists() else None
+    packages = importlib.util.find_spec("nvidia")  # a namespace of NVIDIA's wheels
+    roots = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    roots += [Path(one) / "cu13" for one in (packages.submodule_search_locations or () if packages else ())]
+    return next((str(nvcc) for root in roots if (nvcc := root / "bin" / "nvcc").exists()), None)
 
 
 def source_of(library: str) -> Path:
@@ -86,7 +89,7 @@ def load_library(library: str) -> ctypes.CDLL:
     if not target.exists():
         nvcc = find_nvcc()
         if nvcc is None:
-            raise KernelError(f"compiling {library} needs nvcc on PATH or under CUDA_HOME")
+            raise KernelError(f"compiling {library} needs nvcc on PATH or under CUDA_HOME: pip install 'kimi-k2[cuda]'")
         target.parent.mkdir(parents=True, exist_ok=True)
         # Compiled aside and renamed: another process never loads half a file.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
