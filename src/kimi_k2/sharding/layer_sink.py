@@ -95,7 +95,7 @@ class LayerSink:
                 for part in parts:
                     tensor, data = self.planned[part.name], shared.get(part.name)
                     if data is None:
-                        self._append(rank, tensor, [tensor_bytes(_cut(tensor, part.tensor, rank))])
+                        self._append(rank, tensor, [tensor_bytes(tensor.local(part.tensor, rank))])
                     else:
                         self._written[rank][part.name] = self.ranks[rank].write(part.name, [data], 0)
                         self._digests[rank][part.name] = digests[part.name]
@@ -122,7 +122,7 @@ class LayerSink:
 
         def write(ranks: Sequence[int]) -> None:
             for rank in ranks:
-                self._append(rank, tensor, [tensor_bytes(_cut(tensor, rows, rank))])
+                self._append(rank, tensor, [tensor_bytes(tensor.local(rows, rank))])
 
         self._over_ranks(write, pool)
 
@@ -159,12 +159,3 @@ def _shares(experts: list[Part]) -> list[list[memoryview]]:
     """Of each rank of those that share the experts, the bytes of each expert."""
     whole = [part.tensor.view(len(part.tensor), -1).view(torch.uint8).numpy() for part in experts]
     return [[one[share].data for one in whole] for share in range(len(whole[0]))]
-
-
-def _cut(tensor: PlannedTensor, whole: Tensor, rank: int) -> Tensor:
-    """A rank's slice, contiguous."""
-    if tensor.dim is None:  # of a group of ranks, whole
-        held = tensor.experts_of(rank)
-        return whole[held.start : held.stop]
-    pieces = [whole.narrow(tensor.dim, cut.start, cut.stop - cut.start) for cut in tensor.cuts(rank)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, tensor.dim)

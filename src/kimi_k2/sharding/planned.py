@@ -76,6 +76,14 @@ class PlannedTensor:
         width, part = section // self.parts, rank % self.parts
         return [slice(s * section + part * width, s * section + (part + 1) * width) for s in range(self.stride)]
 
+    def local(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's slice of the whole tensor, contiguous."""
+        if self.dim is None:  # of a group of ranks, whole
+            held = self.experts_of(rank)
+            return whole[held.start : held.stop]
+        pieces = [whole.narrow(self.dim, cut.start, cut.stop - cut.start) for cut in self.cuts(rank)]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
     @property
     def expert_shape(self) -> tuple[int, ...]:
         """Of one expert by rank: [1, ...] where the ranks that share it all hold the same, else [parts, ...]."""

@@ -1,0 +1,154 @@
+"""Multi-head latent attention of one rank over the line's pages.
+
+A token's 576 cached values are one head of 288 in the K pages and 288 in the V pages, each held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.neuron.torch_native.settings import Ranks
+from kimi_k2.ops.norm import rms_norm as rms_norm_operation
+from kimi_k2.ops.rotary import apply_rotary_interleaved
+
+# The plain functions: a table of implementations has no place inside a graph.
+rms_norm = rms_norm_operation.__wrapped__  # type: ignore[attr-defined]
+rotate = apply_rotary_interleaved.__wrapped__  # type: ignore[attr-defined]
+
+# Keys that a prompt attends to at a time where it is read in one piece.
+KEYS = 2048
+
+
+class Pages:
+    """One layer's pages, seen as rows of slots.
+
+    Args:
+        k: [blocks, 1, block, D] (or [blocks, block, 1, D]), D half of a cached entry.
+        v: of the same shape.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.halves = k, v
+
+    def write(self, entries: Tensor, slots: Tensor) -> None:
+        """Put [T, 2 D] into int64 [T] slots; padding has slot 0 (the null block's) or -1, and changes nothing."""
+        at, kept = slots.clamp(min=0), (slots > 0).unsqueeze(-1)
+        for half, new in zip(self.halves, entries.chunk(2, dim=-1), strict=True):
+            rows = half.view(-1, half.shape[-1])
+            rows.index_copy_(0, at, torch.where(kept, new.to(rows.dtype), rows[at]))
+
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both halves of int32 [B, M] blocks (negative or 0: none), each [B, M * block, D]."""
+        at = blocks.clamp(min=0).to(torch.long)
+        k, v = (half.flatten(1)[at].view(len(at), -1, half.shape[-1]).to(dtype) for half in self.halves)
+        return k, v
+
+
+class Attention:
+    """The attention half of a layer, before the sum over ranks.
+
+    Args:
+        config: of the model.
+        weights: the layer's `self_attn`.
+        ranks: which this is.
+    """
+
+    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks) -> None:
+        self.config, self.weights, self.ranks = config, weights, ranks
+        self.pages: Pages | None = None
+
+    def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
+        """Normed [T, H] of all this batch's tokens to this rank's part of [T, H].
+
+        Args:
+            x: hidden states behind the norm.
+            positions: int64 [T]; those of padding are ignored.
+            rotation: cos and sin at these positions, each [T, rope / 2].
+            metadata: the line's, of this layer.
+        """
+        config, weights = self.config, self.weights
+        rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+
+        def of(name: str) -> Tensor:
+            return weights.get_parameter(f"{name}.weight")
+
+        qkv_a = self.ranks.tp.all_gather(linear(x, of("qkv_a_proj")), -1)
+        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, rank, rope], dim=-1)
+        eps = config.latent_norm_eps
+        q = linear(rms_norm(q_a, of("q_a_layernorm"), eps), of("q_b_proj")).unflatten(-1, (-1, nope + rope))
+        q_nope, q_rope = q.split([nope, rope], dim=-1)
+        cos, sin = rotation
+        q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
+        entries = torch.cat((rms_norm(latent, of("kv_a_layernorm"), eps), rotate(k_rope, cos, sin)), dim=-1)
+        assert self.pages is not None, "bind_kv_cache comes first"
+        self.pages.write(entries, metadata["slot_mapping"])
+        kv_b = of("kv_b_proj").view(-1, nope + config.v_head_dim, rank)
+        if metadata["max_query_len"] <= metadata["decode_token_threshold"]:
+            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"])
+        else:
+            out = self._expanded(q_nope, q_rope, kv_b, positions, self._keys(entries, metadata))
+        return linear(out.flatten(1), of("o_proj"))
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Decode: every head of every line's tokens reads the line's latents once. [T, heads, v_head_dim]."""
+        assert self.pages is not None
+        w_uk, w_uv = kv_b.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
+        query = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope), dim=-1)
+        lines, (tokens, heads, width) = len(table), query.shape
+        k, v = self.pages.read(table, query.dtype)
+        first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
+        scores = torch.bmm(first, k.mT).to(torch.float32) + torch.bmm(second, v.mT).to(torch.float32)
+        scores = scores.view(tokens, heads, -1) * self.config.softmax_scale
+        visible = torch.arange(scores.shape[-1], device=scores.device) <= positions[:, None]
+        weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(-1).to(query.dtype)
+        weights = weights.view(lines, -1, weights.shape[-1])
+        summed = torch.cat((torch.bmm(weights, k), torch.bmm(weights, v)), dim=-1)[..., : w_uv.shape[-1]]
+        return torch.einsum("thr,hvr->thv", summed.reshape(tokens, heads, -1), w_uv)
+
+    def _keys(self, entries: Tensor, metadata: Any) -> Iterator[Tensor]:
+        """Cached entries that a prompt's tokens may see, some at a time, from position 0 on.
+
+        A whole prompt sees its own; a segment what the pages hold, its own tokens included.
+        """
+        segment = int(metadata["kv_segment_size"])
+        if not segment:
+            yield from entries.split(KEYS)
+            return
+        assert self.pages is not None
+        table = metadata["block_table_tensor"]
+        for blocks in table.split(max(1, segment // int(metadata["block_size"])), dim=1):
+            yield torch.cat(self.pages.read(blocks, entries.dtype), dim=-1)[0]
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, keys: Iterator[Tensor]
+    ) -> Tensor:
+        """Prefill of one request: keys and values expanded part by part, [T, heads, v_head_dim].
+
+        The softmax runs along in float32 (Milakov and Gimelshein 2018, arXiv 1805.02867).
+        """
+        config = self.config
+        query = torch.cat((q_nope, q_rope), dim=-1).transpose(0, 1)  # [heads, T, nope + rope]
+        tokens, heads, start = len(positions), len(kv_b), 0
+        total = torch.zeros(heads, tokens, config.v_head_dim, dtype=torch.float32, device=query.device)
+        weight = torch.zeros(heads, tokens, 1, dtype=torch.float32, device=query.device)
+        largest = torch.full_like(weight, torch.finfo(torch.float32).min)
+        for part in keys:
+            latent, k_rope = part.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+            expanded = torch.matmul(latent, kv_b.mT)  # [heads, S, nope + v]
+            k_nope, values = expanded.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
+            key = torch.cat((k_nope, k_rope.expand(heads, -1, -1)), dim=-1)
+            scores = torch.bmm(query, key.mT).to(torch.float32) * config.softmax_scale
+            visible = start + torch.arange(len(part), device=query.device) <= positions[:, None]
+            scores = scores.masked_fill(~visible, float("-inf"))
+            start += len(part)
+            now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            share, kept = (scores - now).exp(), (largest - now).exp()
+            total = total * kept + torch.bmm(share.to(values.dtype), values).to(torch.float32)
+            weight, largest = weight * kept + share.sum(-1, keepdim=True), now
+        return (total / weight).transpose(0, 1).to(q_nope.dtype)

@@ -1,0 +1,134 @@
+"""Feed-forward halves of a layer on one rank: dense MLP, router, routed experts and shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.ops.router import noaux_tc_gate
+
+# Rows of one expert that are multiplied at a time at prefill.
+BLOCK = 128
+
+
+def mlp(x: Tensor, weights: nn.Module) -> Tensor:
+    """This rank's columns of a gated MLP of linears: [T, H] to a part of [T, H], to be summed over the ranks."""
+    gate, up, down = (weights.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down"))
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+
+def scaled_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """[N, M, K] by N matrices [N, K, W] as they are stored, to [N, M, W] in x's dtype.
+
+    Args:
+        x: activations.
+        weight: in x's dtype, or FP8 with a scale.
+        scale: None; float32 [N, 1, W], a scale a channel; or [N, K / b, W / b], one a block. Sums over a block are
+            scaled before they are added, so no dequantized matrix is made.
+    """
+    held = weight.to(x.dtype)
+    if scale is None:
+        return torch.bmm(x, held)
+    if scale.shape[1:] == (1, weight.shape[2]):
+        return (torch.bmm(x, held).to(torch.float32) * scale).to(x.dtype)
+    count, blocks, columns = scale.shape
+    block = weight.shape[1] // blocks
+    rows = x.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)  # [N * K/b, M, b]
+    sums = torch.bmm(rows, held.unflatten(1, (blocks, block)).flatten(0, 1)).to(torch.float32)
+    spread = scale.repeat_interleave(weight.shape[2] // columns, dim=2).flatten(0, 1).unsqueeze(1)
+    out: Tensor = (sums * spread).unflatten(0, (count, blocks)).sum(1)
+    return out.to(x.dtype)
+
+
+class Experts:
+    """The routed experts that a rank holds.
+
+    Args:
+        config: of the model.
+        weights: `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps `scale`.
+        first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
+    """
+
+    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor) -> None:
+        self.top_k, self.weights, self.first = config.num_experts_per_tok, weights, first
+
+    def __call__(self, x: Tensor, topk_indices: Tensor, topk_weights: Tensor, *, decode: bool) -> Tensor:
+        """[T, H], int64 [T, k] and float32 [T, k] to this rank's part of [T, H], no token dropped.
+
+        Few choices load their experts one by one; more at decode read all experts once; a prompt's are sorted into
+        blocks of one expert.
+        """
+        local = topk_indices - self.first
+        count = len(self.weights.get_parameter("down_proj.weight"))
+        inside = (local >= 0) & (local < count)
+        slots = torch.where(inside, local, torch.zeros_like(local))
+        weights = torch.where(inside, topk_weights, torch.zeros_like(topk_weights))
+        choices = slots.numel()
+        if choices < count:
+            out = self._mlp(x.repeat_interleave(self.top_k, dim=0).unsqueeze(1), slots.flatten())
+            return (out.view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        if decode or choices <= count * BLOCK:
+            dense = weights.new_zeros(len(x), count).scatter_add(1, slots, weights)
+            out = self._mlp(x.unsqueeze(0).expand(count, -1, -1), None).to(torch.float32)
+            return (out * dense.T.unsqueeze(-1)).sum(0).to(x.dtype)
+        return self._blocks(x, torch.where(inside, slots, torch.full_like(slots, count)), weights, count)
+
+    def _blocks(self, x: Tensor, slots: Tensor, weights: Tensor, count: int) -> Tensor:
+        """Choices sorted by expert, each expert's padded to whole blocks; `slots` is `count` for other ranks'.
+
+        Every shape is static: there is room for all choices being this rank's.
+        """
+        tokens, top_k = slots.shape
+        flat, blocks = slots.flatten(), -(-slots.numel() // BLOCK) + count
+        order = torch.argsort(flat, stable=True)
+        of_expert = nn.functional.one_hot(flat, count + 1).sum(0)
+        padded = (of_expert[:count] + BLOCK - 1) // BLOCK * BLOCK
+        ends = padded.cumsum(0)
+        starts = torch.cat((ends - padded, ends.new_full((1,), blocks * BLOCK)))
+        before = of_expert.cumsum(0) - of_expert
+        sorted_slots = flat[order]
+        place = starts[sorted_slots] + torch.arange(len(flat), device=x.device) - before[sorted_slots]
+        place = place.clamp(max=blocks * BLOCK)  # others' choices share one row that nobody reads
+        token = torch.full((blocks * BLOCK + 1,), tokens, dtype=order.dtype, device=x.device)
+        token = token.scatter(0, place, order // top_k)[:-1]
+        expert = torch.searchsorted(ends, torch.arange(blocks, device=x.device) * BLOCK, right=True).clamp(
+            max=count - 1
+        )
+        rows = nn.functional.pad(x, (0, 0, 0, 1))[token].view(blocks, BLOCK, -1)
+        # Block by block, so that one expert's weights are there at a time.
+        out = torch.cat([self._mlp(rows[at : at + 1], expert[at : at + 1]) for at in range(blocks)]).flatten(0, 1)
+        at = torch.empty_like(place).scatter(0, order, place).view(tokens, top_k)
+        chosen = nn.functional.pad(out, (0, 0, 0, 1))[at].to(torch.float32)
+        return (chosen * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _mlp(self, x: Tensor, experts: Tensor | None) -> Tensor:
+        """[N, M, H] through N experts (None: all that are held), to [N, M, H]."""
+        gate, up = self._matmul(x, "gate_up_proj", experts).chunk(2, dim=-1)
+        return self._matmul(silu(gate) * up, "down_proj", experts)
+
+    def _matmul(self, x: Tensor, name: str, experts: Tensor | None) -> Tensor:
+        held = dict(self.weights.get_submodule(name).named_parameters())
+        weight, scale = held["weight"], held.get("scale")
+        if experts is None:
+            return scaled_matmul(x, weight, scale)
+        if scale is None:
+            return scaled_matmul(x, weight[experts], None)
+        # FP8 is gathered as bytes: index_select has no FP8 on a CPU.
+        return scaled_matmul(x, weight.view(torch.uint8)[experts].view(weight.dtype), scale[experts])
+
+
+def route(config: KimiK2Config, x: Tensor, router: nn.Module) -> tuple[Tensor, Tensor]:
+    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = linear(x.to(wide), router.get_parameter("linear_router.weight").to(wide))
+    return noaux_tc_gate(
+        logits,
+        router.get_parameter("e_score_correction_bias"),
+        config.num_experts_per_tok,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        norm_topk_prob=config.norm_topk_prob,
+        routed_scaling_factor=config.routed_scaling_factor,
+    )

@@ -1,0 +1,117 @@
+"""A rank's tensors, from the checkpoint or from the file that `kimi-k2 convert` wrote: the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, MissingShardError, MissingTensorError
+from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
+from kimi_k2.quantization.stored import Stored
+from kimi_k2.sharding.convert import Converter, modules_by_layer, units
+from kimi_k2.sharding.layout import GLOBAL_LAYER
+from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, check_made_for, made_layout, rank_file_name
+from kimi_k2.sharding.planned import PlannedTensor
+
+
+def rank_tensors(
+    directory: str | Path,
+    config: KimiK2Config,
+    planned: Iterable[PlannedTensor],
+    ranks: Ranks,
+    experts: str,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and local tensor of everything that this rank holds.
+
+    Args:
+        directory: a Hugging Face checkpoint, or a finished conversion for as many ranks.
+        config: of the model.
+        planned: what `settings.planned_tensors` gave.
+        ranks: which this is.
+        experts: format of the routed experts.
+        dtype: of float weights.
+
+    Raises:
+        CheckpointError, ConfigError: a tensor or file is missing, damaged, or made for other ranks.
+    """
+    directory = Path(directory)
+    if (directory / MANIFEST).exists():
+        return _from_rank_file(directory, config, planned, ranks, experts, dtype)
+    return _from_checkpoint(directory, config, planned, ranks, experts, dtype)
+
+
+def _from_rank_file(
+    directory: Path,
+    config: KimiK2Config,
+    planned: Iterable[PlannedTensor],
+    ranks: Ranks,
+    experts: str,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    if ranks.dp is not None:
+        raise ConfigError("ranks' files are cut for one replica; give the checkpoint itself", file=directory / MANIFEST)
+    # NxD's rank numbers may lie in the file too; they are not read.
+    layout = dataclasses.replace(layout_of(ranks, experts, dtype), spmd_rank=made_layout(directory).spmd_rank)
+    check_made_for(directory, config, layout)
+    path = directory / WEIGHTS / rank_file_name(ranks.moe_rank)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for tensor in planned:
+                if tensor.name not in names:
+                    raise MissingTensorError("not in the file", file=path, tensor=tensor.name)
+                yield tensor.name, file.get_tensor(tensor.name)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise MissingShardError(f"cannot be read: {error}", file=path) from None
+
+
+def _from_checkpoint(
+    directory: Path,
+    config: KimiK2Config,
+    planned: Iterable[PlannedTensor],
+    ranks: Ranks,
+    experts: str,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Layer by layer, by the converter that writes the ranks' files; only experts that this rank holds are read."""
+    layout, by_name = layout_of(ranks, experts, dtype), {tensor.name: tensor for tensor in planned}
+    of_layer: dict[int, list[PlannedTensor]] = {}
+    for tensor in by_name.values():
+        of_layer.setdefault(tensor.layer, []).append(tensor)
+    with CheckpointReader.for_config(directory, config) as reader:
+        modules = modules_by_layer(reader.names())
+        for tensor in of_layer.pop(GLOBAL_LAYER):
+            source = tensor.name if tensor.name.startswith("lm_head.") else f"model.{tensor.name}"
+            pieces = [reader.get_slice(source, *region) for region in tensor.regions(ranks.rank)]
+            yield tensor.name, torch.cat(pieces, tensor.dim or 0).to(tensor.dtype)
+        converter = Converter(config, layout, by_name, report=False)
+        for layer, tensors in of_layer.items():
+            made: dict[str, Tensor] = {}
+            held = next(
+                (tensor.experts_of(ranks.moe_rank) for tensor in tensors if ".mlp_op." in tensor.name), range(0)
+            )
+            for unit in units(modules[layer], layout):
+                if unit.expert is not None and unit.expert not in held:
+                    continue
+                stored: dict[str, Stored] = {}
+                for module in unit.modules:
+                    stored[module] = {name.rpartition(".")[2]: reader.get(name) for name in modules[layer][module]}
+                    reader.check_module(module, stored[module])
+                for part in converter.convert(unit, stored)[0]:
+                    tensor = by_name[part.name]
+                    if part.expert is None:
+                        made[part.name] = tensor.local(part.tensor, ranks.rank)
+                        continue
+                    if part.name not in made:
+                        made[part.name] = torch.empty(tensor.local_shape, dtype=tensor.dtype)
+                    share = ranks.moe_rank % len(part.tensor)
+                    made[part.name][part.expert - held.start].copy_(part.tensor[share])
+            yield from made.items()

@@ -1,0 +1,249 @@
+"""`KimiK2ForVllmNeuron`: the class that vllm-neuron's runner makes, loads, compiles and calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, GenerationError, TensorShapeError
+from kimi_k2.model.rope import RotaryEmbedding
+from kimi_k2.neuron.torch_native.attention import Attention, Pages, rms_norm
+from kimi_k2.neuron.torch_native.experts import Experts, mlp, route
+from kimi_k2.neuron.torch_native.loading import rank_tensors
+from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_neuron_config, planned_tensors
+from kimi_k2.ops.rotary import rotary_cos_sin
+
+cos_sin = rotary_cos_sin.__wrapped__  # type: ignore[attr-defined]
+
+
+def layer_name(layer: int) -> str:
+    """The line's name of a layer's cache and metadata."""
+    return f"layers.{layer}.self_attn"
+
+
+class Layer:
+    """One decoder layer on one rank: x [T or, with tokens divided, T / ranks, H] to the same."""
+
+    def __init__(self, config: KimiK2Config, layer: int, weights: nn.Module, ranks: Ranks, first: Tensor) -> None:
+        self.config, self.weights, self.ranks = config, weights, ranks
+        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks)
+        self.mlp = weights.get_submodule("mlp")
+        self.experts = None
+        if config.is_moe_layer(layer):
+            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps.mlp_op"), first)
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any, divided: bool
+    ) -> Tensor:
+        """See the class; `divided`: each rank has its share of the tokens between the sums (sequence parallelism)."""
+        tp = self.ranks.tp
+
+        def normed(name: str) -> Tensor:
+            rows: Tensor = rms_norm(x, self.weights.get_parameter(f"{name}.weight"), self.config.rms_norm_eps)
+            return tp.all_gather(rows, 0) if divided else rows
+
+        def summed(part: Tensor) -> Tensor:
+            return tp.reduce_scatter(part, 0) if divided else tp.all_reduce(part)  # type: ignore[no-any-return]
+
+        x = x + summed(self.attention(normed("input_layernorm"), positions, rotation, metadata))
+        return x + summed(self._feed_forward(normed("post_attention_layernorm"), metadata))
+
+    def _feed_forward(self, x: Tensor, metadata: Any) -> Tensor:
+        if self.experts is None:
+            return mlp(x, self.mlp)
+        dp, rows = self.ranks.dp, x
+        if dp is not None:  # other replicas' tokens pass this rank's experts too
+            rows = dp.all_gather(x, 0)
+        decode = metadata["max_query_len"] <= metadata["decode_token_threshold"]
+        chosen = route(self.config, rows, self.mlp.get_submodule("router"))
+        out = self.experts(rows, *chosen, decode=decode)
+        if dp is not None:
+            out = dp.reduce_scatter(out, 0)
+        return out + mlp(x, self.mlp.get_submodule("shared_experts")) if self.config.n_shared_experts else out
+
+
+class KimiK2ForVllmNeuron(nn.Module):
+    """Kimi-K2 for vllm-neuron's torch-native line; K2.5 and newer as text.
+
+    Parameters have names and shapes of `kimi-k2 convert --target neuron`, so that its files load as they are.
+
+    Args:
+        vllm_config: vLLM's; read where `from_configs` was not called.
+        prefix: vLLM's; must be empty.
+        hf_config: of the checkpoint.
+        neuron_config: the line's.
+
+    Raises:
+        ConfigError: another model of this architecture, an option that is not obeyed, sizes that do not divide.
+    """
+
+    inv_freq: Tensor
+    first_expert: Tensor
+
+    def __init__(
+        self, vllm_config: Any = None, prefix: str = "", *, hf_config: Any = None, neuron_config: Any = None
+    ) -> None:
+        super().__init__()
+        if prefix:
+            raise ConfigError(f"expected none, got {prefix!r}", field="prefix")
+        check_neuron_config(neuron_config)
+        hf_config = hf_config if hf_config is not None else vllm_config.model_config.hf_config
+        self.config = config = KimiK2Config.from_dict(hf_config.to_dict())
+        self.dtype = torch.get_default_dtype() if vllm_config is None else vllm_config.model_config.dtype
+        held = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        if vllm_config is None and held is not None:
+            self.dtype = getattr(torch, held) if isinstance(held, str) else held
+        self.experts = getattr(neuron_config, "quantization", None) or DEFAULT_FORMAT
+        self.ranks = Ranks.of_process(neuron_config)
+        self.planned = planned_tensors(config, self.ranks, self.experts, self.dtype)
+        for tensor in self.planned:
+            _place(self, tensor.name, torch.empty(tensor.local_shape, dtype=tensor.dtype))
+        # Computed, not loaded: on the CPU even where the line makes the model on the meta device.
+        rope = RotaryEmbedding(config, device="cpu")
+        self.multiplier = rope.multiplier
+        self.register_buffer("inv_freq", rope.inv_freq, persistent=False)
+        count = config.n_routed_experts // self.ranks.moe_ep
+        first = self.ranks.moe_rank * self.ranks.moe_ep // self.ranks.of_moe * count
+        self.register_buffer("first_expert", torch.tensor(first, device="cpu"), persistent=False)
+        self.sampling, self.max_logprobs = getattr(neuron_config, "on_device_sampling_config", None), 0
+        if self.sampling is not None:
+            from vllm_neuron.nn import Sampler
+
+            group = getattr(self.ranks.tp, "device_group", None) if self.ranks.tp.world_size > 1 else None
+            self.sampler = Sampler(self.sampling, process_group=group)
+            self.max_logprobs = neuron_config.max_logprobs
+        self._layers: list[Layer] = []
+
+    @classmethod
+    def from_configs(cls, hf_config: Any, neuron_config: Any) -> KimiK2ForVllmNeuron:
+        """The line's constructor."""
+        return cls(hf_config=hf_config, neuron_config=neuron_config)
+
+    def load_weights(self, checkpoint_path: str | Path, device: torch.device, download_dir: Any = None) -> None:
+        """This rank's weights from a checkpoint or a conversion, see `loading.rank_tensors`.
+
+        Raises:
+            CheckpointError, ConfigError: see there.
+        """
+        state = {}
+        for name, tensor in rank_tensors(
+            checkpoint_path, self.config, self.planned, self.ranks, self.experts, self.dtype
+        ):
+            shape = self.get_parameter(name).shape
+            if tensor.shape != shape:
+                raise TensorShapeError(f"is {list(tensor.shape)}, expected {list(shape)}", tensor=name)
+            state[name] = nn.Parameter(tensor.to(device), requires_grad=False)
+        self.load_state_dict(state, strict=True, assign=True)
+        self.inv_freq = self.inv_freq.to(device)
+        self.first_expert = self.first_expert.to(device)
+
+    def get_kv_spec(self) -> Any:
+        """One head of half a latent entry a layer, for each of the K and V pages."""
+        from vllm_neuron.model.kv_cache import KVSpec, LayerSpec
+
+        half = self.config.cache_dim // 2
+        layers = range(self.config.num_hidden_layers)
+        return KVSpec(layers=[LayerSpec(layer_name(layer), 1, half, self.dtype) for layer in layers])
+
+    def bind_kv_cache(self, kv_caches: dict[str, list[Tensor]]) -> None:
+        """Take the pages that the runner allocated, K's and V's by layer."""
+        layers = self.get_submodule("layers")
+        self._layers = [
+            Layer(self.config, number, layers.get_submodule(str(number)), self.ranks, self.first_expert)
+            for number in range(self.config.num_hidden_layers)
+        ]
+        for number, layer in enumerate(self._layers):
+            layer.attention.pages = Pages(*kv_caches[layer_name(number)])
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """int64 or int32 [T] to [T, H]: each rank has some columns of every row."""
+        rows = embedding(input_ids, self.get_parameter("embed_tokens.weight"))
+        whole: Tensor = self.ranks.tp.all_gather(rows, -1)
+        return whole
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Normed [B, H] to [B, vocab_size], float32."""
+        gathered: Tensor = self.ranks.tp.all_gather(self._local_logits(hidden_states), -1)
+        return gathered
+
+    def _local_logits(self, hidden_states: Tensor) -> Tensor:
+        return linear(hidden_states, self.get_parameter("lm_head.weight")).to(torch.float32)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn_metadata: dict[str, Any],
+        sampling_positions: Tensor,
+        sampling_params: Tensor | None = None,
+        spec_decode_metadata: Any = None,
+        logit_mask: Tensor | None = None,
+        rank: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_token_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """A prompt's part, or a token (or several) of each line.
+
+        Args:
+            input_ids: [T], padded to a bucket.
+            positions: [T].
+            attn_metadata: by layer, see `layer_name`.
+            sampling_positions: [B], tokens whose logits are wanted.
+            sampling_params: [B, 3], top_k, top_p, temperature.
+            spec_decode_metadata: must be None.
+            logit_mask: bool [B, vocab_size], allowed tokens.
+            rank: this rank among those of tensor parallelism, a scalar; needed at prefill on several ranks.
+            inputs_embeds: [T, H] in place of embeddings.
+            is_token_ids: bool [T], where the embedding of the id is taken all the same.
+
+        Returns:
+            With sampling on the device, tokens [B] and, if `max_logprobs` is set, logits; else logits [B, vocab_size].
+
+        Raises:
+            GenerationError: drafts, which this model has none of.
+        """
+        if spec_decode_metadata is not None:
+            raise GenerationError("spec_decode_metadata: this model takes no drafts")
+        x = self.embed_input_ids(input_ids)
+        if inputs_embeds is not None:
+            kept = inputs_embeds.to(x.dtype)
+            x = kept if is_token_ids is None else torch.where(is_token_ids.bool().unsqueeze(-1), x, kept)
+        tokens, size = len(x), int(self.ranks.tp.world_size)
+        first = attn_metadata[layer_name(0)]
+        prefill = first["max_query_len"] > first["decode_token_threshold"]
+        divided = size > 1 and prefill and tokens % size == 0 and self.ranks.dp is None
+        if divided:
+            if rank is None:
+                raise GenerationError("rank: a prompt on several ranks needs it")
+            x = x.view(size, tokens // size, -1).index_select(0, rank.view(1).to(torch.long)).squeeze(0)
+        positions = positions.to(torch.long)
+        rotation = cos_sin(positions, self.inv_freq, self.multiplier, self.dtype)
+        for number, layer in enumerate(self._layers):
+            x = layer(x, positions, rotation, attn_metadata[layer_name(number)], divided)
+        x = rms_norm(x, self.get_parameter("norm.weight"), self.config.rms_norm_eps)
+        if divided:
+            x = self.ranks.tp.all_gather(x, 0)
+        x = x.index_select(0, sampling_positions.to(torch.long))
+        if self.sampling is not None:
+            local = self._local_logits(x)
+            sampled: Tensor = self.sampler(local, sampling_params, logit_mask=logit_mask, tp_rank=rank)
+            return sampled, self.ranks.tp.all_gather(local, -1) if self.max_logprobs else None
+        logits = self.compute_logits(x)
+        return logits if logit_mask is None else logits.masked_fill(~logit_mask, float("-inf"))
+
+
+def _place(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter `name` of `root`, with the modules on its way."""
+    path, _, last = name.rpartition(".")
+    module = root
+    for step in path.split("."):
+        if not hasattr(module, step):
+            module.add_module(step, nn.Module())
+        module = module.get_submodule(step)
+    module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))

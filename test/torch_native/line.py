@@ -1,0 +1,293 @@
+"""vllm-neuron's worker and runner as its documents describe them, over stand-ins for its and vLLM's modules.
+
+Pages, buckets, padding, one request a prefill, batched decodes, preemption and prefix hits; sampling is greedy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCK = 4
+PROMPT_BUCKETS = (8, 16, 32, 64)
+LINE_BUCKETS = (1, 2, 4, 8)
+
+
+class Group:
+    """vLLM's GroupCoordinator over gloo."""
+
+    def __init__(self, ranks: list[int], rank: int) -> None:
+        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
+        self.device_group: Any = None
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if self.world_size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        dist.all_gather(parts, x.contiguous(), group=self.device_group)
+        return torch.cat(parts, dim)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return x
+        out = x.clone()
+        dist.all_reduce(out, group=self.device_group)
+        return out
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.all_reduce(x).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
+
+
+def groups(rank: int, tp: int, dp: int) -> tuple[Group, Group]:
+    """This rank's tensor-parallel and data-parallel group; every rank makes all of them."""
+    mine: list[Group] = []
+    for sets in (
+        [[replica * tp + at for at in range(tp)] for replica in range(dp)],
+        [[replica * tp + at for replica in range(dp)] for at in range(tp)],
+    ):
+        for ranks in sets:
+            handle = dist.new_group(ranks) if tp * dp > 1 else None
+            if rank in ranks:
+                mine.append(Group(ranks, rank))
+                mine[-1].device_group = handle
+    return mine[0], mine[1]
+
+
+@dataclass
+class NeuronConfig:
+    """Fields of the line's own, with its defaults, that a test sets or that the model must refuse."""
+
+    ep_degree: int = 1
+    attention_dp_size: int = 1
+    on_device_sampling_config: Any = None
+    max_logprobs: int = 0
+    quantization: str | None = None
+    fp8_packed_kv: bool = False
+    modules_to_not_convert: list[str] | None = None
+    num_seqs_buckets: list[int] | None = None
+    _model_supports_windowed_prefill: bool = False
+
+
+class Sampler(torch.nn.Module):
+    """The line's, greedy: logits of this rank's part of the vocabulary to tokens."""
+
+    tp: Group
+
+    def __init__(self, sampling_config: Any, process_group: Any = None) -> None:
+        super().__init__()
+        assert sampling_config.all_greedy
+
+    def forward(self, logits: Tensor, sampling_params: Any, logit_mask: Any = None, tp_rank: Any = None) -> Tensor:
+        whole = self.tp.all_gather(logits, -1)
+        return (whole if logit_mask is None else whole.masked_fill(~logit_mask, float("-inf"))).argmax(-1)
+
+
+def stand_ins(tp: Group, dp: Group, ep_degree: int) -> dict[str, ModuleType]:
+    """Modules of vLLM and the line that the model imports."""
+    Sampler.tp = tp
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: tp, "get_dp_group": lambda: dp},
+        "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: ep_degree},
+        "vllm_neuron.model.kv_cache": {
+            "KVSpec": lambda layers: SimpleNamespace(layers=layers),
+            "LayerSpec": lambda name, heads, size, dtype: SimpleNamespace(
+                name=name, num_kv_heads=heads, head_size=size, dtype=dtype
+            ),
+        },
+        "vllm_neuron.nn": {"Sampler": Sampler},
+    }
+    made: dict[str, ModuleType] = {}
+    for name, values in contents.items():
+        steps = name.split(".")
+        for end in range(1, len(steps) + 1):
+            made.setdefault(".".join(steps[:end]), ModuleType(".".join(steps[:end])))
+        vars(made[name]).update(values)
+    return made
+
+
+@dataclass
+class Request:
+    """One sequence: its prompt, what came of it, and its pages."""
+
+    prompt: list[int]
+    wanted: int
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens that the pages hold
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class Runner:
+    """Loads the model and runs requests as the line's runner does.
+
+    Args:
+        padding: how a padded slot is spelled, 0 (0.24 and later) or -1 (0.21).
+        segment: tokens of a prompt's segment; 0 reads prompts in one piece.
+        compile_with: what the model is passed through, say torch.compile.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        hf_config: Any,
+        neuron_config: Any,
+        *,
+        rank: int = 0,
+        blocks: int = 64,
+        padding: int = 0,
+        segment: int = 0,
+        lines: int = 8,
+        compile_with: Callable[[Any], Any] = lambda model: model,
+        poison: bool = True,
+    ) -> None:
+        from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron
+
+        with torch.device("meta"):
+            model = KimiK2ForVllmNeuron.from_configs(hf_config, neuron_config)
+        model.load_weights(directory, torch.device("cpu"), None)
+        specs = model.get_kv_spec().layers
+        self.names = [spec.name for spec in specs]
+        shape = (blocks, specs[0].num_kv_heads, BLOCK, specs[0].head_size)
+        # The null block is nobody's: were its values read, they would be seen.
+        self.pages = {spec.name: [torch.zeros(shape, dtype=spec.dtype) for _ in range(2)] for spec in specs}
+        if poison:
+            for halves in self.pages.values():
+                for half in halves:
+                    half[0] = 1e4
+        model.bind_kv_cache(self.pages)
+        self.model, self.compiled = model.eval(), compile_with(model.eval())
+        self.free, self.padding, self.segment = list(range(1, blocks)), padding, segment
+        self.rank, self.lines, self.width = torch.tensor(rank, dtype=torch.int32), lines, 24
+        self.neuron_config, self.logits = neuron_config, []  # type: ignore[var-annotated]
+
+    def slot(self, request: Request, position: int) -> int:
+        return request.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+    def table(self, requests: list[Request], rows: int) -> Tensor:
+        table = torch.full((rows, self.width), -1, dtype=torch.int32)
+        for row, request in enumerate(requests):
+            table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+        return table
+
+    def call(self, ids: Any, positions: Any, slots: Any, table: Tensor, at: Any, longest: int, segment: int) -> Tensor:
+        metadata = {
+            "block_table_tensor": table,
+            "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+            "max_query_len": longest,
+            "block_size": BLOCK,
+            "max_blocks_per_seq": self.width,
+            "decode_token_threshold": 1,
+            "cached_seq_len": torch.zeros(1, 1, dtype=torch.int32),
+            "kv_segment_size": segment,
+        }
+        sampled = torch.tensor(at, dtype=torch.int64)
+        out = self.compiled(
+            input_ids=torch.tensor(ids, dtype=torch.int32),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            attn_metadata=dict.fromkeys(self.names, metadata),
+            sampling_positions=sampled,
+            sampling_params=torch.tensor([[1.0, 1.0, 0.0]]).expand(len(at), 3),
+            spec_decode_metadata=None,
+            logit_mask=None,
+            rank=self.rank,
+        )
+        if isinstance(out, tuple):
+            self.logits.append(out[1])
+            return out[0]  # type: ignore[no-any-return]
+        self.logits.append(out)
+        return out.argmax(-1)  # type: ignore[no-any-return]
+
+    def grow(self, request: Request, length: int) -> None:
+        while len(request.blocks) * BLOCK < length:
+            request.blocks.append(self.free.pop(0))
+
+    def prefill(self, request: Request) -> None:
+        """A prompt (after a preemption with its own output), whole or in segments; the last gives a token."""
+        tokens = request.tokens
+        while request.cached < len(tokens):
+            start = request.cached
+            end = min(len(tokens), start + self.segment) if self.segment else len(tokens)
+            self.grow(request, end)
+            count = end - start
+            wide = next(size for size in PROMPT_BUCKETS if size >= count)
+            pad = wide - count
+            positions = list(range(start, end))
+            slots = [self.slot(request, at) for at in positions] + [self.padding] * pad
+            ids = tokens[start:end] + [0] * pad
+            table = self.table([request], 1)
+            segment = 8 if self.segment or start else 0
+            sampled = self.call(ids, positions + [end - 1] * pad, slots, table, [count - 1], wide, segment)
+            request.cached = end
+        request.output.append(int(sampled[0]))
+
+    def decode(self, requests: list[Request]) -> None:
+        """A token for each; lines are padded to a bucket with nothing."""
+        rows = next(size for size in LINE_BUCKETS if size >= len(requests))
+        for request in requests:
+            self.grow(request, len(request.tokens))
+        pad = rows - len(requests)
+        positions = [len(request.tokens) - 1 for request in requests]
+        slots = [self.slot(request, at) for request, at in zip(requests, positions, strict=True)]
+        ids = [request.tokens[-1] for request in requests] + [0] * pad
+        sampled = self.call(
+            ids, positions + [0] * pad, slots + [self.padding] * pad, self.table(requests, rows), range(rows), 1, 0
+        )
+        for request, token in zip(requests, sampled.tolist(), strict=False):
+            request.cached += 1
+            request.output.append(token)
+
+    def preempt(self, request: Request) -> None:
+        self.free += request.blocks
+        request.blocks, request.cached = [], 0
+
+    def share(self, request: Request, other: Request, tokens: int) -> None:
+        """A prefix hit: whole blocks of the other's prompt."""
+        whole = tokens // BLOCK
+        request.blocks, request.cached = other.blocks[:whole], whole * BLOCK
+
+
+def serve(runner: Runner, prompts: list[list[int]], wanted: int) -> list[list[int]]:
+    """Requests at different times, one of them preempted in the middle and one with a shared prefix."""
+    requests = [Request(list(prompt), wanted) for prompt in prompts]
+    waiting: list[Request] = list(requests)
+    running: list[Request] = []
+    step = 0
+    while waiting or running:
+        if waiting and step % 2 == 0:
+            request = waiting.pop(0)
+            common = next(
+                (
+                    other
+                    for other in running
+                    if runner.segment and other.prompt[:BLOCK] == request.prompt[:BLOCK] and not request.blocks
+                ),
+                None,
+            )
+            if common is not None:
+                runner.share(request, common, BLOCK)
+            runner.prefill(request)
+            running.append(request)
+        elif running:
+            runner.decode(running)
+        if step == 5 and len(running) > 1:
+            waiting.insert(0, victim := running.pop(0))
+            runner.preempt(victim)
+        running = [request for request in running if len(request.output) < request.wanted]
+        step += 1
+    return [request.output for request in requests]
+
+
+def install(tp: Group, dp: Group, ep_degree: int) -> None:
+    """Put the stand-ins where imports find them, in a process of its own."""
+    sys.modules.update(stand_ins(tp, dp, ep_degree))
