@@ -157,7 +157,7 @@ def test_each_missing_field_is_named(field: str, tmp_path: Path) -> None:
         ({"rope_scaling": "yarn"}, "rope_scaling", "expected an object or null"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type", "'yarn' or 'default'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings", "missing"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "rope_parameters.rope_theta", "top-level"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.rope_theta", "top-level"),
         ({"quantization_config": []}, "quantization_config", "expected an object"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method", "'awq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "two block sizes"),
@@ -187,7 +187,7 @@ def test_unsupported_int4_arguments_are_named(path: tuple[str], value: object, f
     raw["quantization_config"]["config_groups"]["group_0"]["weights"][path[0]] = value
     with pytest.raises(ConfigError) as caught:
         KimiK2Config.from_dict(raw)
-    assert caught.value.field == f"quantization_config.{field}"
+    assert caught.value.field == f"quantization_config.config_groups.group_0.weights.{field}"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"text_config": 3}'])

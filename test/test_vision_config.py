@@ -56,10 +56,10 @@ def test_published_names_and_those_of_transformers_mean_the_same() -> None:
         ({"vision_config": {"merge_type": "sd2"}}, "vision_config.merge_type"),
         ({"vision_config": {"mm_projector_type": "mlp"}}, "vision_config.mm_projector_type"),
         ({"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
-        ({"vision_config": {"vt_hidden_size": "1152"}}, "vision_config.hidden_size"),
-        ({"vision_config": {"vt_hidden_size": 1150}}, "vision_config.hidden_size"),
-        ({"vision_config": {"vt_num_hidden_layers": 0}}, "vision_config.num_hidden_layers"),
-        ({"vision_config": {"vt_num_hidden_layers": 10**6}}, "vision_config.num_hidden_layers"),
+        ({"vision_config": {"vt_hidden_size": "1152"}}, "vision_config.vt_hidden_size"),
+        ({"vision_config": {"vt_hidden_size": 1150}}, "vision_config.vt_hidden_size"),
+        ({"vision_config": {"vt_num_hidden_layers": 0}}, "vision_config.vt_num_hidden_layers"),
+        ({"vision_config": {"vt_num_hidden_layers": 10**6}}, "vision_config.vt_num_hidden_layers"),
         ({"vision_config": {"merge_kernel_size": [2]}}, "vision_config.merge_kernel_size"),
         ({"vision_config": {"merge_kernel_size": [99, 2]}}, "vision_config.merge_kernel_size"),
         ({"vision_config": {"vt_hidden_size": 1152, "hidden_size": 48}}, "vision_config.hidden_size"),
@@ -67,7 +67,7 @@ def test_published_names_and_those_of_transformers_mean_the_same() -> None:
         ({"vision_config": {"text_hidden_size": 4096}}, "vision_config.text_hidden_size"),
         ({"projection_hidden_size": 1024}, "projection_hidden_size"),
         ({"media_placeholder_token_id": 163840}, "media_placeholder_token_id"),
-        ({"video_token_id": -1}, "vision_config.video_token_id"),
+        ({"video_token_id": -1}, "video_token_id"),
     ],
 )
 def test_malformed_fields_are_named(changes: dict[str, Any], field: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,17 +23,21 @@ from pydantic import (
     model_validator,
 )
 
+from kimi_k2.config_fields import check_limits
+from kimi_k2.config_file import KV_CACHE_SCHEME, normalised
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_json
-from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS
-from kimi_k2.quantization.stored import StoredFormat, parse_quantization
-from kimi_k2.vision_config import VisionConfig, normalised_vision
+from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS, YARN_FIELDS
+from kimi_k2.quantization.stored import StoredFormat
+from kimi_k2.vision_config import VisionConfig
 
 # Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
 # config.rms_norm_eps on. The checkpoints were trained and are served that way.
 LATENT_NORM_EPS = 1e-6
 
 PRESET_DIR = Path(__file__).parent / "presets"
+# Fields of KimiK2Config that no file has under that name.
+DERIVED = ("quantization", "kv_cache_fp8", "tensor_prefix", "vision")
 
 
 class YarnScaling(BaseModel):
@@ -49,6 +52,12 @@ class YarnScaling(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: PositiveFloat | None = None
+    truncate: bool = True  # the ramp's ends are rounded to whole pairs
+
+    @model_validator(mode="after")
+    def _within_limits(self) -> YarnScaling:
+        check_limits(self, YARN_FIELDS)
+        return self
 
     @staticmethod
     def _mscale(factor: float, mscale: float) -> float:
@@ -129,8 +138,7 @@ class KimiK2Config(BaseModel):
             if not condition:
                 raise ConfigError(f"{expectation}, got {getattr(self, field)!r}", field=field)
 
-        for field, most in CONFIG_FIELDS.items():
-            require(field, getattr(self, field) <= most, f"expected at most {most:g}")
+        check_limits(self, CONFIG_FIELDS)
         require(
             "n_routed_experts",
             self.num_hidden_layers * self.n_routed_experts <= EXPERTS_OF_ALL_LAYERS,
@@ -209,7 +217,17 @@ class KimiK2Config(BaseModel):
         """Read `config.json` from a checkpoint directory (or the path of the JSON file itself)."""
         path = Path(directory)
         if not path.exists():
+            if (PRESET_DIR / f"{directory}.json").is_file():
+                raise ConfigError(
+                    "the name of a published configuration, which has no weights; "
+                    "expected a checkpoint's directory or repository",
+                    file=path,
+                )
             raise ConfigError("no such directory; expected a checkpoint, or its config.json", file=path)
+        if path.suffix == ".gguf" or (
+            path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+        ):
+            raise ConfigError("GGUF, llama.cpp's format; expected a Hugging Face checkpoint in safetensors", file=path)
         path = path / "config.json" if path.is_dir() else path
         try:
             raw = read_json(path, ConfigError)
@@ -255,24 +273,32 @@ class KimiK2Config(BaseModel):
 
     @classmethod
     def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> KimiK2Config:
-        """Validate a parsed config.json, of transformers 4.x or 5.x, wrapped in `text_config` or not."""
+        """Validate a parsed config.json, of transformers 4.x or 5.x, wrapped in `text_config` or not.
+
+        Raises:
+            ConfigError: a field is missing, wrong or unknown; with its name in the file.
+        """
         try:
-            return cls.model_validate(_normalised(raw))
+            read = normalised(raw, set(cls.model_fields) - set(DERIVED))
         except ConfigError as error:
             raise ConfigError(error.message, field=error.field, file=error.file or file) from None
+        try:
+            return cls.model_validate(read.flat)
+        except ConfigError as error:
+            raise ConfigError(error.message, field=error.field and read.name(error.field), file=file) from None
         except ValidationError as error:
             first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
             cause = first.get("ctx", {}).get("error")
             if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
-                inner = "vision_config." if first["loc"][:1] == ("vision",) else ""
-                raise ConfigError(cause.message, field=f"{inner}{cause.field}", file=file) from None
-            field = ".".join("vision_config" if part == "vision" else str(part) for part in first["loc"]) or None
-            message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r}"
-            raise ConfigError(message, field=field, file=file) from None
+                message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
+            else:
+                message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
+            raise ConfigError(message, field=read.name(where) if where else None, file=file) from None
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The plain (unwrapped) `config.json` content in transformers 4.x form, quantization included."""
-        raw = self.model_dump(exclude={"quantization", "kv_cache_fp8", "tensor_prefix", "vision"}, exclude_none=True)
+        raw = self.model_dump(exclude=set(DERIVED), exclude_none=True)
         raw["architectures"] = ["DeepseekV3ForCausalLM"]
         if self.rope_scaling:
             raw["rope_scaling"] = {"type": "yarn", **self.rope_scaling.model_dump(exclude_none=True)}
@@ -286,89 +312,3 @@ class KimiK2Config(BaseModel):
 def _published() -> str:
     """The names of presets/."""
     return ", ".join(sorted(path.stem for path in PRESET_DIR.glob("*.json")))
-
-
-def _normalised(raw: Any) -> dict[str, Any]:
-    """Bring the known spellings of a config to one flat dict with KimiK2Config's field names."""
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"expected a JSON object at the top level, got {type(raw).__name__}")
-    text: Any = raw
-    prefix = ""
-    if "text_config" in raw:
-        text, prefix = raw["text_config"], "language_model."
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"expected an object, got {type(text).__name__}", field="text_config")
-    flat = dict(text)
-    flat["tensor_prefix"] = prefix
-    flat.setdefault("chat_style", raw.get("chat_style"))
-    # attribute_map of transformers' DeepseekV3Config: files saved by 5.x may carry the other name.
-    for theirs, ours in (
-        ("num_local_experts", "n_routed_experts"),
-        ("num_mtp_layers", "num_nextn_predict_layers"),
-    ):
-        if ours not in flat and theirs in flat:
-            flat[ours] = flat[theirs]
-    _normalise_rope(flat)
-    flat["vision"] = normalised_vision(raw.get("vision_config"), raw, flat.get("hidden_size"))
-    # K2.5 carries the same quantization at the top level and inside text_config.
-    flat["quantization"] = next(
-        (
-            parse_quantization(holder[key], field=key)
-            for holder in (text, raw)
-            for key in ("quantization_config", "compression_config")
-            if holder.get(key) is not None
-        ),
-        None,
-    )
-    flat["kv_cache_fp8"] = any(
-        _is_fp8_cache(holder[key], key)
-        for holder in (text, raw)
-        for key in ("quantization_config", "compression_config")
-        if holder.get(key) is not None
-    )
-    return flat
-
-
-# The one kv_cache_scheme that is supported; an e4m3 cache holds the values as they are, at scale 1.
-KV_CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-
-
-def _is_fp8_cache(quantization: Any, field: str) -> bool:
-    """Whether a `quantization_config` has compressed-tensors' `kv_cache_scheme`, of which FP8 a tensor is supported."""
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
-    if scheme is None:
-        return False
-    field = f"{field}.kv_cache_scheme"
-    if not isinstance(scheme, Mapping):
-        raise ConfigError(f"expected an object or null, got {type(scheme).__name__}", field=field)
-    for name, wanted in KV_CACHE_SCHEME.items():
-        if scheme.get(name) != wanted:
-            raise ConfigError(f"expected {wanted!r}, got {scheme.get(name)!r}", field=f"{field}.{name}")
-    return True
-
-
-def _normalise_rope(flat: dict[str, Any]) -> None:
-    key = "rope_parameters" if flat.get("rope_parameters") is not None else "rope_scaling"
-    rope = flat.get(key)
-    if rope is None:
-        flat["rope_scaling"] = None
-        return
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"expected an object or null, got {type(rope).__name__}", field=key)
-    rope = dict(rope)
-    nested_theta = rope.pop("rope_theta", None)
-    if nested_theta is not None:
-        outer = flat.setdefault("rope_theta", nested_theta)
-        if outer != nested_theta:
-            raise ConfigError(
-                f"is {nested_theta!r} but the top-level rope_theta is {outer!r}", field=f"{key}.rope_theta"
-            )
-    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"expected 'yarn' or 'default', got {kind!r}", field=f"{key}.rope_type")
-    if kind == "yarn" and rope.get("factor") is None and "original_max_position_embeddings" in rope:
-        # transformers' rule: DeepSeek-style configs may leave the factor to the ratio of the two lengths.
-        maximum, original = flat.get("max_position_embeddings"), rope["original_max_position_embeddings"]
-        if isinstance(maximum, int) and isinstance(original, int) and original > 0:
-            rope["factor"] = maximum / original
-    flat["rope_scaling"] = rope if kind == "yarn" else None

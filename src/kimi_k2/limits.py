@@ -14,13 +14,16 @@ SHARDS = 10_000
 
 # config.json: a list of a million tensors and more is built from so many experts; 83,328 are published.
 EXPERTS_OF_ALL_LAYERS = 200_000
-_WIDTH = 1_000_000
-CONFIG_FIELDS: dict[str, float] = {
-    "num_hidden_layers": 1_000,
-    "n_routed_experts": 10_000,
-    "n_shared_experts": 1_000,
-    "num_attention_heads": 10_000,
-    "vocab_size": 10_000_000,
+# Regular expressions in lists of modules; each is tried on each of 70,000 modules.
+MODULE_PATTERNS = 1_000
+_WIDTH = (1, 1_000_000)
+# Least and most of each field; float32 arithmetic over or under them gives zeros, Inf or NaN.
+CONFIG_FIELDS: dict[str, tuple[float, float]] = {
+    "num_hidden_layers": (1, 1_000),
+    "n_routed_experts": (1, 10_000),
+    "n_shared_experts": (0, 1_000),
+    "num_attention_heads": (1, 10_000),
+    "vocab_size": (1, 10_000_000),
     "hidden_size": _WIDTH,
     "intermediate_size": _WIDTH,
     "moe_intermediate_size": _WIDTH,
@@ -29,18 +32,31 @@ CONFIG_FIELDS: dict[str, float] = {
     "qk_nope_head_dim": _WIDTH,
     "qk_rope_head_dim": _WIDTH,
     "v_head_dim": _WIDTH,
-    "max_position_embeddings": 1_000_000_000,
-    "rope_theta": 1e12,
+    "max_position_embeddings": (1, 1_000_000_000),
+    "rope_theta": (2, 1e12),
+    "routed_scaling_factor": (1e-6, 1e6),
+    "rms_norm_eps": (1e-20, 1),
 }
-VISION_FIELDS: dict[str, float] = {
-    "patch_size": 1_000,
-    "hidden_size": 100_000,
-    "num_attention_heads": 1_000,
-    "num_hidden_layers": 1_000,
+YARN_FIELDS: dict[str, tuple[float, float]] = {
+    "factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 1_000_000_000),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0, 100),
+    "mscale_all_dim": (0, 100),
+    "attention_factor": (1e-3, 1e3),
+}
+VISION_FIELDS: dict[str, tuple[float, float]] = {
+    "patch_size": (1, 1_000),
+    "hidden_size": (1, 100_000),
+    "num_attention_heads": (1, 1_000),
+    "num_hidden_layers": (1, 1_000),
     "intermediate_size": _WIDTH,
-    "pos_emb_height": 4_096,
-    "pos_emb_width": 4_096,
-    "pos_emb_time": 1_024,
+    "pos_emb_height": (1, 4_096),
+    "pos_emb_width": (1, 4_096),
+    "pos_emb_time": (1, 1_024),
+    "rope_theta": (2, 1e12),
+    "projection_layer_norm_eps": (1e-20, 1),
 }
 
 # Images and videos. A decoded image of the most pixels has 268 MB with transparency; Pillow itself warns above 89 M.

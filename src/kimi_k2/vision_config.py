@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from kimi_k2.config_fields import check_limits, refuse_unknown, same
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.limits import VISION_FIELDS
 
@@ -34,6 +35,16 @@ _FIXED = {
 }
 
 
+# Fields around `vision_config` that speak of images and videos.
+OUTER_FIELDS = (
+    "media_placeholder_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "projection_hidden_size",
+    "projection_layer_norm_eps",
+)
 # Of the tower's norms; no configuration names it.
 LAYER_NORM_EPS = 1e-5
 
@@ -85,9 +96,7 @@ class VisionConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> VisionConfig:
-        for field, most in VISION_FIELDS.items():
-            if getattr(self, field) > most:
-                raise ConfigError(f"expected at most {most:g}, got {getattr(self, field)!r}", field=field)
+        check_limits(self, VISION_FIELDS)
         if max(self.merge_kernel_size) > 16:
             raise ConfigError(f"expected at most 16, got {self.merge_kernel_size!r}", field="merge_kernel_size")
         if self.hidden_size % self.num_attention_heads or self.head_dim % 4:
@@ -134,6 +143,15 @@ class VisionConfig(BaseModel):
         }
 
 
+def names_in_file(outer: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted names in a config.json of VisionConfig's fields, where they are others."""
+    held = outer.get("vision_config")
+    held = held if isinstance(held, Mapping) else {}
+    found = {ours: f"vision_config.{theirs}" for theirs, ours in _PUBLISHED.items() if theirs in held}
+    image = "image_token_id" if "image_token_id" in outer else "media_placeholder_token_id"
+    return {**found, "video_token_id": "video_token_id", "image_token_id": image}
+
+
 def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any) -> dict[str, Any] | None:
     """A config's `vision_config` as one flat dict with VisionConfig's field names; None if it has none.
 
@@ -152,15 +170,23 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
     for field, value in _FIXED.items():
         if raw.get(field, value) != value:
             raise ConfigError(f"expected {value!r}, got {raw[field]!r}", field=f"vision_config.{field}")
-    flat = {_PUBLISHED.get(name, name): value for name, value in raw.items()}
+    own = set(VisionConfig.model_fields) - {"image_token_id", "video_token_id"}
+    other = {"model_type", "mm_hidden_size", "text_hidden_size", "rope_parameters", "architectures"}
+    refuse_unknown(raw, {*own, *_PUBLISHED, *_FIXED, *other}, "vision_config")
+    flat: dict[str, Any] = {_PUBLISHED.get(name, str(name)): value for name, value in raw.items()}
     for published, ours in _PUBLISHED.items():
         if published in raw and raw.get(ours, raw[published]) != raw[published]:
             raise ConfigError(f"is {raw[ours]!r} but {published} is {raw[published]!r}", field=f"vision_config.{ours}")
     rope = flat.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        flat.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    if rope is not None:
+        where = "vision_config.rope_parameters"
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"expected an object or null, got {type(rope).__name__}", field=where)
+        only = {"rope_type": ("axial", "default", None), "type": ("axial", "default", None)}
+        refuse_unknown(rope, {"rope_theta"}, where, only=only, harmless=())
+        _agree(flat, "rope_theta", rope.get("rope_theta", 10000.0), f"{where}.rope_theta")
     if "projection_layer_norm_eps" in outer:
-        flat.setdefault("projection_layer_norm_eps", outer["projection_layer_norm_eps"])
+        _agree(flat, "projection_layer_norm_eps", outer["projection_layer_norm_eps"], "projection_layer_norm_eps")
     hidden = flat.get("hidden_size", VisionConfig.model_fields["hidden_size"].default)
     for holder, field, expected in (
         (raw, "vision_config.mm_hidden_size", hidden),
@@ -169,8 +195,17 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
     ):
         if (given := holder.get(field.rpartition(".")[2])) not in (None, expected):
             raise ConfigError(f"expected {expected!r}, as wide as what it joins, got {given!r}", field=field)
-    image = outer.get("media_placeholder_token_id", outer.get("image_token_id"))
+    image, theirs = outer.get("media_placeholder_token_id"), outer.get("image_token_id")
+    if image is not None and theirs is not None and not same(image, theirs):
+        raise ConfigError(f"is {theirs!r} but media_placeholder_token_id is {image!r}", field="image_token_id")
+    image = theirs if image is None else image
     if image is not None:
         flat["image_token_id"] = image
     flat["video_token_id"] = outer.get("video_token_id")
     return {name: value for name, value in flat.items() if name in VisionConfig.model_fields}
+
+
+def _agree(flat: dict[str, Any], name: str, value: Any, field: str) -> None:
+    """Take a value that another place of the file may have too."""
+    if not same(flat.setdefault(name, value), value):
+        raise ConfigError(f"is {value!r:.100} but vision_config's own is {flat[name]!r:.100}", field=field)

@@ -37,6 +37,7 @@ from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 RELEASE_BYTES = 128 * 2**20
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+_WHOLE = (torch.int32, torch.int64)
 
 
 class _Place(TypedDict):
@@ -179,6 +180,7 @@ class CheckpointReader:
         """
         self.quantization = config.quantization
         suffixes = config.quantization.suffixes if config.quantization else ()
+        implied = tuple(f".{suffix}" for suffix in (config.quantization.implied if config.quantization else ()))
         for name, lone in self.tensors.items():
             for other in companions(config.quantization, name):
                 if other not in self.tensors:
@@ -207,7 +209,8 @@ class CheckpointReader:
                     file=self.directory / stored.shard,
                     tensor=self.stored_name(name),
                 )
-            if stored.dtype != spec.dtype and not (spec.dtype in _FLOATING and stored.dtype in _FLOATING):
+            alike = _WHOLE if name.endswith(implied) else _FLOATING
+            if stored.dtype != spec.dtype and not (spec.dtype in alike and stored.dtype in alike):
                 raise TensorDtypeError(
                     f"expected {spec.dtype}, got {stored.dtype}",
                     file=self.directory / stored.shard,

@@ -11,11 +11,11 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.ops.rotary import rotary_cos_sin
 
 
-def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:
+def yarn_correction_range(config: KimiK2Config) -> tuple[float, float]:
     """First and last pair of YaRN's ramp: pairs below keep their frequency, pairs above are interpolated.
 
     A pair turns `beta` times over the original context at index d ln(L / (2 pi beta)) / (2 ln theta)
-    (YaRN, equations 17 to 19).
+    (YaRN, equations 17 to 19). With `truncate`, as published, the two are whole numbers.
     """
     yarn = config.rope_scaling
     if yarn is None:
@@ -26,7 +26,10 @@ def yarn_correction_range(config: KimiK2Config) -> tuple[int, int]:
         periods = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(periods) / (2 * math.log(config.rope_theta))
 
-    return max(math.floor(pair_index(yarn.beta_fast)), 0), min(math.ceil(pair_index(yarn.beta_slow)), dim - 1)
+    low, high = pair_index(yarn.beta_fast), pair_index(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
 
 
 def rope_inv_freq(config: KimiK2Config, device: torch.device | str | None = None) -> Tensor:
@@ -37,7 +40,7 @@ def rope_inv_freq(config: KimiK2Config, device: torch.device | str | None = None
     if config.rope_scaling is None:
         return 1.0 / pos_freqs
     low, high = yarn_correction_range(config)
-    width = high - low if high > low else 0.001  # a ramp without width would divide by zero
+    width = high - low or 0.001  # a ramp without width would divide by zero
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / width
     keep = 1 - ramp.clamp(0, 1)
     return (1.0 / (config.rope_scaling.factor * pos_freqs)) * (1 - keep) + (1.0 / pos_freqs) * keep

@@ -16,8 +16,10 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
+from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.draw import filled, scale_factors
+from kimi_k2.quantization.modules import module_list
 from kimi_k2.quantization.rows import CHUNK_VALUES, work_rows
 from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
 
@@ -206,6 +208,8 @@ class Fp8BlockFormat(StoredFormat):
     suffixes = ("weight", "weight_scale_inv")
     scales = ("weight_scale_inv",)
 
+    rule = "transformers"
+
     quant_method: Literal["fp8"] = "fp8"
     fmt: Literal["e4m3"] = "e4m3"
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
@@ -213,17 +217,26 @@ class Fp8BlockFormat(StoredFormat):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> Fp8BlockFormat | None:
-        """Read Hugging Face's `fp8` method."""
+        """Read Hugging Face's `fp8` method; vLLM calls `modules_to_not_convert` `ignored_layers` too."""
         if raw.get("quant_method") != "fp8":
             return None
+        own = ("quant_method", "fmt", "activation_scheme", "weight_block_size")
+        refuse_unknown(raw, (*own, *_LISTS, "kv_cache_scheme"), field, only=_ONLY, harmless=("dequantize",))
         block = raw.get("weight_block_size")
         if not isinstance(block, (list, tuple)):
             raise ConfigError("expected a list of two block sizes", field=f"{field}.weight_block_size")
-        return cls.model_validate({**raw, "weight_block_size": tuple(block)})
+        lists = {name: module_list(raw[name], cls.rule, f"{field}.{name}") for name in _LISTS if name in raw}
+        if len(set(lists.values())) > 1:
+            raise ConfigError(f"differs from {_LISTS[0]}", field=f"{field}.{_LISTS[1]}")
+        fields = {name: raw[name] for name in own if name in raw}
+        return cls.model_validate(
+            {**fields, "weight_block_size": tuple(block), "ignore": next(iter(lists.values()), ())}
+        )
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as Hugging Face writes it."""
-        return self.model_dump() | {"weight_block_size": list(self.weight_block_size)}
+        ignored = {"modules_to_not_convert": list(self.ignore)} if self.ignore else {}
+        return self.model_dump(exclude={"ignore"}) | {"weight_block_size": list(self.weight_block_size)} | ignored
 
     @property
     def block(self) -> tuple[int, int]:
@@ -268,6 +281,9 @@ class Fp8BlockFormat(StoredFormat):
         grid = block_grid((rows, columns), self.block)
         return scale_factors(math.prod(grid), std / (E4M3_MAX / _BLOCK_SIGMAS), own).view(grid)
 
+
+_LISTS = ("modules_to_not_convert", "ignored_layers")
+_ONLY = {"modules_to_convert": (None, []), "scale_fmt": (None, "float"), "expert_dtype": (None, "fp8")}
 
 # The largest of 128 x 128 Gaussian values is typically 4.2 standard deviations out.
 _BLOCK_SIGMAS = 4.2

@@ -6,18 +6,17 @@ Eight values share an int32, the least significant nibble first, each stored as 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-import regex
 import torch
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.compressed_tensors import is_compressed_tensors, parse_compressed_tensors
 from kimi_k2.quantization.draw import filled, scale_factors
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, named_errors, register
 
 VALUES_PER_WORD = 8
 OFFSET = 8
@@ -129,6 +128,7 @@ class Int4GroupFormat(StoredFormat):
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
     scales = ("weight_scale",)
     implied = ("weight_shape",)
+    added = ()
 
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
     format: Literal["pack-quantized"] = "pack-quantized"
@@ -141,19 +141,24 @@ class Int4GroupFormat(StoredFormat):
     actorder: None = None
     ignore: tuple[str, ...] = DEFAULT_INT4_IGNORE
 
+    @field_validator("group_size")
+    @classmethod
+    def _whole_words(cls, size: int) -> int:
+        if size % VALUES_PER_WORD:
+            raise ConfigError(f"expected a multiple of {VALUES_PER_WORD}, since as many share a word, got {size}")
+        return size
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> Int4GroupFormat | None:
         """Read compressed-tensors' object; older exports name the method only by its format."""
-        method = raw.get("quant_method")
-        if method == "compressed-tensors" or (method is None and raw.get("format") == "pack-quantized"):
-            return _parse_compressed_tensors(raw, field)
-        return None
-
-    def quantizes(self, module: str) -> bool:
-        """Whether the Linear called `module` (no `.weight`, no prefix) is stored in this format."""
-        return super().quantizes(module) and not any(
-            _matches(pattern[3:], module) if pattern.startswith("re:") else pattern == module for pattern in self.ignore
-        )
+        if not is_compressed_tensors(raw):
+            return None
+        read = parse_compressed_tensors(raw, field)
+        keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
+        with named_errors(f"{read.field}.weights"):
+            return cls.model_validate(
+                {"ignore": read.ignore, **{key: read.weights[key] for key in keys if key in read.weights}}
+            )
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
@@ -188,6 +193,11 @@ class Int4GroupFormat(StoredFormat):
 
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Eight values a word, a BF16 scale a group, and the weight's shape."""
+        if columns % self.group_size:
+            raise ConfigError(
+                f"{self.group_size}: {module} has {columns} input columns, which do not divide into such groups",
+                field="quantization_config: group_size",
+            )
         words, groups = -(-columns // VALUES_PER_WORD), columns // self.group_size
         yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
         yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
@@ -233,59 +243,5 @@ class Int4GroupFormat(StoredFormat):
         return "weight_shape", f"says {shape}, but weight_packed is {[rows, words]}"
 
 
-_SECONDS_A_MATCH = 0.05
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of a checkpoint matches a module's name; it may be made to run for ever.
-
-    Raises:
-        ConfigError: it takes too long.
-    """
-    # As published: two quantifiers, none of a group. These cannot take long, and `re` is eight times as fast.
-    if len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern):
-        return re.match(pattern, module) is not None
-    try:
-        return regex.match(pattern, module, timeout=_SECONDS_A_MATCH) is not None
-    except (TimeoutError, regex.error) as error:
-        raise ConfigError(f"{pattern!r:.100}: {error}", field="quantization_config.ignore") from None
-
-
 # Standard deviation of integers uniform over -7..7.
 _VALUE_STD = math.sqrt(56 / 3)
-
-
-def _parse_compressed_tensors(raw: Mapping[str, Any], field: str) -> Int4GroupFormat:
-    groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise ConfigError("expected exactly one config group", field=f"{field}.config_groups")
-    name, group = next(iter(groups.items()))
-    where = f"{field}.config_groups.{name}"
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise ConfigError("expected an object of quantization arguments", field=f"{where}.weights")
-    if group.get("input_activations") is not None:
-        raise ConfigError("expected null (weight-only)", field=f"{where}.input_activations")
-    if group.get("targets", ["Linear"]) != ["Linear"]:
-        raise ConfigError(f"expected ['Linear'], got {group['targets']!r}", field=f"{where}.targets")
-    weights = group["weights"]
-    for key in ("num_bits", "group_size", "strategy", "symmetric"):
-        if key not in weights:
-            raise ConfigError("missing", field=f"{where}.weights.{key}")
-    ignore = raw.get("ignore")
-    if not isinstance(ignore, (list, tuple, type(None))) or not all(isinstance(name, str) for name in ignore or ()):
-        raise ConfigError(f"expected a list of names, got {ignore!r:.100}", field=f"{field}.ignore")
-    for name in ignore or ():
-        if not name.startswith("re:"):
-            continue
-        try:
-            re.compile(name[3:])
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{name!r:.100} is no regular expression: {error}", field=f"{field}.ignore") from None
-    keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-    return Int4GroupFormat.model_validate(
-        {
-            "format": raw.get("format", "pack-quantized"),
-            "ignore": tuple(ignore or ()),
-            **{key: weights[key] for key in keys if key in weights},
-        }
-    )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.modules import Rule, names_module
 from kimi_k2.quantization.registry import Registry
 from kimi_k2.quantization.rows import row_chunks
 
@@ -51,6 +53,10 @@ class StoredFormat(BaseModel, ABC):
         suffixes: of the stored tensors, in file order.
         scales: those of `suffixes` whose values are scales: positive, or zero where all values are zero.
         implied: those of `suffixes` that say what shapes say already; ranks' files and models leave them out.
+            Whether they are int32 or int64 says nothing either.
+        rule: how `ignore` names modules.
+        added: fields that came after the first ranks were converted.
+        ignore: modules that stay unquantized.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
@@ -60,6 +66,21 @@ class StoredFormat(BaseModel, ABC):
     suffixes: ClassVar[tuple[str, ...]] = ("weight",)
     scales: ClassVar[tuple[str, ...]] = ()
     implied: ClassVar[tuple[str, ...]] = ()
+    rule: ClassVar[Rule] = "compressed"
+    added: ClassVar[tuple[str, ...]] = ("ignore",)
+
+    ignore: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults_of_added(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Converted ranks keep the digest that they had before there were such fields."""
+        held: dict[str, Any] = handler(self)
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in held.items()
+            if name not in self.added or getattr(self, name) != fields[name].default
+        }
 
     # -- quantization_config -------------------------------------------------------------------------
 
@@ -78,7 +99,9 @@ class StoredFormat(BaseModel, ABC):
 
     def quantizes(self, module: str) -> bool:
         """Whether the Linear called `module` (no `.weight`, no prefix) is stored in this format."""
-        return module not in _FLOAT_MODULES and not module.endswith(_FLOAT_ENDINGS)
+        if module in _FLOAT_MODULES or module.endswith(_FLOAT_ENDINGS):
+            return False
+        return not names_module(self.ignore, self.rule, module)
 
     # -- tensors -------------------------------------------------------------------------------------
 
@@ -184,6 +207,25 @@ def formats() -> Mapping[str, type[StoredFormat]]:
     return _REGISTRY.known()
 
 
+@contextmanager
+def named_errors(field: str) -> Iterator[None]:
+    """Turn what validation says of a field into a ConfigError with its whole name.
+
+    Args:
+        field: name of the object that is validated.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join([field, *(str(part) for part in first["loc"])])
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise ConfigError(cause.message, field=".".join(part for part in (name, cause.field) if part)) from None
+        message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.100}"
+        raise ConfigError(message, field=name) from None
+
+
 def parse_quantization(raw: Any, *, field: str = "quantization_config") -> StoredFormat:
     """Read a `quantization_config` or `compression_config` object.
 
@@ -192,14 +234,10 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
-    try:
+    with named_errors(field):
         for candidate in formats().values():
             if (found := candidate.parse(raw, field)) is not None:
                 return found
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join([field, *(str(part) for part in first["loc"])])
-        raise ConfigError(f"{first['msg']}, got {first['input']!r}", field=name) from None
     known = " or ".join(repr(one.method) for one in formats().values() if one.method)
     raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import DERIVED, KimiK2Config
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -33,7 +33,8 @@ class HuggingFaceKimiK2Config(PretrainedConfig):
         if not fields:
             super().__init__()
             return
-        config = KimiK2Config.from_dict(fields)
+        # transformers makes copies from what `to_dict` gave, which has our own fields too.
+        config = KimiK2Config.from_dict({name: value for name, value in fields.items() if name not in DERIVED})
         own = config.model_dump(exclude={"quantization", "model_type"})
         if config.rope_scaling is not None:
             # vLLM looks for the kind of scaling under its newer name.

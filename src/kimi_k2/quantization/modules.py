@@ -1,0 +1,123 @@
+"""Which modules a list in a quantization config names, by the rule of the library that wrote it.
+
+K2.5's checkpoints put `language_model.` before the language model's names, transformers' class of it
+`model.language_model.`; lists have either, or neither.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import regex
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.limits import MODULE_PATTERNS
+
+# `compressed`: names and, after `re:`, expressions that match from the start (compressed-tensors).
+# `transformers`: expressions that match from the start to a dot or the end, or endings (`should_convert_module`).
+# `glob`: names with `*` and `?` (modelopt, quark).
+Rule = Literal["compressed", "transformers", "glob"]
+
+_WRAPPERS = ("model.language_model.", "language_model.")
+_SECONDS_A_MATCH = 0.05
+_KEPT = 16
+# By the list's identity: a list of 100,000 names would take longer to hash than to look up.
+_COMPILED: dict[tuple[int, Rule], tuple[tuple[str, ...], Callable[[str], bool]]] = {}
+
+
+def names_module(entries: tuple[str, ...], rule: Rule, module: str) -> bool:
+    """Whether a list of modules names `module` (no `.weight`, no prefix); in time that does not grow with plain names.
+
+    Raises:
+        ConfigError: an expression takes too long.
+    """
+    key = id(entries), rule
+    held = _COMPILED.get(key)
+    if held is None or held[0] is not entries:
+        if len(_COMPILED) >= _KEPT:
+            _COMPILED.clear()
+        held = _COMPILED[key] = entries, _compile(entries, rule)
+    return held[1](module)
+
+
+def module_list(raw: Any, rule: Rule, field: str) -> tuple[str, ...]:
+    """A list of modules, checked; None is empty.
+
+    Raises:
+        ConfigError: it is no list of names, holds what is no expression, or more expressions than are tried.
+    """
+    if not isinstance(raw, (list, tuple, type(None))) or not all(isinstance(name, str) for name in raw or ()):
+        raise ConfigError(f"expected a list of names, got {raw!r:.100}", field=field)
+    entries = tuple(raw or ())
+    if "Linear" in entries and rule == "compressed":
+        raise ConfigError("expected names of modules, got 'Linear', which is all of them", field=field)
+    patterns = [one for entry in entries if (one := _pattern(entry, rule)) is not None]
+    if len(patterns) > MODULE_PATTERNS:
+        raise ConfigError(f"expected at most {MODULE_PATTERNS} expressions, got {len(patterns)}", field=field)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ConfigError(f"{pattern!r:.100} is no regular expression: {error}", field=field) from None
+    return entries
+
+
+def _pattern(entry: str, rule: Rule) -> str | None:
+    """The regular expression that an entry is, None for a plain name."""
+    if rule == "compressed":
+        return entry[3:] if entry.startswith("re:") else None
+    if rule == "glob":
+        return fnmatch.translate(entry) if any(one in entry for one in "*?[") else None
+    # A plain name is an expression too, whose dots match anything; a name is found faster as a name.
+    return None if re.fullmatch(r"[\w.]*", entry) else rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"
+
+
+def _bare(name: str) -> str:
+    """A name without what K2.5's wrapper puts before it."""
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper):
+            rest = name.removeprefix(wrapper)
+            return rest if rest.startswith(("model.", "lm_head")) else f"model.{rest}"
+    return name
+
+
+def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
+    patterns = [(one, "language" in one) for entry in entries if (one := _pattern(entry, rule)) is not None]
+    names = frozenset(_bare(entry) for entry in entries if _pattern(entry, rule) is None)
+    endings, packages = (tuple(names), names) if rule == "transformers" else ((), frozenset())
+
+    def named(module: str) -> bool:
+        if module in names or (endings and module.endswith(endings)):
+            return True
+        dots = [index for index, one in enumerate(module) if one == "."] if packages else []
+        if any(module[:dot] in packages or module[: dot + 1] in packages for dot in dots):
+            return True
+        for pattern, wrapped in patterns:
+            if _matches(pattern, module):
+                return True
+            if wrapped and any(
+                _matches(pattern, wrapper + (module.removeprefix("model.") if wrapper == _WRAPPERS[0] else module))
+                for wrapper in _WRAPPERS
+            ):
+                return True
+        return False
+
+    return named
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of a checkpoint matches a module's name; it may be made to run for ever.
+
+    Raises:
+        ConfigError: it takes too long.
+    """
+    # As published: two quantifiers, none of a group. These cannot take long, and `re` is eight times as fast.
+    if len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern):
+        return re.match(pattern, module) is not None
+    try:
+        return regex.match(pattern, module, timeout=_SECONDS_A_MATCH) is not None
+    except (TimeoutError, regex.error) as error:
+        raise ConfigError(f"{pattern!r:.100}: {error}", field="quantization_config.ignore") from None

@@ -1,0 +1,250 @@
+"""Every field of a config.json is obeyed or refused by its name: unknown ones, K2.5's two levels, nested objects."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.rope import rope_inv_freq
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.modules import names_module
+
+# What transformers 4.56 wrote into K2.5's text_config (ai-dynamo/aiconfigurator keeps a copy of NVIDIA's file).
+DUMPED: dict[str, Any] = {
+    "_name_or_path": "", "add_cross_attention": False, "auto_map": {"AutoConfig": "x.Y"}, "bad_words_ids": None,
+    "begin_suppress_tokens": None, "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False, "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0, "ep_size": 1, "exponential_decay_length_penalty": None, "finetuning_task": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "id2label": {"0": "LABEL_0"}, "is_decoder": False,
+    "is_encoder_decoder": False, "label2id": {"LABEL_0": 0}, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
+    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
+    "output_attentions": False, "output_hidden_states": False, "output_scores": False, "prefix": None,
+    "pretraining_tp": 1, "problem_type": None, "pruned_heads": {}, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False, "sep_token_id": None,
+    "seq_aux": True, "suppress_tokens": None, "task_specific_params": None, "temperature": 1.0,
+    "tf_legacy_loss": False, "tie_encoder_decoder": False, "tokenizer_class": None, "top_k": 50, "top_p": 1.0,
+    "torchscript": False, "transformers_version": "4.56.2", "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
+    "aux_loss_alpha": 0.001, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+def raw_preset(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
+    return result
+
+
+def at(raw: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The object that holds a dotted name, and the name's end."""
+    *parts, last = path.split(".")
+    for part in parts:
+        raw = raw[part]
+    return raw, last
+
+
+def changed(name: str, path: str, value: Any) -> dict[str, Any]:
+    raw = raw_preset(name)
+    holder, last = at(raw, path)
+    holder[last] = value
+    return raw
+
+
+GROUP = "quantization_config.config_groups.group_0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("swiglu_limit", 7.0),
+        ("index_topk", 2048),
+        ("sliding_window", 128),
+        ("mlp_bias", True),
+        ("head_dim", 192),
+        ("qk_head_dim", 64),
+        ("partial_rotary_factor", 0.5),
+        ("layer_types", ["sliding_attention"] * 61),
+        ("layer_types", "full_attention"),
+        ("rope_interleave", False),
+        ("rope_interleave", None),
+        ("original_max_position_embeddings", 8192),
+        ("num_local_experts", 8),
+        ("quantisation_config", {}),
+        ("tensor_prefix", "language_model."),
+        ("rope_scaling.low_freq_factor", 1.0),
+        ("rope_scaling.partial_rotary_factor", 0.5),
+        ("rope_scaling.truncate", None),
+        ("architectures", ["DeepseekV32ForCausalLM"]),
+        ("quantization_config.sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("quantization_config.transform_config", {"config_groups": {}, "x": 1}),
+        ("quantization_config.quantization_status", "frozen"),
+        ("quantization_config.rotation", "hadamard"),
+        (f"{GROUP}.output_activations", {"num_bits": 8}),
+        (f"{GROUP}.format", "naive-quantized"),
+        (f"{GROUP}.bias", {}),
+        (f"{GROUP}.weights.block_structure", [128, 128]),
+        (f"{GROUP}.weights.zero_point", 8),
+        (f"{GROUP}.weights.group_size", 31),
+        (
+            "quantization_config.kv_cache_scheme",
+            {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": True},
+        ),
+        ("routed_scaling_factor", 1e308),
+        ("rope_theta", 1e-300),
+        ("rope_scaling.mscale_all_dim", 1e300),
+        ("rms_norm_eps", 1e-300),
+    ],
+)
+@pytest.mark.parametrize("name", ["kimi-k2-thinking", "kimi-k2.5"])
+def test_a_field_that_changes_numbers_is_refused(name: str, path: str, value: Any) -> None:
+    place = "text_config." if name == "kimi-k2.5" else ""
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_dict(changed(name, place + path, value))
+    field = caught.value.field or ""
+    assert field == place + path or field.startswith(f"{place}{path}.dynamic")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("tie_word_embeddings", True),
+        ("swiglu_limit", 7.0),
+        ("hidden_size", 4096),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("quantization_config.ignore", ["lm_head"]),
+        ("vision_config.window", 7),
+        ("vision_config.rope_parameters", {"rope_type": "axial", "factor": 2.0}),
+        ("vision_config.rope_parameters", {"rope_type": "yarn"}),
+        ("projection_layer_norm_eps", 1e-6),
+        ("image_token_id", 163604),
+        ("model_type", "kimi_vl2"),
+    ],
+)
+def test_the_level_around_the_language_model(path: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KimiK2Config.from_dict(changed("kimi-k2.5", path, value))
+    field = caught.value.field or ""
+    assert field == path.removesuffix(".ignore") or field.startswith(f"{path}.")
+
+
+def test_what_publishers_and_transformers_write_is_accepted() -> None:
+    plain, wrapped = raw_preset("kimi-k2-thinking"), raw_preset("kimi-k2.5")
+    assert KimiK2Config.from_dict({**DUMPED, **plain}) == KimiK2Config.from_dict(plain)
+    around = {"ignore_index": -100, "use_unified_vision_chunk": True, "video_placeholder": "x", "dtype": "bfloat16"}
+    text = {**DUMPED, **wrapped["text_config"], "qk_head_dim": 192, "head_dim": 64, "rope_interleave": True}
+    vision = {**wrapped["vision_config"], "_attn_implementation": "flash_attention_2"}
+    whole = {**wrapped, **around, "text_config": text, "vision_config": vision, "hidden_size": 7168}
+    assert KimiK2Config.from_dict(whole) == KimiK2Config.from_dict(wrapped)
+
+
+def test_transformers_own_class_of_k25_reads_back() -> None:
+    kimi_k25 = pytest.importorskip("transformers.models.kimi_k25", reason="this transformers has no kimi_k25")
+    raw = raw_preset("kimi-k2.5")
+    ours = KimiK2Config.from_dict(raw)
+    for whole in (True, False):
+        theirs = kimi_k25.Kimi_K25Config(**copy.deepcopy(raw))
+        saved = theirs.to_dict() if whole else json.loads(theirs.to_json_string())
+        read = KimiK2Config.from_dict(saved)
+        assert read.rope_scaling == ours.rope_scaling
+        assert read.quantization == ours.quantization
+        assert (read.vision or ours).model_copy(update={"video_token_id": None}) == ours.vision
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": "deepseek_v3", "vocab_size": 129280}, "this is DeepSeek-V3"),
+        ({"model_type": "kimi_k3"}, "this is Kimi-K3"),
+        ({"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}, "this is Kimi-Linear"),
+    ],
+)
+def test_other_models_are_called_what_they_are(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        KimiK2Config.from_dict({**raw_preset("kimi-k2-instruct"), **fields})
+
+
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(ConfigError, match="GGUF"):
+            KimiK2Config.from_pretrained(path)
+    with pytest.raises(ConfigError, match="name of a published configuration, which has no weights"):
+        KimiK2Config.from_pretrained("kimi-k2.6")
+
+
+@pytest.mark.parametrize("yarn", [{"truncate": False}, {}, {"beta_fast": 0.5, "truncate": False}, {"beta_fast": 0.01}])
+def test_frequencies_are_transformers(yarn: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = raw_preset("kimi-k2.5")["text_config"]
+    raw["rope_scaling"] |= yarn
+    rotary = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding
+    kept = {key: value for key, value in raw.items() if key not in ("model_type", "quantization_config")}
+    expected = rotary(transformers.DeepseekV3Config(**copy.deepcopy(kept))).inv_freq
+    assert torch.equal(rope_inv_freq(KimiK2Config.from_dict(raw)), expected)
+
+
+def test_rope_scaling_comes_before_rope_parameters_as_in_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = raw_preset("kimi-k2-thinking")
+    raw["rope_parameters"] = {**raw["rope_scaling"], "factor": 4.0, "rope_theta": 10000.0}
+    kept = {key: value for key, value in raw.items() if key not in ("model_type", "quantization_config")}
+    theirs = transformers.DeepseekV3Config(**copy.deepcopy(kept)).rope_parameters
+    ours = KimiK2Config.from_dict(raw)
+    assert ours.rope_scaling is not None
+    assert (ours.rope_scaling.factor, ours.rope_theta) == (theirs["factor"], theirs["rope_theta"])
+
+
+def test_lists_of_modules_by_the_rules_of_their_libraries() -> None:
+    quantizers = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    root = "model.layers.3"
+    modules = [f"{root}.mlp.down_proj", f"{root}.mlp.experts.7.up_proj", f"{root}.self_attn.o_proj", "lm_head"]
+    modules += [f"model.layers.30.{rest}" for rest in ("mlp.gate_proj", "mlp.shared_experts.up_proj")]
+    for entry in ("lm_head", "model.layers.3", "layers.3", "o_proj", "model.layers.*.mlp", r".*\.self_attn", "model.",
+                  "model.layers.3.mlp.down_proj", "experts.7"):  # fmt: skip
+        for module in modules:
+            assert names_module((entry,), "transformers", module) == (
+                not quantizers.should_convert_module(module, [entry])
+            ), (entry, module)
+    for entry in (
+        "lm_head",
+        r"re:.*self_attn.*",
+        r"re:model\.layers\.3\..*",
+        "model.layers.3",
+        r"re:.*mlp\.(gate|up)_proj",
+    ):
+        for module in modules:
+            assert names_module((entry,), "compressed", module) == match.match_name(module, entry), (entry, module)
+    for entry in ("language_model.model.layers.3.mlp*", "model.layers.3.mlp*", "model.language_model.layers.3.mlp*"):
+        assert [names_module((entry,), "glob", module) for module in modules] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+            False,
+        ]
+    for entry in (r"re:language_model\.lm_head", "language_model.lm_head", r"re:.*language_model\.lm_head$"):
+        assert [names_module((entry,), "compressed", module) for module in modules] == [False] * 3 + [True] + [
+            False
+        ] * 2
+
+
+def test_a_long_list_of_names_takes_no_longer_a_module() -> None:
+    ignore = tuple(
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(260) for expert in range(384)
+    )
+    held = Int4GroupFormat(ignore=ignore)
+    assert sum(held.quantizes(f"model.layers.{layer}.self_attn.o_proj") for layer in range(70_000)) == 70_000
+    assert not held.quantizes(ignore[-1])
+
+
+def test_expressions_are_bounded() -> None:
+    with pytest.raises(ConfigError, match="at most 1000 expressions, got 1001") as caught:
+        KimiK2Config.from_dict(changed("kimi-k2-thinking", "quantization_config.ignore", [r"re:a.*"] * 1001))
+    assert caught.value.field == "quantization_config.ignore"
