@@ -9,6 +9,10 @@ class KimiK2Error(Exception):
     """Base of every error that this package raises on purpose."""
 
 
+class KimiK2Warning(UserWarning):
+    """Something that could not be checked; the command line shows its message alone."""
+
+
 class ConfigError(KimiK2Error, ValueError):
     """A configuration is missing a field, or a field is mistyped or inconsistent.
 
@@ -78,7 +82,10 @@ class OrphanScaleError(CheckpointError):
 
 
 class TokenizerError(KimiK2Error, ValueError):
-    """A vocabulary file, token id, chat message or tool definition is malformed."""
+    """A vocabulary file, token id, chat message or tool definition is malformed; `file` goes in front."""
+
+    def __init__(self, message: str, *, file: str | Path | None = None) -> None:
+        super().__init__(f"{file}: {message}" if file is not None else message)
 
 
 class MediaError(KimiK2Error, ValueError):

@@ -1,16 +1,98 @@
-"""JSON files read within limits, with an error that names the file."""
+"""Files that a user names: regular ones alone are read, up to a bound, and nothing is written through a link."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
+from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError
+from kimi_k2.errors import CorruptHeaderError, KimiK2Error
 from kimi_k2.limits import JSON_BYTES, JSON_NESTING
 
+# An error that takes `file`.
+FileError = Callable[..., KimiK2Error]
+PARTIAL_SUFFIX = ".partial"
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+}
 
-def read_json(path: Path, error: type[ConfigError | CheckpointError] = CorruptHeaderError) -> Any:
+
+def is_there(path: Path) -> bool:
+    """Whether a directory has an entry of that name; a link that leads nowhere is one, which cannot be read."""
+    return os.path.lexists(path)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what could give bytes, or wait, for ever. Links are followed: Hugging Face's cache is made of them.
+
+    Raises:
+        OSError: it is not there, or a pipe, a device, a socket or a directory; `strerror` says which.
+    """
+    _check_regular(path.stat(), path)
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading; errors as for `check_regular`, and those of opening."""
+    check_regular(path)
+    # It may have become a pipe since, and some files of /proc make their readers wait.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, limit: int, error: FileError) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: of the file.
+        limit: bytes that it may have.
+        error: raised where it has more or cannot be read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # None: a file of /proc that has nothing to say now.
+            data = b"" if size > limit else file.read(limit + 1) or b""
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as reason:  # ValueError: a name with a NUL
+        raise error(f"cannot be read: {getattr(reason, 'strerror', None) or reason}", file=path) from None
+    if max(size, len(data)) > limit:
+        raise error(f"{max(size, len(data))} bytes; at most {limit} are read", file=path)
+    return data
+
+
+def read_text(path: Path, limit: int, error: FileError) -> str:
+    """The content of a file in UTF-8; arguments and errors as for `read_bytes`."""
+    try:
+        return read_bytes(path, limit, error).decode("utf-8")
+    except UnicodeDecodeError as reason:
+        raise error(f"expected UTF-8: {reason}", file=path) from None
+
+
+def read_json(path: Path, error: FileError = CorruptHeaderError) -> Any:
     """The content of a JSON file.
 
     Args:
@@ -20,18 +102,10 @@ def read_json(path: Path, error: type[ConfigError | CheckpointError] = CorruptHe
     Raises:
         FileNotFoundError: there is no such file.
     """
+    data = read_bytes(path, JSON_BYTES, error)
     try:
-        size = path.stat().st_size
-        if size > JSON_BYTES:
-            raise error(f"{size} bytes; at most {JSON_BYTES} are read", file=path)
-        return parse_json(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except OSError as reason:
-        raise error(f"cannot be read: {reason.strerror}", file=path) from None
+        return parse_json(data)
     except ValueError as reason:
-        if isinstance(reason, error):
-            raise
         raise error(f"not valid JSON: {reason}", file=path) from None
 
 
@@ -52,3 +126,43 @@ def parse_json(data: bytes) -> Any:
         children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
         level = [child for child in children if isinstance(child, (dict, list))]
     raise ValueError(f"nested more than {JSON_NESTING} deep")
+
+
+def open_output(path: Path, *, truncate: bool = False) -> int:
+    """Descriptor, for reading and writing, of a file that belongs to this name alone; made if it is not there.
+
+    Args:
+        path: of the file.
+        truncate: drop what it holds.
+
+    Raises:
+        OSError: it cannot be made, or it is a link (a hard one too), a pipe or a device: what is written to it would
+            reach another file. `strerror` says which.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link to another file, which is not overwritten", str(path))
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        status = os.fstat(descriptor)
+        _check_regular(status, path)
+        if status.st_nlink > 1:
+            raise OSError(errno.EMLINK, "has another name (a hard link), which is not overwritten", str(path))
+        if truncate:
+            os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text under a temporary name, then rename, so that a reader never sees half a file.
+
+    Raises:
+        OSError: the disk is full, or the temporary name is a link, see `open_output`.
+    """
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with os.fdopen(open_output(partial, truncate=True), "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)

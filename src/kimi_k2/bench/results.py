@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kimi_k2.bench.errors import SweepError
+from kimi_k2.files import read_json
 
 SCHEMA = "kimi-k2/sweep/1"
 SCHEMA_FILE = Path(__file__).with_name("sweep.schema.json")
@@ -68,13 +68,9 @@ def load_results(path: Path) -> dict[str, Any]:
         SweepError: it is missing, truncated, of another schema version, or a field is missing or mistyped.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, SweepError)
     except FileNotFoundError:
         raise SweepError("no such file", file=path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepError(f"cannot be read: {error}", file=path) from None
-    except ValueError as error:
-        raise SweepError(f"not valid JSON (truncated?): {error}", file=path) from None
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA:
         raise SweepError(f"expected schema {SCHEMA!r}, got {version!r}", file=path)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from kimi_k2.errors import CorruptHeaderError
-from kimi_k2.files import parse_json
+from kimi_k2.files import check_regular, open_regular, parse_json
 from kimi_k2.limits import SAFETENSORS_HEADER_BYTES
 from kimi_k2.quantization.stored import TensorSpec
 
@@ -31,6 +32,16 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def open_tensors(path: Path) -> Any:
+    """safetensors' `safe_open` of a regular file: it would wait for ever for a pipe's writer.
+
+    Raises:
+        OSError, SafetensorError: the file is not there, is not regular, or is damaged.
+    """
+    check_regular(path)
+    return safe_open(path, framework="pt")
+
+
 def header_bytes(path: Path) -> bytes:
     """Length prefix and JSON text of a file's header as they are stored.
 
@@ -38,7 +49,7 @@ def header_bytes(path: Path) -> bytes:
         CorruptHeaderError: the file is shorter than it says, or the header is larger than safetensors allows.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if length > SAFETENSORS_HEADER_BYTES:

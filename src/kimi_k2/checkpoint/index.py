@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import CorruptHeaderError, MissingShardError
-from kimi_k2.files import read_json
+from kimi_k2.files import is_there, read_json
 from kimi_k2.limits import NAME_CHARACTERS, SHARDS
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,11 +42,14 @@ class CheckpointIndex:
         """
         directory = Path(directory)
         path = directory / INDEX_NAME
-        if not path.is_file():
-            if (directory / SINGLE_NAME).is_file():
+        if not is_there(path):
+            if is_there(directory / SINGLE_NAME):
                 return cls(directory, (SINGLE_NAME,), None)
             raise MissingShardError(f"expected {INDEX_NAME} or {SINGLE_NAME} in this directory", file=directory)
-        raw = read_json(path)
+        try:
+            raw = read_json(path)
+        except FileNotFoundError:
+            raise MissingShardError("a link to a file that is not there", file=path) from None
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
@@ -61,7 +64,7 @@ class CheckpointIndex:
         shards = tuple(sorted(set(weight_map.values()), key=_natural))
         if len(shards) > SHARDS:
             raise CorruptHeaderError(f"expected at most {SHARDS} shards, got {len(shards)}", file=path)
-        missing = [shard for shard in shards if not (directory / shard).is_file()]
+        missing = [shard for shard in shards if not (directory / shard).exists()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
             more = f" (and {len(missing) - 1} more shards)" if len(missing) > 1 else ""
@@ -97,7 +100,7 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     parts: list[tuple[int, str]] = []
     number = ""
     for character in name + "\0":
-        if character.isdigit():
+        if character.isdecimal():  # what `int` reads; isdigit() holds for ² too
             number += character
             continue
         if number:

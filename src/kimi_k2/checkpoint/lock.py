@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kimi_k2.errors import CheckpointError
+from kimi_k2.files import open_output
 
 LOCK = ".kimi-k2.lock"
 
@@ -29,9 +30,9 @@ class DirectoryLock:
     def __enter__(self) -> DirectoryLock:
         while True:
             try:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                self._fd = open_output(self.path)
             except OSError as error:
-                raise CheckpointError(f"cannot be written: {error.strerror}", file=self.path.parent) from None
+                raise CheckpointError(f"cannot be written: {error.strerror}", file=self.path) from None
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kimi_k2.checkpoint.finite import nonfinite
-from kimi_k2.checkpoint.header import DTYPES, read_header
+from kimi_k2.checkpoint.header import DTYPES, open_tensors, read_header
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
 from kimi_k2.checkpoint.vision_names import VISION, vision_tensors
@@ -29,6 +29,7 @@ from kimi_k2.errors import (
     TruncatedShardError,
     UnexpectedTensorError,
 )
+from kimi_k2.files import open_regular
 from kimi_k2.limits import NAME_CHARACTERS
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 
@@ -325,7 +326,7 @@ class CheckpointReader:
             self._release()
             path = self.directory / shard
             try:
-                self._handle = safe_open(path, framework="pt")
+                self._handle = open_tensors(path)
             except (SafetensorError, OSError) as error:
                 raise _diagnose(path, error) from None
             self._open_shard = shard
@@ -343,7 +344,7 @@ def _diagnose(path: Path, error: Exception) -> CheckpointError:
     """Turn safetensors' message into an error that says whether the file is gone, short, or its header is bad."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(8)
     except FileNotFoundError:
         return MissingShardError("no such file", file=path)

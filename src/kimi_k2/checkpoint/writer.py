@@ -17,9 +17,8 @@ from torch import Tensor
 from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
+from kimi_k2.files import PARTIAL_SUFFIX, open_output, replace_file
 from kimi_k2.quantization.stored import TensorSpec
-
-PARTIAL_SUFFIX = ".partial"
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -49,7 +48,7 @@ class SafetensorsWriter:
         self._remaining = {name: spec.nbytes for name, spec in self.specs.items()}
         total = len(prefix) + sum(self._remaining.values())
         try:
-            self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._fd = open_output(self.partial, truncate=True)
         except OSError as error:
             raise CheckpointError(f"cannot be made: {error.strerror}", file=self.partial) from error
         try:
@@ -123,10 +122,8 @@ class SafetensorsWriter:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON under a temporary name, then rename, so that a reader never sees half a file."""
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write JSON as `replace_file` does."""
+    replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.files import replace_file
 
 Messages = list[dict[str, Any]]
 MAX_BYTES = 100 * 2**20
@@ -53,10 +54,8 @@ def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] 
 
 def write_conversation(path: Path, messages: Messages, tools: Messages) -> None:
     """Write what `read_messages` reads."""
-    partial = path.with_name(path.name + ".partial")
     content = {"messages": messages, **({"tools": tools} if tools else {})}
-    partial.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
 def _read_json(path: Path) -> Any:

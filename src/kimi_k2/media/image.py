@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from kimi_k2.errors import MediaError
+from kimi_k2.files import read_bytes
 from kimi_k2.limits import IMAGE_PIXELS, MEDIA_BYTES, MEDIA_TOKENS
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.patches import Media, grid_of, to_patches
@@ -53,16 +54,12 @@ def read_bounded(path: Path) -> bytes:
         MediaError: it cannot be read, is empty or larger, or is a device, a pipe or a directory.
     """
     try:
-        if not path.is_file():
-            raise MediaError("no such file" if not path.exists() else "expected a regular file", file=path)
-        size = path.stat().st_size
-        if not 0 < size <= MEDIA_BYTES:
-            raise MediaError(f"expected 1 to {MEDIA_BYTES} bytes, got {size}", file=path)
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, MediaError):
-            raise
-        raise MediaError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=path) from None
+        data = read_bytes(path, MEDIA_BYTES, MediaError)
+    except FileNotFoundError:
+        raise MediaError("no such file", file=path) from None
+    if not data:
+        raise MediaError("is empty", file=path)
+    return data
 
 
 def open_image(source: Path | bytes, *, name: str | None = None) -> Image.Image:

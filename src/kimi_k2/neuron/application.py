@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -19,6 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import Step, prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import ConfigError, GenerationError
+from kimi_k2.files import read_json
 from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application
 from kimi_k2.neuron.compiler_args import environment, runtime_environment
@@ -179,7 +179,7 @@ class NeuronApplication:
         """
         if not (compiled / "model.pt").is_file():
             raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
-        stored = json.loads((compiled / "neuron_config.json").read_text(encoding="utf-8"))
+        stored = read_json(compiled / "neuron_config.json", ConfigError)
         # Before NxD is imported; a preset's own variables must be in the environment already.
         os.environ.update(runtime_environment(stored["neuron_config"]["logical_nc_config"]))
         with _stdout_to_stderr():

@@ -15,6 +15,7 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
+from kimi_k2.files import open_regular, read_json, replace_file
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
@@ -128,7 +129,7 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
             continue
         start = time.monotonic()
         graph = lower()
-        _write(out / name, graph.hlo)
+        replace_file(out / name, graph.hlo)
         counts = count(graph.hlo, graph.parameters)
         live = peak_live_bytes(graph.hlo).nbytes
         manifest.add(name, {**facts, "peak_live_bytes": live, **summary(counts)})
@@ -227,7 +228,7 @@ class Manifest:
         self.content: dict[str, Any] = {"made_from": made_from, "complete": False, "artifacts": {}}
         if self.path.is_file():
             try:
-                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                stored = read_json(self.path, ConfigError)
                 artifacts_of = stored["made_from"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"not a manifest: {error}", file=self.path) from None
@@ -258,18 +259,9 @@ class Manifest:
         self._save()
 
     def _save(self) -> None:
-        _write(self.path, json.dumps(self.content, indent=2))
+        replace_file(self.path, json.dumps(self.content, indent=2))
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,6 +15,8 @@ from kimi_k2 import __version__
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.files import open_regular, read_json
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
 SCHEMA = "kimi-k2-golden/2"
@@ -59,7 +61,7 @@ def checkpoint_identity(directory: str | Path) -> str:
         path = Path(directory) / shard
         size = path.stat().st_size
         digest.update(f"{shard}:{size}\n".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.update(file.read(IDENTITY_BYTES))
             file.seek(max(0, size - IDENTITY_BYTES))
             digest.update(file.read())
@@ -119,7 +121,7 @@ def load_golden(directory: str | Path) -> Golden:
     """
     path, tensors = Path(directory) / DESCRIPTION, Path(directory) / TENSORS
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, ConfigError)
         if stored["schema"] != SCHEMA:
             raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
         inputs = Inputs(**stored["inputs"])
@@ -130,11 +132,12 @@ def load_golden(directory: str | Path) -> Golden:
     except (ValueError, KeyError, TypeError) as error:
         raise ParityError(f"{path}: not a golden description: {error}") from None
     try:
-        found = hashlib.sha256(tensors.read_bytes()).hexdigest()
+        with open_regular(tensors) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         values = load_file(tensors)
     except FileNotFoundError:
         raise ParityError(f"{tensors}: no such file") from None
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ParityError(f"{tensors}: cannot be read: {error}") from None
     if found != digest:
         raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")

@@ -6,7 +6,6 @@ INT4), so that a mistake in this package's dequantization cannot cancel out.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from torch import Tensor
 from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import KimiK2Error
+from kimi_k2.errors import ConfigError, KimiK2Error
+from kimi_k2.files import read_json
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 
@@ -40,7 +40,7 @@ def _import(name: str) -> Any:
 def transformers_config(directory: str | Path) -> Any:
     """transformers' DeepseekV3Config from a checkpoint's config.json (its `text_config` if it has one)."""
     transformers = _import("transformers")
-    raw = json.loads((Path(directory) / "config.json").read_text())
+    raw = read_json(Path(directory) / "config.json", ConfigError)
     raw = dict(raw.get("text_config", raw))
     # transformers merges per-expert weights and knows its keys by model_type; kimi_k2 is not one of its own.
     for key in ("model_type", "architectures", "quantization_config", "compression_config"):

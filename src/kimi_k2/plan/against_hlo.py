@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, VISION_ENCODER
 from kimi_k2.plan.hlo import GraphCounts
@@ -40,7 +40,7 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
     """
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, ConfigError)
         made_for, artifacts = manifest["made_from"]["preset"], manifest["artifacts"].values()
     except FileNotFoundError:
         raise ConfigError("no such file; write it with kimi-k2 compile --hlo-only", file=path) from None

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_text
+from kimi_k2.limits import JSON_BYTES
 from kimi_k2.plan.instance import INSTANCES, Instance
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import AttentionTiles, Layout
@@ -189,7 +191,7 @@ class Deployment(_Part):
         if not path.is_file():
             raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
         try:
-            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+            raw = yaml.safe_load(read_text(path, JSON_BYTES, ConfigError))
             if not isinstance(raw, dict):
                 raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
             return cls.model_validate({"name": path.stem, **raw})

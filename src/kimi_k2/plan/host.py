@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from kimi_k2.checkpoint.index import INDEX_NAME, stated_size
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CorruptHeaderError
+from kimi_k2.files import is_there, read_json
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.dry_run import dry_run
 
@@ -40,12 +40,9 @@ def read_index(directory: Path) -> dict[str, Any] | None:
         CorruptHeaderError: the index is no JSON object with a weight_map.
     """
     path = directory / INDEX_NAME
-    if not path.is_file():
+    if not is_there(path):
         return None
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CorruptHeaderError(f"not valid JSON: {error}", file=path) from None
+    raw = read_json(path)
     shards = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise CorruptHeaderError("expected an object 'weight_map' of file names", file=path)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kimi_k2.errors import CheckpointError, ConfigError
-from kimi_k2.files import parse_json
+from kimi_k2.files import open_output, parse_json, read_bytes
+from kimi_k2.limits import JSON_BYTES
 from kimi_k2.sharding.checksum import FIRST_CHECKSUM
 
 JOURNAL = "journal.jsonl"
@@ -43,11 +44,10 @@ class Journal:
             ConfigError: the first line is damaged, so that nothing is known.
         """
         try:
-            lines = self.path.read_bytes().split(b"\n")[:-1]  # a line cut off by a kill has no newline
+            data = read_bytes(self.path, JSON_BYTES, CheckpointError)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=self.path) from None
+        lines = data.split(b"\n")[:-1]  # a line cut off by a kill has no newline
         if not lines:
             return None
         try:
@@ -67,18 +67,19 @@ class Journal:
 
     def begin(self, made_from: dict[str, Any], checksum: str) -> None:
         """Start anew."""
-        self._append({"made_from": made_from, "checksum": checksum}, os.O_TRUNC)
+        self._append({"made_from": made_from, "checksum": checksum}, anew=True)
 
     def finish_layer(self, layer: FinishedLayer) -> None:
         """Say that a layer is whole on the disk."""
-        self._append(layer._asdict(), os.O_APPEND)
+        self._append(layer._asdict(), anew=False)
 
-    def _append(self, entry: dict[str, Any], flag: int) -> None:
+    def _append(self, entry: dict[str, Any], *, anew: bool) -> None:
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | flag, 0o644)
+            file = open_output(self.path, truncate=anew)
             try:
                 # A line that was cut off must not swallow this one.
-                start = b"" if flag == os.O_TRUNC or self._ends_whole() else b"\n"
+                end = os.lseek(file, 0, os.SEEK_END)
+                start = b"\n" if end and os.pread(file, 1, end - 1) != b"\n" else b""
                 data = start + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
                 while data:
                     data = data[os.write(file, data) :]
@@ -89,13 +90,6 @@ class Journal:
             raise CheckpointError(
                 f"cannot be written: {error.strerror}; make room and run the same command again", file=self.path
             ) from None
-
-    def _ends_whole(self) -> bool:
-        with self.path.open("rb") as file:
-            if not file.seek(0, os.SEEK_END):
-                return True
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
 
     def remove(self) -> None:
         """The conversion is finished."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import TokenizerError
+from kimi_k2.files import replace_file
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS, PAD, UNK, special_tokens
 from kimi_k2.tokenization.template import CONFIG_NAME
 from kimi_k2.tokenization.tokenizer import VOCABULARY_NAME
@@ -45,9 +46,7 @@ def write_synthetic_vocabulary(directory: Path, vocab_size: int, *, seed: int = 
     base = vocab_size - NUM_SPECIAL_SLOTS
     ranks = synthetic_ranks(base, seed=seed)
     text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
-    partial = directory / f"{VOCABULARY_NAME}.partial"
-    partial.write_text(text)
-    partial.replace(directory / VOCABULARY_NAME)
+    replace_file(directory / VOCABULARY_NAME, text)
     added = {str(token): {"content": name, "special": True} for name, token in special_tokens(base).items()}
     config = {
         "added_tokens_decoder": added,

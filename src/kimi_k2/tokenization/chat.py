@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kimi_k2.files import replace_file
 from kimi_k2.tokenization.messages import Message
 from kimi_k2.tokenization.special_tokens import NAMED
 from kimi_k2.tokenization.style import ChatStyle
@@ -58,6 +59,4 @@ def template_source(style: ChatStyle) -> str:
 
 def write_chat_template(directory: Path, style: ChatStyle) -> None:
     """Write a style's template as the checkpoint's own."""
-    partial = directory / f"{TEMPLATE_NAME}.partial"
-    partial.write_text(template_source(style), encoding="utf-8")
-    partial.replace(directory / TEMPLATE_NAME)
+    replace_file(directory / TEMPLATE_NAME, template_source(style))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_json
-from kimi_k2.tokenization.files import is_there
+from kimi_k2.files import is_there, read_json
 
 # <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
 IM_END = 163586

@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kimi_k2 import files
 from kimi_k2.errors import TokenizerError
 
 # The published vocabulary has 2.8 MB, its configuration 5 kB.
 MAX_BYTES = 2**26
-
-
-def is_there(path: Path) -> bool:
-    """Whether a checkpoint has that file; a link that leads nowhere is one that cannot be read, not one it lacks."""
-    return path.is_file() or path.is_symlink()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -25,11 +21,8 @@ def read_bytes(path: Path) -> bytes:
         TokenizerError: it cannot be read or is larger; the message names the file.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise TokenizerError(f"{path}: expected at most {MAX_BYTES} bytes, got {size}")
-        return path.read_bytes()
-    except OSError as error:
+        return files.read_bytes(path, MAX_BYTES, TokenizerError)
+    except FileNotFoundError as error:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
 
 

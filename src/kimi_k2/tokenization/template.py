@@ -14,7 +14,8 @@ from typing import Any
 import jinja2
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.files import is_there, read_object, read_text
+from kimi_k2.files import is_there
+from kimi_k2.tokenization.files import read_object, read_text
 from kimi_k2.tokenization.messages import Message, normalized
 from kimi_k2.tokenization.sandbox import MAX_SOURCE, BoundedEnvironment, bounded
 from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER

@@ -14,8 +14,9 @@ from typing import Any
 import tiktoken
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.files import is_there
 from kimi_k2.tokenization.chat import built_in_template
-from kimi_k2.tokenization.files import is_there, read_bytes, read_object
+from kimi_k2.tokenization.files import read_bytes, read_object
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, VIDEO_PLACEHOLDER, special_tokens
 from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
 from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import percentile
 from kimi_k2.bench.sweep import Settings, draw_prompts
 from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.files import read_json
 
 SCHEMA = "kimi-k2/serving/1"
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -112,7 +112,7 @@ def _open(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return fresh
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, SweepError)
         same = stored["schema"] == SCHEMA and stored["settings"] == settings
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SweepError(f"cannot be read: {error!r}", file=path) from None

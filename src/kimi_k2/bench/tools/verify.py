@@ -12,6 +12,8 @@ from kimi_k2.bench.endpoint.client import FAILED, Endpoint
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.tools.criteria import Outcome, judge, restored, stored, summarize
 from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.files import read_text, replace_file
+from kimi_k2.limits import MEDIA_BYTES
 
 OUTCOMES, SUMMARY = "outcomes.jsonl", "summary.json"
 
@@ -23,8 +25,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         SweepError: it is missing, or a line is no object; naming the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, MEDIA_BYTES, SweepError).splitlines()
+    except FileNotFoundError as error:
         raise SweepError(f"cannot be read: {error}", file=path) from None
     found = []
     for number, line in enumerate(lines, start=1):
@@ -107,9 +109,7 @@ def verify(
     trusted = None if reference is None else read_outcomes(reference)
     outcomes = asyncio.run(_verify(endpoint, asked, concurrency, on_answer))
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / f"{OUTCOMES}.partial"
-    partial.write_text("".join(json.dumps(stored(one)) + "\n" for one in outcomes), encoding="utf-8")
-    partial.replace(out / OUTCOMES)
+    replace_file(out / OUTCOMES, "".join(json.dumps(stored(one)) + "\n" for one in outcomes))
     summary = summarize(outcomes, trusted)
     write_json(out / SUMMARY, summary)
     return summary

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.header import open_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
@@ -77,7 +78,7 @@ class VisionModel(nn.Module):
             model = cls(config, dtype=dtype)
         model = model.to_empty(device=device)
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(Path(path)) as file:
                 held = set(file.keys())
                 for name, target in model.named_parameters():
                     if name not in held:
@@ -87,7 +88,7 @@ class VisionModel(nn.Module):
                         expected, given = list(target.shape), list(tensor.shape)
                         raise TensorShapeError(f"expected {expected}, got {given}", file=path, tensor=name)
                     target.copy_(tensor)
-        except (FileNotFoundError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise MissingShardError(f"cannot be read: {error}", file=path) from None
         return model.eval()
 

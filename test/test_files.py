@@ -1,0 +1,180 @@
+"""What is read is a regular file within a bound, what is written belongs to one name; no module does it otherwise."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import kimi_k2
+from kimi_k2.checkpoint.index import INDEX_NAME
+from kimi_k2.checkpoint.lock import LOCK
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error
+from kimi_k2.files import open_output, read_bytes
+from kimi_k2.media.config import IMAGE_FILE, MediaConfig
+from kimi_k2.sharding.journal import JOURNAL
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.manifest import rank_file_name
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.tokenization.eos import load_eos_token_ids
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+RANK = rank_file_name(1)
+SOURCE = Path(kimi_k2.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A reader that waits for a pipe's writer fails instead."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("waits for a file that never ends")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": KimiK2Config.from_pretrained,
+    INDEX_NAME: CheckpointReader,
+    "model-2-of-3.safetensors": CheckpointReader,
+    "tiktoken.model": KimiTokenizer.from_pretrained,
+    "tokenizer_config.json": KimiTokenizer.from_pretrained,
+    "chat_template.jinja": KimiTokenizer.from_pretrained,
+    "generation_config.json": lambda directory: load_eos_token_ids(directory, KimiK2Config.from_pretrained(directory)),
+    IMAGE_FILE: MediaConfig.from_pretrained,
+}
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a socket": listening,
+    "a directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_regular_file_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    copy = shutil.copytree(checkpoints["fp8"], tmp_path / "c", copy_function=os.link)
+    monkeypatch.chdir(copy)  # a socket's name is short
+    (copy / name).unlink(missing_ok=True)
+    KINDS[kind](Path(name))
+    with pytest.raises(KimiK2Error, match=f"{name}.*expected a regular file, got {kind}"):
+        READERS[name](copy)
+
+
+def test_links_among_inputs_are_followed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Hugging Face's cache: every file is a link into a folder of blobs."""
+    for path in checkpoints["fp8"].iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    for read in READERS.values():
+        read(tmp_path)
+
+
+def test_a_file_that_is_longer_than_it_says_is_read_to_its_bound() -> None:
+    """Files of /proc have no size; this one has bytes."""
+    with pytest.raises(ConfigError, match="at most 16 are read"):
+        read_bytes(Path("/proc/self/status"), 16, ConfigError)
+
+
+def linked(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def hard_linked(path: Path, target: Path) -> None:
+    path.hardlink_to(target)
+
+
+@pytest.mark.parametrize("link", [linked, hard_linked])
+@pytest.mark.parametrize(
+    "name", [LOCK, JOURNAL, f"weights/{rank_file_name(1)}.partial", f"weights/{rank_file_name(0)}"]
+)
+def test_no_link_in_the_output_is_written_through(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, link: Callable[[Path, Path], None]
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"not yours" * 1000)
+    place = tmp_path / "out" / name
+    place.parent.mkdir(parents=True)
+    link(place, precious)
+    with pytest.raises((CheckpointError, ConfigError), match=r"link|files of something else"):
+        Presharder(checkpoints["fp8"], tmp_path / "out", Layout(2)).run()
+    assert precious.read_bytes() == b"not yours" * 1000
+    assert place.exists()
+
+
+def test_a_pipe_is_no_output(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="got a pipe"):
+        open_output(tmp_path / "pipe")
+
+
+# Modules that read files of the package, of the machine or of a developer's own measurements, and why they may.
+OWN = {
+    "files": "the one place",
+    "checkpoint/header": "open_tensors is the one place for safetensors",
+    "cli/conversation": "--messages <(command) is a pipe; the read is bounded",
+    "config": "presets of the package",
+    "kernels/comm/mailboxes": "/proc",
+    "kernels/common/build": "sources of the package",
+    "kernels/experts/tuning": "tables of the package, and where `tune` writes them",
+    "neuron/contrib": "sources of an installed package",
+    "nki/step_counts": "a table of the package",
+    "parity/golden": "SafeTensors after open_regular",
+    "parity/kernels": "a recording that the same command wrote",
+    "serving/paged/support": "source of an installed package",
+    "tokenization/chat": "a template of the package",
+}
+CALLS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "safe_open", "load_file"}
+# Of other things than names of files, or methods that are called so.
+OTHERS = {"Image", "av", "CheckpointIndex", "NeuronApplication", "files", "cls", "self"}
+
+
+def opened(path: Path) -> Iterator[str]:
+    """Calls in a module that open a file by its name."""
+    tree = ast.parse(path.read_text())
+    bounded = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".files")
+        for alias in node.names
+    }
+    bounded |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Name) and function.id in CALLS - bounded:
+            yield function.id
+        elif isinstance(function, ast.Attribute) and function.attr in CALLS:
+            owner = function.value.id if isinstance(function.value, ast.Name) else ""
+            if owner not in OTHERS:
+                yield f"{owner}.{function.attr}"
+
+
+def test_no_module_opens_files_past_the_one_place() -> None:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = path.relative_to(SOURCE).with_suffix("").as_posix()
+        if not module.startswith("bench/") and (calls := list(opened(path))):
+            found[module] = calls
+    assert found.keys() == OWN.keys(), {m: found.get(m) for m in found.keys() ^ OWN.keys()}
