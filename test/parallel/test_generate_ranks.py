@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,15 +17,16 @@ import pytest
 import torch
 
 from kimi_k2.bench.results import load_results
+from kimi_k2.checkpoint.header import header_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.errors import ConfigError, CorruptHeaderError
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Warning
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.ranks import load_ranks
+from kimi_k2.parallel.ranks import Rank, load_ranks
 from kimi_k2.parity.golden import load_golden
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, made_layout
+from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, made_layout, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
@@ -177,17 +179,88 @@ def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:
 def test_one_rank_needs_no_group(wide: Path, tmp_path: Path) -> None:
     Presharder(wide, tmp_path, Layout(1, target="cuda", experts="stored")).run()
     model = KimiK2ForCausalLM.from_pretrained(wide)
-    rank = load_ranks(tmp_path, model.config, torch.float32, "cpu")
+    rank = load_ranks(tmp_path, wide, model.config, torch.float32, "cpu")
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     steps = list(rank.generator.stream([[3, 1, 4]], params))
     assert [[step.tokens[0] for step in steps]] == generate(model, [[3, 1, 4]], params).token_ids
     assert rank.number == 0
     with pytest.raises(ConfigError, match="expected cpu or cuda"):
-        load_ranks(tmp_path, model.config, torch.float32, "cuda:1")
+        load_ranks(tmp_path, wide, model.config, torch.float32, "cuda:1")
+
+
+@pytest.fixture(scope="module")
+def one(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("one")
+    Presharder(wide, out, Layout(1, target="cuda", experts="stored")).run()
+    return out
+
+
+def load(ranks: Path, checkpoint: Path) -> Rank:
+    return load_ranks(ranks, checkpoint, KimiK2Config.from_pretrained(checkpoint), torch.float32, "cpu")
+
+
+def nudged(shard: Path) -> None:
+    """Training moves values all over a tensor: here one in 50 of one expert's, by a code."""
+    data = bytearray(shard.read_bytes())
+    header = header_bytes(shard)
+    entries = json.loads(header[8:])
+    name = next(name for name in entries if name.endswith("experts.5.up_proj.weight"))
+    start, end = (len(header) + offset for offset in entries[name]["data_offsets"])
+    for place in range(start, end, 50):
+        data[place] ^= 1
+    shard.write_bytes(data)
+
+
+def test_weights_of_another_checkpoint_are_refused(wide: Path, one: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(wide, tmp_path / "copy"))  # other times and inodes, the same bytes
+    load(one, copy)
+    nudged(copy / "model-2-of-2.safetensors")
+    with pytest.raises(ConfigError, match=r"model-2-of-2.safetensors has other values"):
+        load(one, copy)
+    (copy / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2-of-2.safetensors is not in"):
+        load(one, copy)
+
+
+def test_a_directory_without_weights_is_said_to_be_unchecked(wide: Path, one: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((wide / "config.json").read_bytes())
+    with pytest.warns(KimiK2Warning, match="holds no weights: that .* was made from this checkpoint is not checked"):
+        load(one, tmp_path)
+
+
+def test_ranks_of_an_older_version(wide: Path, one: Path, tmp_path: Path) -> None:
+    """Without samples the same files are told from others, and copies are not."""
+    old = Path(shutil.copytree(one, tmp_path / "old"))
+    content = json.loads((old / MANIFEST).read_text())
+    for shard in content["made_from"]["source"]["shards"].values():
+        del shard["sample"]
+    content["sha256"] = _own_checksum(content)
+    (old / MANIFEST).write_text(json.dumps(content))
+    load(old, wide)
+    copy = Path(shutil.copytree(wide, tmp_path / "copy"))
+    with pytest.raises(ConfigError, match="an older version wrote it"):
+        load(old, copy)
+
+
+def test_damaged_values_are_found_and_made_again(wide: Path, one: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(one, tmp_path / "own"))
+    path = own / "weights" / rank_file_name(0)
+    right = path.read_bytes()
+    path.write_bytes(right[:-3000] + bytes(2000) + right[-1000:])
+    with pytest.raises(CheckpointError, match=r"tensor .* the manifest's checksum; .*--verify-output"):
+        load(own, wide)
+    layout = Layout(1, target="cuda", experts="stored")
+    again = Presharder(wide, own, layout)
+    again.run()
+    assert again.looked_through
+    assert path.read_bytes() != right
+    Presharder(wide, own, layout, verify_output=True).run()
+    assert path.read_bytes() == right
+    load(own, wide)
 
 
 def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:
     Presharder(wide, tmp_path, Layout(1, experts="blockwise")).run()
     config = KimiK2ForCausalLM.from_pretrained(wide).config
     with pytest.raises(ConfigError, match="target"):
-        load_ranks(tmp_path, config, torch.float32, "cpu")
+        load_ranks(tmp_path, wide, config, torch.float32, "cpu")

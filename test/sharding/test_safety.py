@@ -319,6 +319,31 @@ def test_disk_full(source: Path, whole: Path, tmp_path: Path, monkeypatch: pytes
     assert weights_of(tmp_path) == weights_of(whole)
 
 
+def test_space_is_compared_before_the_first_file(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(CheckpointError, match=r"needs .* GB more, 0.0 GB are free"):
+        Presharder(source, tmp_path, LAYOUT).run()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_failed_reservation_is_given_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files before it too: nothing in them is of use."""
+    reserve, made = os.posix_fallocate, list[int]()
+
+    def third_fails(descriptor: int, start: int, size: int) -> None:
+        made.append(size)
+        if len(made) == 3:
+            raise OSError(28, "No space left on device")
+        reserve(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", third_fails)
+    with pytest.raises(CheckpointError, match="cannot reserve"):
+        Presharder(source, tmp_path, LAYOUT).run()
+    assert len(made) == 3
+    assert not list((tmp_path / "weights").iterdir())
+
+
 # -- damage to finished files ------------------------------------------------------------------------------------
 
 

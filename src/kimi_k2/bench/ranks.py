@@ -31,7 +31,7 @@ class RanksBackend(TorchBackend):
         """This process's file.
 
         Args:
-            checkpoint: directory with config.json.
+            checkpoint: that was converted, or a directory with its config.json.
             ranks: output of `kimi-k2 convert --target cuda`.
             device: cpu or cuda.
             dtype: of activations and float weights.
@@ -43,7 +43,7 @@ class RanksBackend(TorchBackend):
         """
         check_device(device)
         config = KimiK2Config.from_pretrained(checkpoint)
-        rank = load_ranks(ranks, config, dtype, device)
+        rank = load_ranks(ranks, checkpoint, config, dtype, device)
         rank.generator.model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
         return cls(rank)
 

@@ -6,13 +6,15 @@ import importlib.metadata
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import typer
 from packaging.requirements import Requirement
 
-from kimi_k2.errors import KimiK2Error
+from kimi_k2.errors import KimiK2Error, KimiK2Warning
 
 EXPECTED, BUG = 1, 70  # 70 is EX_SOFTWARE of sysexits.h
 
@@ -25,6 +27,7 @@ def errors_handled() -> Iterator[None]:
     installed; 70 for anything else, whose traceback goes to a file that the message names. typer itself ends usage
     errors with 2 and an interrupt with 130.
     """
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     try:
         yield
     except KimiK2Error as error:
@@ -58,6 +61,13 @@ def _extra_with(module: str) -> str | None:
     return next(
         (extra for extra in extras for one in own if one.marker and one.marker.evaluate({"extra": extra})), None
     )
+
+
+def _show_warning(otherwise: Callable[..., None], message: Warning, category: type[Warning], *more: object) -> None:
+    if issubclass(category, KimiK2Warning):
+        typer.echo(f"warning: {message}", err=True)
+    else:
+        otherwise(message, category, *more)
 
 
 def _leave(message: str) -> None:

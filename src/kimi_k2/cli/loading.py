@@ -61,9 +61,11 @@ class Eyes:
         from kimi_k2.engine.vision import VisionEncoder
         from kimi_k2.model.vision.model import VisionModel
         from kimi_k2.parallel.vision import data_parallel
+        from kimi_k2.sharding.verify import verify_vision
         from kimi_k2.sharding.vision_file import VISION_FILE
 
         if self.ranks is None:
             return VisionEncoder(VisionModel.from_pretrained(self.checkpoint, dtype=self.dtype, device=self.device))
+        verify_vision(self.ranks)
         model = VisionModel.from_file(self.ranks / VISION_FILE, self.config, dtype=self.dtype, device=self.device)
         return data_parallel(model) if dist.is_initialized() else VisionEncoder(model)

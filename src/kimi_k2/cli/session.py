@@ -182,7 +182,7 @@ def open_session(
     """Load the model, or this process's part of it.
 
     Args:
-        checkpoint: directory of weights, or with `ranks` of the configuration alone.
+        checkpoint: directory of weights; with `ranks` the configuration is enough.
         config: of the checkpoint.
         tokenizer: of the checkpoint.
         params: how tokens are chosen, and when a reply ends.
@@ -210,7 +210,7 @@ def open_session(
         eyes = Eyes(checkpoint, config, tokenizer, dtype, device)
         yield Session(Generator(model), tokenizer, params, eyes=eyes, **options)
         return
-    with load_ranks(ranks, config, dtype, device) as part:
+    with load_ranks(ranks, checkpoint, config, dtype, device) as part:
         part.generator.model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
         place = part.generator.model.lm_head.weight.device
         eyes = Eyes(checkpoint, config, tokenizer, dtype, place, ranks)

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from kimi_k2.checkpoint.header import open_tensors
+from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import MissingShardError, MissingTensorError, TensorDtypeError, TensorShapeError
+from kimi_k2.errors import CheckpointError, MissingShardError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
+from kimi_k2.sharding.checksum import FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import WEIGHTS, check_made_for, rank_file_name
+from kimi_k2.sharding.manifest import WEIGHTS, check_made_for, load_manifest, rank_file_name
 from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.rank_file import MEND
 
 
 def load_rank(
@@ -42,7 +46,8 @@ def load_rank(
 
     Raises:
         ConfigError: converted from another model or for another layout.
-        CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
+        CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged; every tensor's checksum is
+            compared.
     """
     check_made_for(directory, config, layout)
     with torch.device("meta"):
@@ -51,8 +56,10 @@ def load_rank(
         )
     parallelize(model, layout, rank, device=device, group=group)
     path = Path(directory) / WEIGHTS / rank_file_name(rank)
+    manifest = load_manifest(Path(directory))
+    sums, make_digest = manifest["checksums"][path.name], digest_maker(manifest.get("checksum", FIRST_CHECKSUM), path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             names = set(file.keys())
             for planned in make_plan(config, layout).tensors:
                 if planned.name not in names:
@@ -68,8 +75,14 @@ def load_rank(
                     raise TensorDtypeError(
                         f"is {stored.dtype}, expected {planned.dtype}", file=path, tensor=planned.name
                     )
+                digest = make_digest()
+                digest.update(tensor_bytes(stored))
+                if digest.hexdigest() != sums[planned.name]:
+                    raise CheckpointError(
+                        f"the bytes differ from the manifest's checksum; {MEND}", file=path, tensor=planned.name
+                    )
                 target.copy_(stored)
-    except (FileNotFoundError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise MissingShardError(f"cannot be read: {error}", file=path) from None
     model.prepare()
     return model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generator import Generator
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, KimiK2Warning
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import made_layout
+from kimi_k2.sharding.manifest import MANIFEST, load_manifest, made_layout
+from kimi_k2.sharding.source import check_source
 
 
 @dataclass(frozen=True)
@@ -81,24 +83,29 @@ def leave_ranks() -> int:
     return rank
 
 
-def load_ranks(directory: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> Rank:
+def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> Rank:
     """The part of the model whose file in `directory` is this process's.
 
     Args:
         directory: output of `kimi-k2 convert --target cuda`.
-        config: of the checkpoint that was converted.
+        checkpoint: that was converted; a warning says where it has no weights to compare with.
+        config: of `checkpoint`.
         dtype: of activations and float weights.
         device: `cuda` or `cpu`.
 
     Raises:
-        ConfigError: converted from another model, for another target or for another number of processes; a device that
-            is not there.
+        ConfigError: converted from another model or other weights, for another target or for another number of
+            processes; a device that is not there.
         CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
     """
     layout = made_layout(directory)
     started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the other processes of a host see the same files
+        recorded = load_manifest(directory)["made_from"]["source"]["shards"]
+        if untold := check_source(recorded, checkpoint, directory / MANIFEST):
+            warnings.warn(untold, KimiK2Warning, stacklevel=2)
     number, place = join_ranks(device)
     model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
     if started == 1:

@@ -59,7 +59,8 @@ def run(
         if ranks is None:
             model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
         else:
-            model = load_ranks(ranks, KimiK2Config.from_pretrained(checkpoint), chosen, backend).generator.model
+            config = KimiK2Config.from_pretrained(checkpoint)
+            model = load_ranks(ranks, Path(checkpoint), config, chosen, backend).generator.model
         if greedy:
             sampling = SamplingParams(max_new_tokens=len(inputs.forced))
             inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])

@@ -9,6 +9,7 @@ bytes as an unbroken run. One process at a time writes to a directory.
 from __future__ import annotations
 
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.files import PARTIAL_SUFFIX
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
@@ -36,7 +38,7 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, load_manifest, rank_file_name, write_manifest
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
-from kimi_k2.sharding.rank_file import FileLayout, RankFile
+from kimi_k2.sharding.rank_file import RESUME, FileLayout, RankFile
 from kimi_k2.sharding.source import check_same, check_unchanged, identify
 from kimi_k2.sharding.vision_file import is_whole, write_vision
 
@@ -59,6 +61,7 @@ class Presharder:
         layout: ranks and formats.
         report: measure the conversion error of the routed experts.
         allow_nonfinite: convert NaN, Inf and impossible scales too, whatever comes of them.
+        verify_output: compare what is there of a finished conversion with its checksums, and make again what differs.
         verify_source: hash the source's bytes before and after; two runs then go together if these are equal, whatever
             the files' times.
         on_bytes: called with the bytes of input as they are done.
@@ -80,6 +83,7 @@ class Presharder:
         report: bool = True,
         allow_nonfinite: bool = False,
         verify_source: bool = False,
+        verify_output: bool = False,
         on_bytes: Callable[[int], None] = lambda _: None,
         on_layer: Callable[[int, ConversionError | None], None] = lambda *_: None,
     ) -> None:
@@ -89,6 +93,7 @@ class Presharder:
         self.plan: ShardingPlan = make_plan(self.config, layout)
         self.plan.check()
         self.layout, self.report, self.verify_source = layout, report, verify_source
+        self.verify_output, self.looked_through = verify_output, False
         self.on_bytes, self.on_layer = on_bytes, on_layer
         self._source = identify(self.reader, hash_bytes=verify_source)
         described = describe(self.config, layout, self._source)
@@ -113,15 +118,16 @@ class Presharder:
         with DirectoryLock(self.output):
             finished = (self.output / MANIFEST).exists()
             done = self._earlier(weights)
-            if finished and self._is_whole(weights):
+            if finished and not self.verify_output and self._is_whole(weights):
+                self.looked_through = True
                 self._journal.remove()  # a run may have died between the two
                 return load_manifest(self.output)
+            self._check_space(weights)
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
             try:
-                for rank in range(self.layout.ranks):
-                    self._ranks.append(RankFile(weights / rank_file_name(rank), self._file, resume=done is not None))
-                if finished:
+                self._open_ranks(weights, resume=done is not None)
+                if finished and not self.verify_output:
                     self._trusted = {rank for rank, file in enumerate(self._ranks) if file.finished}
                 if done is None:
                     self._journal.begin(self.made_from, self._checksum)
@@ -137,6 +143,37 @@ class Presharder:
             )
             self._journal.remove()
             return manifest
+
+    def _check_space(self, weights: Path) -> None:
+        """Compare what the files need with what is free, before the first of them is made.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        try:
+            free, needed = shutil.disk_usage(weights).free, 0
+            for rank in range(self.layout.ranks):
+                path = weights / rank_file_name(rank)
+                there = next((one for one in (path.with_name(path.name + PARTIAL_SUFFIX), path) if one.exists()), None)
+                needed += max(0, self._file.nbytes - (there.stat().st_blocks * 512 if there else 0))
+        except OSError:
+            return  # a file system that does not say; the reservations will tell
+        needed += sum(one.nbytes for name, one in self.reader.tensors.items() if VISION.match(name))
+        if needed > free:
+            raise CheckpointError(
+                f"the conversion needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free; {RESUME}", file=weights
+            )
+
+    def _open_ranks(self, weights: Path, *, resume: bool) -> None:
+        """All files, with their space reserved; what was reserved is given back where one cannot be."""
+        try:
+            for rank in range(self.layout.ranks):
+                self._ranks.append(RankFile(weights / rank_file_name(rank), self._file, resume=resume))
+        except CheckpointError:
+            for file in self._ranks:
+                file.close(discard=True)
+            self._ranks.clear()
+            raise
 
     def _convert_all(self, done: dict[int, FinishedLayer], *, repair: bool) -> None:
         with ThreadPoolExecutor(THREADS) as pool, Flusher(self._ranks) as flusher:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_k2.checkpoint.header import encode_header
-from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX
 from kimi_k2.errors import CheckpointError
+from kimi_k2.files import PARTIAL_SUFFIX, open_output, open_regular
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.checksum import MakeDigest
 
 _AT_ONCE = os.sysconf("SC_IOV_MAX")
 _CHUNK = 2**22
+MEND = "`kimi-k2 convert --verify-output` from the same checkpoint makes it again"
 RESUME = "what is finished is kept; make room or mend the disk and run the same command again"
 
 
@@ -46,7 +47,7 @@ class FileLayout:
     def is_whole(self, path: Path) -> bool:
         """Whether a file is there with this size and header; what the tensors hold is not looked at."""
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 return os.fstat(file.fileno()).st_size == self.nbytes and file.read(len(self.prefix)) == self.prefix
         except OSError:
             return False
@@ -76,12 +77,12 @@ class RankFile:
         self.fresh = False
         try:
             if self.finished:
-                self._fd = os.open(path, os.O_RDWR)
+                self._fd = open_output(path)
                 return
             if path.exists():
                 path.replace(self.partial)
             self.fresh = not (resume and self.partial.exists() and self.partial.stat().st_size == self.nbytes)
-            self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if self.fresh else 0), 0o644)
+            self._fd = open_output(self.partial, truncate=self.fresh)
         except OSError as error:
             raise CheckpointError(f"cannot be opened: {error.strerror}", file=self.partial) from error
         try:
@@ -153,6 +154,8 @@ class RankFile:
             self.partial.replace(self.path)
             self.finished = True
 
-    def close(self) -> None:
-        """Close without renaming."""
+    def close(self, *, discard: bool = False) -> None:
+        """Close without renaming; `discard` gives back the space of a file in which nothing is valid yet."""
         os.close(self._fd)
+        if discard and self.fresh:
+            self.partial.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kimi_k2.checkpoint.header import DTYPES, header_bytes
-from kimi_k2.checkpoint.writer import PARTIAL_SUFFIX
 from kimi_k2.errors import (
     CheckpointError,
     CorruptHeaderError,
@@ -18,7 +17,7 @@ from kimi_k2.errors import (
     TruncatedShardError,
     UnexpectedTensorError,
 )
-from kimi_k2.files import parse_json
+from kimi_k2.files import PARTIAL_SUFFIX, open_regular, parse_json
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.checksum import FIRST_CHECKSUM, Digest, MakeDigest, digest_maker
 from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, load_manifest
@@ -41,9 +40,7 @@ def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
         for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes):
             raise fault
         yield name
-    if tower := manifest.get("vision"):
-        for fault in _vision_faults(directory, tower, digest, on_bytes):
-            raise fault
+    verify_vision(directory, on_bytes)
     for fault in _strangers(directory, manifest):
         raise fault
 
@@ -62,6 +59,18 @@ def faults(directory: str | Path, on_bytes: Callable[[int], None] | None = None)
     if tower := manifest.get("vision"):
         yield from _vision_faults(directory, tower, digest, on_bytes)
     yield from _strangers(directory, manifest)
+
+
+def verify_vision(directory: Path, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Compare the tower's file with its checksums.
+
+    Raises:
+        CheckpointError: (subclasses) the first difference.
+    """
+    manifest = load_manifest(directory)
+    if tower := manifest.get("vision"):
+        for fault in _vision_faults(directory, tower, _digest(directory, manifest), on_bytes):
+            raise fault
 
 
 def _vision_faults(
@@ -99,7 +108,7 @@ def _file_faults(
         yield TruncatedShardError(f"expected {layout.nbytes} bytes, got {path.stat().st_size}", file=path)
         return
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.read(len(layout.prefix)) != layout.prefix:
                 yield from _header_faults(path, layout)
                 return

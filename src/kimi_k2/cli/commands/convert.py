@@ -46,11 +46,17 @@ def convert(
     verify_source: Annotated[
         bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
     ] = False,
+    verify_output: Annotated[
+        bool, typer.Option("--verify-output", help="Read a finished conversion again and make what is damaged anew.")
+    ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
     rate: Annotated[float, typer.Option(min=1e-3, max=1e6, help="MB/s of input that --dry-run takes.")] = 190.0,
     download: Download = False,
 ) -> None:
-    """Cut a checkpoint into one file a rank; the same command resumes an interrupted run."""
+    """Cut a checkpoint into one file a rank; the same command resumes an interrupted run.
+
+    Of a finished conversion it looks at sizes and headers alone; `--verify-output` compares every tensor's bytes.
+    """
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.cli.sharding import make_layout
     from kimi_k2.config import KimiK2Config
@@ -78,9 +84,11 @@ def convert(
     with ByteProgress("converting", total) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
-            verify_source=verify_source,             on_bytes=bar.advance, on_layer=_print_error,
+            verify_source=verify_source, verify_output=verify_output, on_bytes=bar.advance, on_layer=_print_error,
         )  # fmt: skip
         manifest = job.run()
+    if job.looked_through:
+        typer.echo("finished before: sizes and headers are right, --verify-output compares the bytes")
     if manifest["errors"]["total"]["values"]:
         typer.echo("all layers: " + _describe(manifest["errors"]["total"]))
     typer.echo(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
