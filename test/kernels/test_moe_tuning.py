@@ -165,7 +165,9 @@ def test_a_shape_without_a_file_borrows_the_nearest_ones(
     moe_tuning._table.cache_clear()
 
 
-def test_far_shapes_and_other_devices_lend_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_files_lend_before_other_devices_and_far_shapes_lend_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(moe_tuning, "DIRECTORY", tmp_path)
     keys = ("fp8_e4m3", "128x128", "NVIDIA H200")
     name = moe_tuning.file_name(384, 256, 7168, *keys)
@@ -175,8 +177,12 @@ def test_far_shapes_and_other_devices_lend_nothing(tmp_path: Path, monkeypatch: 
         (384, 2048, 7168, *keys): None,
         (384, 256, 1024, *keys): None,
         (384, 512, 7168, "int4", "1x32", "NVIDIA H200"): None,
-        (384, 512, 7168, "fp8_e4m3", "128x128", "NVIDIA H100"): None,
+        (384, 256, 7168, "fp8_e4m3", "128x128", "NVIDIA H100 80GB HBM3"): name,
+        (384, 128, 7168, "fp8_e4m3", "128x128", "NVIDIA GH200"): (
+            own := moe_tuning.file_name(384, 64, 7168, "fp8_e4m3", "128x128", "NVIDIA GH200")
+        ),
     }
+    moe_tuning.save_choices(tmp_path / own, {1: ExpertChoice(True, 16, 1, 1, 1)})
     for shape, expected in wanted.items():
         near = moe_tuning.nearest_file(moe_tuning.file_name(*shape))
         assert (near and near.name) == expected
