@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from plain_tokens import expected
 from processes import run_together
 from sampling import PROCESSORS, SAMPLING, forced
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -54,13 +56,16 @@ def serve(
     *,
     plugins: str | None = None,
     pieces: int = 0,
+    swaps: Sequence[tuple[str, str]] = (),
     environment: dict[str, str] | None = None,
     timeout: float = 600,
     **options: Any,
 ) -> tuple[dict[str, Any], str]:
     """What vllm_requests.py answers, and its log."""
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
-    asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options, "pieces": pieces}))
+    asked.write_text(
+        json.dumps({"dtype": dtype, "requests": job, "options": options, "pieces": pieces, "swaps": swaps})
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {})}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
@@ -101,6 +106,31 @@ def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict
     answer, log = serve(checkpoints[name], dtype, job, tmp_path)
     assert answer["tokens"] == expected(checkpoints[name], dtype, job)
     check_ours(answer, log)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "first", "second"),
+    [
+        ("fp8", "bfloat16", "dummy", "whole"),
+        ("thinking", "float32", "auto", "reload"),
+        ("bf16", "float32", "auto", "reload"),
+    ],
+)
+def test_weights_replaced_in_a_live_engine(
+    name: str, dtype: str, first: str, second: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Another checkpoint's in parts, over random ones too, as trainers send them; then the first's."""
+    job = requests(seed=6, count=3)
+    other = tmp_path / "other"
+    write_synthetic_checkpoint(other, KimiK2Config.from_pretrained(checkpoints[name]), seed=66)
+    both = [other, checkpoints[name]]
+    swaps = [("parts", str(both[0])), (second, str(both[1]))]
+    answer, log = serve(both[1], dtype, job, tmp_path, swaps=swaps, load_format=first, enable_prefix_caching=True)
+    assert OURS in log
+    wanted = [expected(directory, dtype, job) for directory in both]
+    assert answer["again"] == wanted
+    assert (answer["tokens"] == wanted[1]) == (first != "dummy")
+    assert wanted[0] != wanted[1]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "float32")])

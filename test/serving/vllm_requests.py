@@ -3,7 +3,8 @@
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
 arguments of vLLM's SamplingParams) and `options`, which are EngineArgs'. With several ranks the calls counted are none:
 the workers make them. With `pieces`, steps of so many new tokens at most run in the pieces that are CUDA graphs on a
-GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back.
+GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back. With `swaps`, each
+how weights come and of which checkpoint, the requests are served again behind each; `again` has these tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -59,8 +63,22 @@ def count_preempted() -> list[str]:
     return preempted
 
 
+def swap(engine: Any, way: str, directory: str) -> None:
+    """Other weights: by vLLM's own reload, or by the model's method, whole or in parts of any tensors."""
+    if way == "reload":
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+    else:
+        tensors = [one for file in sorted(Path(directory).glob("*.safetensors")) for one in load_file(file).items()]
+        parts = [tensors] if way == "whole" else [tensors[first::3] for first in range(3)]
+        model = engine.model_executor.driver_worker.worker.get_model()
+        for part in parts:
+            with torch.inference_mode():
+                model.load_weights((name, tensor.clone()) for name, tensor in part)
+    engine.reset_prefix_cache()
+
+
 def main(model: str, job_file: str, result_file: str) -> None:
-    from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm import EngineArgs, LLMEngine
 
     job = json.loads(Path(job_file).read_text())
     preempted = count_preempted()
@@ -68,7 +86,21 @@ def main(model: str, job_file: str, result_file: str) -> None:
     options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
     arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
     engine = LLMEngine.from_engine_args(arguments)
-    waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(job["requests"]))
+    result = serve(engine, job["requests"]) | {"replays": replays[0], "preempted": len(preempted), "again": []}
+    for way, directory in job.get("swaps", ()):
+        swap(engine, way, directory)
+        result["again"].append(serve(engine, job["requests"])["tokens"])
+    from kimi_k2.ops.registry import TABLE
+
+    calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
+    Path(result_file).write_text(json.dumps(result | {"calls": calls}))
+
+
+def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens and their log-probabilities by request, and the number of steps."""
+    from vllm import SamplingParams
+
+    waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(requests))
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
     step = 0
@@ -85,13 +117,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
             tokens[name] = list(made.token_ids)
             logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
         step += 1
-    from kimi_k2.ops.registry import TABLE
-
-    calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
     order = [str(number) for number in range(len(tokens))]
-    result = {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order]}
-    result |= {"calls": calls, "steps": step, "replays": replays[0], "preempted": len(preempted)}
-    Path(result_file).write_text(json.dumps(result))
+    return {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order], "steps": step}
 
 
 if __name__ == "__main__":

@@ -88,6 +88,22 @@ class LayerStep:
         if isinstance(dense, MLP):
             self.dense = stack_rows(dense.gate_proj, dense.up_proj, dtype), dense.down_proj.stored()
 
+    def renew(self) -> None:
+        """After the layer has taken other weights: what is computed from them, anew at the same addresses.
+
+        CUDA graphs that hold this step may be replayed then.
+        """
+        fresh = LayerStep(self.layer, self.reduce)
+        for held, made in zip(self._computed(), fresh._computed(), strict=True):
+            if held.data_ptr() != made.data_ptr():
+                held[: len(made)].copy_(made)  # behind them may be heads of zeros
+        self.experts = fresh.experts
+
+    def _computed(self) -> list[Tensor]:
+        """What may be a copy of the layer's own tensors."""
+        stacked = [self.qkv_a, *(() if self.dense is None else self.dense[:1])]
+        return [self.w_uk, self.w_uv, *(tensor for weight in stacked for tensor in weight.tensors.values())]
+
     def __call__(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The residual x [B, H] and what is yet to be added to it, None for nothing; the layer's part of the cache.
 

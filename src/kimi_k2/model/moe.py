@@ -125,6 +125,17 @@ class Experts(nn.Module):
         if ordered is not None:
             self.adopt(ordered)
 
+    def restore(self) -> None:
+        """Undo `prepare`, in place: more weights can then be taken."""
+        for target, order in self._orders.items():
+            if order is None:
+                continue
+            for expert in range(self.num_experts):
+                held = self._stored(target).expert(expert).tensors
+                for suffix, tensor in order.restore(held).items():
+                    held[suffix].copy_(tensor)
+        self._orders = {}
+
     def adopt(self, weights: ExpertWeights) -> None:
         """Take note that these tensors, this module's own, are now in the order that `weights` says."""
         self._orders = {"gate_up_proj": weights.gate_up.order, "down_proj": weights.down.order}

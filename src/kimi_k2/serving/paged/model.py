@@ -60,15 +60,33 @@ class PagedModel:
         self._steps: list[PagedLayer] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
+    @torch.inference_mode()  # in which the steps' tensors were made
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the checkpoint's tensors; names in `plain` of what is filled.
+        """Take tensors of a checkpoint: all, or a part; also in the place of those that already serve.
+
+        No step may run meanwhile. CUDA graphs stay as they are, with the new weights.
+
+        Returns:
+            Names in `plain` of what has been filled since the start.
 
         Raises:
-            CheckpointError: (subclasses) a tensor that is missing, unknown or of another shape.
+            CheckpointError: (subclasses) a tensor that is unknown or of another shape or dtype.
         """
-        loaded = self.loader.load(weights)
-        self.loader.check()
-        return loaded
+        try:
+            return self.loader.load(weights)
+        finally:
+            if self._steps is not None:
+                self.plain.prepare()
+                for number in self.loader.touched:
+                    self._steps[number].renew()
+            self.loader.touched.clear()
+
+    @torch.no_grad()
+    def randomize(self) -> None:
+        """Random weights for an engine that loads none; packed INT4 stays as the memory is."""
+        for tensor in (*self.plain.parameters(), *self.plain.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.empty(tensor.shape, device=tensor.device).uniform_(-1e-3, 1e-3))
 
     @property
     def steps(self) -> list[PagedLayer]:
@@ -76,7 +94,12 @@ class PagedModel:
         return self._steps or self.make_steps()
 
     def make_steps(self) -> list[PagedLayer]:
-        """The layers, made of the weights now."""
+        """The layers, made of the weights now.
+
+        Raises:
+            MissingTensorError: some of the checkpoint's tensors came, and others did not.
+        """
+        self.loader.check()
         self.plain.prepare()
         self._steps = []
         for layer, held in zip(self.plain.model.layers, self.held, strict=True):
@@ -87,11 +110,6 @@ class PagedModel:
                 pad_heads(step, heads)
             self._steps.append(step)
         return self._steps
-
-    @property
-    def running(self) -> bool:
-        """Whether the layers have been made of the weights."""
-        return self._steps is not None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """int64 [T] to [T, H]."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import EXPERT, IGNORED
-from kimi_k2.errors import CheckpointError, MissingTensorError, TensorShapeError
+from kimi_k2.checkpoint.names import EXPERT, IGNORED, LAYER
+from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
+FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 PREFIX = "language_model."  # of K2.5's names
 
 
@@ -22,12 +24,16 @@ class RankLoader:
         model: this rank's part, from `parallel.apply.parallelize`, in the checkpoint's stored form.
         plan: of all ranks.
         rank: this one.
+
+    Attributes:
+        touched: layers some of whose weights have been replaced; whoever renews them clears it.
     """
 
     def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int) -> None:
         self.model, self.plan, self.rank = model, plan, rank
         self.planned = {tensor.name: tensor for tensor in plan.tensors}
         self.filled: dict[str, int] = dict.fromkeys(self.planned, 0)
+        self.touched: set[int] = set()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors by their names in the checkpoint.
@@ -36,7 +42,7 @@ class RankLoader:
             Names, in the model, of what is filled so far.
 
         Raises:
-            CheckpointError: (subclasses) a tensor that the model lacks, or of another shape.
+            CheckpointError: (subclasses) a tensor that the model lacks, or of another shape or dtype.
         """
         for name, tensor in weights:
             plain = name.removeprefix(PREFIX)
@@ -45,17 +51,19 @@ class RankLoader:
             if EXPERT.match(plain):
                 self._expert(plain, tensor)
             elif plain in self.planned:
-                self._copy(plain, self._local(plain), _cut(self.planned[plain], tensor, self.rank, plain))
+                self._copy(plain, self._local(plain), _cut(self.planned[plain], tensor, self.rank, plain), plain)
             elif not self._implied(plain):
                 raise CheckpointError("no such tensor in this model", tensor=name)
         return {name for name, count in self.filled.items() if count}
 
     def check(self) -> None:
-        """Refuse a model of which a part is missing.
+        """Refuse a model of which a part has come and another is missing.
 
         Raises:
             MissingTensorError: naming the first.
         """
+        if not any(self.filled.values()):  # an engine's random weights
+            return
         for name, planned in self.planned.items():
             # Experts come one by one, gate and up apart.
             parts = planned.local_shape[0] * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
@@ -71,11 +79,16 @@ class RankLoader:
         found: Tensor = getattr(self.model.get_submodule(module), suffix)
         return found
 
-    def _copy(self, name: str, target: Tensor, part: Tensor) -> None:
+    def _copy(self, name: str, target: Tensor, part: Tensor, planned: str) -> None:
         if target.shape != part.shape:
-            raise TensorShapeError(f"is {list(part.shape)}, expected {list(target.shape)}", tensor=name)
+            raise TensorShapeError(f"is {list(part.shape)} on a rank, expected {list(target.shape)}", tensor=name)
+        # Rounding to another float is the engine's --dtype; anything else would be another number.
+        if target.dtype != part.dtype and not {target.dtype, part.dtype} <= FLOATS:
+            raise TensorDtypeError(f"is {part.dtype}, expected {target.dtype}", tensor=name)
+        if (layer := LAYER.match(name)) is not None:
+            self.touched.add(int(layer[1]))
         target.copy_(part)
-        self.filled[name] += 1
+        self.filled[planned] += 1
 
     def _expert(self, name: str, tensor: Tensor) -> None:
         match = EXPERT.match(name)
@@ -90,6 +103,9 @@ class RankLoader:
         held = planned.experts_of(self.rank)
         if expert not in held:
             return
+        module = self.model.get_submodule(stacked.rpartition(".")[0])
+        assert isinstance(module, Experts)
+        module.restore()
         rows = self._local(stacked)[expert - held.start]
         half = rows.shape[0] // 2
         rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]
@@ -97,10 +113,7 @@ class RankLoader:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts
             tensor = tensor.narrow(dim, self.rank % parts * width, width)
-        if rows.shape != tensor.shape:
-            raise TensorShapeError(f"is {list(tensor.shape)} on a rank, expected {list(rows.shape)}", tensor=name)
-        rows.copy_(tensor)
-        self.filled[stacked] += 1
+        self._copy(name, rows, tensor, stacked)
 
 
 def _cut(planned: PlannedTensor, tensor: Tensor, rank: int, name: str) -> Tensor:

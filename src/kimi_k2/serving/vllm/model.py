@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 
+from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.serving.paged.layer import Held, PagedLayer
 from kimi_k2.serving.paged.model import PagedModel, started
 from kimi_k2.serving.paged.support import config_of
@@ -58,14 +59,23 @@ class _Ours:
             max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens),
             model_config.dtype, torch.get_default_device(),
         )  # fmt: skip
-        self.plain = self.paged.plain
+        if vllm_config.load_config.load_format == "dummy":
+            self.paged.randomize()
         self._vllm_config, self._recorded = vllm_config, False
         self._graphs: PromptGraphs | None = None
         logger.info("%s", started(self.plain, "vLLM", VLLM_DOES))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the checkpoint's tensors; the names of this module's parameters that are filled."""
-        return {f"plain.{name}" for name in self.paged.load(weights)}
+        """Take tensors of a checkpoint, also while others serve; see `PagedModel.load`."""
+        return self.paged.load(weights)
+
+    @property
+    def plain(self) -> KimiK2ForCausalLM:
+        """The weights, which are no submodule's.
+
+        So nothing of vLLM's writes them but by `load_weights`: its reload would swap tensors under the layers' steps.
+        """
+        return self.paged.plain
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """int64 [T] to [T, H]."""

@@ -12,7 +12,6 @@ from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import attention_backends, get_model, get_parallel
 from torch import Tensor, nn
 
-from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.model import PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.sglang.attention import PoolCache
@@ -79,18 +78,15 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         """Take the checkpoint's tensors.
 
         Raises:
-            KimiK2Error: the model serves already, in arrangements of its weights that these would not reach.
             CheckpointError: (subclasses) a tensor that is missing, unknown or of another shape.
         """
-        if self.paged.running:
-            raise KimiK2Error("weights cannot be replaced while the model serves")
         self.paged.load(weights)
         self.post_load_weights()
 
     @torch.no_grad()
     def post_load_weights(self, *_: Any, **__: Any) -> None:
         """Make the layers before SGLang sees how much memory is left for its pool; it calls this for random weights."""
-        self.paged.make_steps()
+        self.paged.steps  # noqa: B018
 
     @torch.no_grad()
     def forward(
