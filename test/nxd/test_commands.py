@@ -18,7 +18,15 @@ def command(*words: str | Path, ranks: int = 1, stdin: str | None = None) -> str
     env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     start = [sys.executable]
     if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
+        start += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--no-python",
+            sys.executable,
+        ]
     line = [*start, "-c", CLI, *(str(word) for word in words)]
     done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

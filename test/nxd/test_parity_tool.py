@@ -61,7 +61,15 @@ def outcome(directory: Path, mode: str, *deployed: str, ranks: int = 1) -> str:
     """The worker's verdict, from processes of its own: it takes the process group of its ranks."""
     start = [sys.executable]
     if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
+        start += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--no-python",
+            sys.executable,
+        ]
     command = [*start, "-c", WORKER, str(Path(__file__).parent), str(directory), mode, *deployed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,8 +6,10 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,11 +19,10 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import build_application
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
-from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import (
     CONFIGS,
     CONTEXT_ENCODING,
-    STAGES,
     TOKEN_GENERATION,
     Deployment,
     NeuronOptions,
@@ -29,6 +30,7 @@ from kimi_k2.plan.deployment import (
 )
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
+from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import load_target, make_target
 from kimi_k2.sharding.plan import make_plan
 
@@ -133,20 +135,56 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, says: str) -
         read(GPU.replace(old, new), tmp_path)
 
 
-def test_compiler_arguments_are_each_stages_own() -> None:
-    channel, blockwise = Deployment.load("trn2-tp64-ep1"), Deployment.load("trn2-tp32-ep2")
-    prefill, decode = (" ".join(compiler_args(channel, stage)) for stage in STAGES)
-    assert "-O1" in prefill and "tiling-factor=2" in prefill
-    assert "-O2" in decode and "tiling-factor=1" in decode
-    assert "-O3" in compiler_args(blockwise, TOKEN_GENERATION)  # as qwen3_moe under expert parallelism
-    for stage in STAGES:
-        assert "--internal-enable-dge-levels vector_dynamic_offsets" in compiler_args(channel, stage)
-    # NxDI's ModelWrapper leaves it out of prefill from 128k on.
-    long = Deployment.load("trn2-tp64-ep1-128k")
-    strided = {
-        (p.name, s): "--vectorize-strided-dma" in " ".join(compiler_args(p, s)) for p in (channel, long) for s in STAGES
-    }
-    assert [key for key, there in strided.items() if not there] == [(long.name, CONTEXT_ENCODING)]
+TENSORIZER = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor="
+BOTH = ["--auto-cast=none", "--enable-saturate-infinity", "--enable-mixed-precision-accumulation", "--lnc=2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "level", "tensorizer"),
+    [
+        ("trn2-tp64-ep1", CONTEXT_ENCODING, "-O1", "2 --vectorize-strided-dma'"),
+        ("trn2-tp64-ep1", TOKEN_GENERATION, "-O2", "1 --vectorize-strided-dma'"),
+        ("trn2-tp32-ep2", CONTEXT_ENCODING, "-O1", "2 --vectorize-strided-dma'"),
+        (
+            "trn2-tp32-ep2",
+            TOKEN_GENERATION,
+            "-O3",
+            "1 --vectorize-strided-dma'",
+        ),  # as qwen3_moe under expert parallelism
+        ("trn2-tp64-ep1-128k", CONTEXT_ENCODING, "-O1", "2'"),  # NxDI's ModelWrapper leaves it out from 128k on
+        ("trn2-tp64-ep1-128k", TOKEN_GENERATION, "-O2", "1 --vectorize-strided-dma'"),
+    ],
+)
+def test_compiler_arguments_of_every_stage(name: str, stage: Any, level: str, tensorizer: str) -> None:
+    expected = ["--model-type=transformer", level, *BOTH, TENSORIZER + tensorizer]
+    assert compiler_args(Deployment.load(name), stage) == [
+        *expected,
+        "--internal-enable-dge-levels vector_dynamic_offsets",
+    ]
+
+
+def test_environment_of_a_process() -> None:
+    expected = {
+        "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2", "NEURON_RT_EXEC_TIMEOUT": "1800",
+        "XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1",
+    }  # fmt: skip
+    assert environment(Deployment.load("trn2-tp32-ep2")) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"token_generation_buckets": (512, 1024, 2048)}, r"token_generation_buckets.*up to seq_len \(4096\)"),
+        ({"context_encoding_buckets": (512, 4096)}, r"context_encoding_buckets.*up to max_context_length \(2048\)"),
+        ({"token_generation_buckets": (1024, 512, 4096)}, "token_generation_buckets.*ascending"),
+        ({"enable_bucketing": False}, "context_encoding_buckets.*none without enable_bucketing"),
+    ],
+)
+def test_buckets_that_no_length_fits_are_refused(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    fields = yaml.safe_load((CONFIGS / "trn2-tp32-ep2.yaml").read_text())
+    fields["neuron_config"] |= {name: list(one) if isinstance(one, tuple) else one for name, one in changed.items()}
+    with pytest.raises(ConfigError, match=says):
+        read(yaml.safe_dump(fields), tmp_path)
 
 
 def test_a_presets_own_arguments_and_environment_win_and_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +278,19 @@ def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
     with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
         preset.layout(KimiK2Config.from_preset("kimi-k2-thinking"))
     assert caught.value.field == "experts"
+
+
+def test_bounds_of_the_integration_tests_are_three_rooflines() -> None:
+    """And of one sequence no slower than K2.6's published 17.3 ms and 1010 ms (TP64/EP1)."""
+    folder = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905" / "test" / "integration"
+    bounds = yaml.safe_load((folder / "expected.yaml").read_text())["bounds"]
+    config, found = KimiK2Config.from_preset("kimi-k2-instruct-0905"), {}
+    for preset in map(Deployment.load, preset_names()):
+        if preset.hardware.target == "neuron":
+            target = make_target(preset.model_copy(update={"vision": None}), config)
+            plan = make_plan(config, target.layout)
+            decode, prefill = (count(config, target, plan) for count in (decode_counts, prefill_counts))
+            tpot, ttft = (3e3 * roofline(counts, target.machine).bound for counts in (decode, prefill))
+            most = 17.3 if preset.batch_size == 1 else tpot
+            found[preset.name] = {"tpot_ms": round(min(tpot, most), 1), "ttft_ms": round(min(ttft, 1010))}
+    assert bounds == found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -13,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.files import open_regular, read_json, replace_file
-from kimi_k2.neuron import contrib
+from kimi_k2.neuron import contrib, sdk
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.against_hlo import MANIFEST
@@ -28,9 +28,7 @@ from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
-from kimi_k2.sharding.manifest import WEIGHTS
-
-CHECKED_RELEASES = {"neuronx-distributed": ("0.17", "0.18"), "neuronx-distributed-inference": ("0.8", "0.9")}
+from kimi_k2.sharding.manifest import WEIGHTS, check_made_for
 
 Say = Callable[[str], None]
 
@@ -68,22 +66,27 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     return plan
 
 
-def check_sdk() -> None:
-    """Refuse a machine that cannot compile.
+def check_sdk() -> sdk.Release:
+    """The SDK release that is installed here.
 
     Raises:
-        CompileError: no compiler, or an SDK that the model was not checked with.
+        CompileError: there is no compiler, a package of the release is missing or of another release, or a system
+            package is older.
     """
     if shutil.which("neuronx-cc") is None:
         raise CompileError("no Neuron compiler (neuronx-cc) on PATH; --hlo-only lowers the graphs without it")
-    for package, releases in CHECKED_RELEASES.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise CompileError(f"{package} is not installed; it comes with Neuron SDK 2.28 or 2.29") from None
-        if not version.startswith(releases):
-            expected = " or ".join(releases)
-            raise CompileError(f"{package} is {version}; the model was checked with {expected} (Neuron SDK 2.28, 2.29)")
+    known = " or ".join(release.name for release in sdk.releases())
+    release = sdk.release_here()
+    if release is None:
+        raise CompileError(f"expected the packages of Neuron SDK {known} (constraints/), none is installed")
+    # A driver may be a container's host's, where it cannot be seen.
+    wrong = [one for one in sdk.states(release) if not one.fits and not (one.system and one.found is None)]
+    if wrong:
+        what = "; ".join(f"{one.package} is {one.found or 'not installed'}, expected {one.expected}" for one in wrong)
+        raise CompileError(
+            f"not the packages of Neuron SDK {release.name} (constraints/neuron-{release.name}.txt): {what}"
+        )
+    return release
 
 
 def build_application(preset: Deployment, config: KimiK2Config, model: str, **overrides: Any) -> Any:
@@ -163,10 +166,53 @@ def without_nki(preset: Deployment) -> dict[str, Any]:
     return {"blockwise_matmul_config": blockwise.model_dump(), "disable_argmax_kernel": True}
 
 
+def check_weights(preset: Deployment, config: KimiK2Config, model: str, out: Path) -> None:
+    """Refuse what could not be loaded, before the compiler runs: weights are pre-sharded behind it.
+
+    Raises:
+        CompileError: neither converted files in `out` nor a checkpoint's are there.
+        ConfigError, CheckpointError: they are of another layout or model, or not whole.
+    """
+    if not preset.neuron_config.save_sharded_checkpoint:
+        return
+    if (out / WEIGHTS_MANIFEST).exists():
+        check_made_for(out, config, preset.layout(config))
+        return
+    try:
+        with CheckpointReader.for_config(model, config):
+            return
+    except KimiK2Error as error:
+        raise CompileError(
+            f"no weights: {out} holds no converted files (`kimi-k2 convert`; --weights names a directory that does),"
+            f" and of the checkpoint: {error}"
+        ) from None
+
+
+def take_weights(converted: Path, out: Path) -> None:
+    """Link the files that `kimi-k2 convert` wrote into `out`, beside graphs of their layout.
+
+    Raises:
+        CompileError: there are none, or `out` holds others.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (WEIGHTS_MANIFEST, WEIGHTS):
+        source, link = (converted / name).resolve(), out / name
+        if not source.exists():
+            raise CompileError(f"{converted} holds no {name}, which `kimi-k2 convert` writes")
+        if link.resolve() == source:
+            continue
+        if link.exists():
+            raise CompileError(f"{link} is there already")
+        link.symlink_to(source)
+
+
 def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: Any) -> None:
     """Compile to NEFFs with NxDI, then pre-shard the weights if they are not there yet; both resume.
 
     neuronx-cc's cache keeps graphs that were finished before.
+
+    Raises:
+        CompileError: see `check_weights`.
 
     Args:
         preset: what is compiled.
@@ -180,6 +226,7 @@ def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides
     if manifest.complete:
         say(f"{out} is complete for this preset and model: nothing to do")
         return
+    check_weights(preset, config, model, out)
     os.environ.update(environment(preset))
     app = build_application(preset, config, model, **overrides)
     start = time.monotonic()

@@ -168,6 +168,7 @@ class Deployment(_Part):
                 f"expected a divisor of tp_degree ({self.tp_degree}), got {self.cache_ranks}",
                 field="neuron_config.num_cores_per_group",
             )
+        self._check_buckets()
         if self.vision and self.vision.tp_degree > self.tp_degree:
             raise ConfigError(
                 f"expected at most {self.tp_degree}, got {self.vision.tp_degree}", field="vision.tp_degree"
@@ -177,6 +178,22 @@ class Deployment(_Part):
         if "experts" in self.neuron_config.nki_kernels and not (held and held.tiles):
             raise ConfigError(f"expected a format in tiles with nki_kernels, got {self.experts}", field="experts")
         return self
+
+    def _check_buckets(self) -> None:
+        """NxDI takes the first bucket that holds a prompt or a cache, so the last one must hold the longest."""
+        options = self.neuron_config
+        for field, longest in (
+            ("context_encoding_buckets", "max_context_length"),
+            ("token_generation_buckets", "seq_len"),
+        ):
+            buckets, most = getattr(options, field), getattr(self, longest)
+            if buckets is None:
+                continue
+            if not options.enable_bucketing:
+                raise ConfigError("expected none without enable_bucketing", field=f"neuron_config.{field}")
+            if list(buckets) != sorted(set(buckets)) or not buckets or buckets[-1] != most:
+                expected = f"ascending lengths up to {longest} ({most})"
+                raise ConfigError(f"expected {expected}, got {list(buckets)}", field=f"neuron_config.{field}")
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Deployment:

@@ -66,7 +66,40 @@ def copy_caches(wrappers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None
 
 
 class KimiK2ModelWrapper(ModelWrapper):
-    """ModelWrapper whose padded batches come back in order in CPU mode too."""
+    """ModelWrapper for sequences in any order of their cache lines, and padded batches in CPU mode too."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """NxDI's, with the rows of a whole batch in the order of their lines, as NxDI puts those of a part of one.
+
+        A graph reads line n of the cache for row n.
+
+        Raises:
+            ValueError: they are in another order, and steps are asynchronous.
+        """
+        lines = args[3]
+        count, order = len(lines), lines.flatten().argsort()
+        ordered = bool((order == torch.arange(count)).all())
+        if ordered or self.is_prefix_caching or count < self.neuron_config.batch_size:
+            return super().forward(*args, **kwargs)
+        if self.async_mode:
+            raise ValueError(f"seq_ids: expected ascending cache lines with async_mode, got {lines.flatten().tolist()}")
+
+        def rows(tensors: Sequence[Any], order: torch.Tensor) -> list[Any]:
+            batched = (isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in tensors)
+            return [one[order] if is_row else one for one, is_row in zip(tensors, batched, strict=True)]
+
+        outputs = super().forward(*rows(args, order), **kwargs)
+        back = order.argsort()
+        if isinstance(outputs, torch.Tensor):
+            return outputs[back]
+        first = len(outputs) if self.is_neuron() else len(outputs) - self._states()
+        return [*rows(outputs[:first], back), *outputs[first:]]
+
+    def _states(self) -> int:
+        """Caches, and the adapters in use, at the end of what CPU mode returns."""
+        model = self.model
+        adapters = model.lora_weight_manager.get_lora_tensors() if self.neuron_config.lora_config is not None else ()
+        return len(model.kv_mgr.past_key_values) + len(adapters)
 
     def _forward_with_pad(self, *args: Any) -> Any:
         # With block tables sequences lie in the batch as they come. On a device NxDI takes the first rows of the

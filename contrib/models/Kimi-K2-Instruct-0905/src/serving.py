@@ -14,8 +14,8 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.compiler_args import compiler_args, environment
-from kimi_k2.plan.deployment import STAGES, Deployment
+from kimi_k2.neuron.compiler_args import compiler_args, environment, runtime_environment
+from kimi_k2.plan.deployment import STAGES, Deployment, NeuronOptions
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 
@@ -48,6 +48,8 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
             options = _with_preset(deployment, options)
             experts = experts or deployment.experts
             os.environ.update(environment(deployment))
+        else:
+            os.environ.update(runtime_environment(options.get("logical_nc_config", NeuronOptions().logical_nc_config)))
         experts = experts or FROM_CHECKPOINT
         if experts not in (FROM_CHECKPOINT, *expert_formats()):
             raise ConfigError(

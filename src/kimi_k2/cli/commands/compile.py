@@ -18,6 +18,9 @@ def compile_model(
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
+    weights: Annotated[
+        Path | None, typer.Option(help="Directory of `convert`'s files, linked into --out.", file_okay=False)
+    ] = None,
     capture_layers: Annotated[
         str | None,
         typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
@@ -55,6 +58,8 @@ def compile_model(
             config = KimiK2Config.load(model)
             options = capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
         job.check_sdk()
+        if weights is not None:
+            job.take_weights(weights, out)
         job.compile_all(chosen, model, out, typer.echo, **options)
 
 

@@ -152,29 +152,27 @@ def _neuron() -> Iterator[Finding]:
     import importlib.util
     import shutil
 
-    from kimi_k2.neuron.compile import CHECKED_RELEASES
+    from kimi_k2.neuron import sdk
     from kimi_k2.neuron.requirements import states
 
     cores = sorted(Path("/dev").glob("neuron[0-9]*"))
     yield Finding("Neuron devices", "ok" if cores else "missing", f"{len(cores)}" if cores else "none")
     compiler = shutil.which("neuronx-cc")
     yield Finding("neuronx-cc", "ok" if compiler else "missing", compiler or "not on PATH")
-    for package in ("torch-neuronx", "torch-xla"):
-        version = _version(package)
-        yield Finding(package, "ok" if version else "missing", version or "not installed")
-    for package, releases in CHECKED_RELEASES.items():
-        version = _version(package)
-        expected = f"works with {' and '.join(releases)}"
-        importable = importlib.util.find_spec(package.replace("-", "_")) is not None
-        if version is None:
-            found = "importable, version unknown" if importable else "not installed"
-            yield Finding(package, "note" if importable else "missing", found, expected)
-        else:
-            checked = version.startswith(releases)
-            yield Finding(package, "ok" if checked else "note", version, "" if checked else expected)
+    version = _version("torch-xla")
+    yield Finding("torch-xla", "ok" if version else "missing", version or "not installed")
+    release = sdk.release_here() or sdk.releases()[0]
+    for one in sdk.states(release):
+        importable = importlib.util.find_spec(one.package.replace("-", "_")) is not None
+        found = one.found or ("importable, version unknown" if importable else "not installed")
+        status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
+        expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"
+        name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
+        if one.package != "transformers":  # `_libraries` has it
+            yield Finding(name, status, found, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
-    for one in states(optional=True):
-        needed = one.requirement
+    for state in states(optional=True):
+        needed = state.requirement
         if needed.module in (
             "boto3",
             "torchvision",
@@ -185,11 +183,11 @@ def _neuron() -> Iterator[Finding]:
             "vllm",
             "vllm_neuron",
         ):
-            found = (one.version or "importable, version unknown") if one.importable else "not installed"
+            found = (state.version or "importable, version unknown") if state.importable else "not installed"
             wanted = "" if needed.works == "any" else f"works with {needed.works}"
             why = ", ".join(part for part in (wanted, needed.why) if part)
-            status: Status = "ok" if one.as_tested else "note"
-            yield Finding(f"NxD: {needed.package or needed.module}", status, found, "" if one.as_tested else why)
+            status = "ok" if state.as_tested else "note"
+            yield Finding(f"NxD: {needed.package or needed.module}", status, found, "" if state.as_tested else why)
 
 
 def _room() -> Iterator[Finding]:

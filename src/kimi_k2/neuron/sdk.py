@@ -1,0 +1,96 @@
+"""SDK releases whose packages work together, as constraints/neuron-*.txt pin them, and how this machine differs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+CONSTRAINTS = Path(str(files("kimi_k2"))) / "neuron" / "constraints"  # a link to the repository's constraints/
+NXDI = "neuronx-distributed-inference"
+TESTED = "2.29"  # whose NxD and NxDI source test/nxd runs on
+_SYSTEM = re.compile(r"^# apt: (\S+)==(\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release: Python packages with what is asked of them, and Debian or RPM packages with their versions."""
+
+    name: str
+    python: tuple[Requirement, ...]
+    system: dict[str, str]
+
+
+@dataclass(frozen=True)
+class State:
+    """A package of a release on this machine.
+
+    Attributes:
+        found: its version here; None where it is not installed, or belongs to a container's host.
+        fits: whether that version works with the release: a Python package's pin, a system package's or a newer one.
+    """
+
+    package: str
+    found: str | None
+    expected: str
+    fits: bool
+    system: bool = False
+
+
+def releases() -> list[Release]:
+    """Those with a constraint file, the tested one first."""
+    found = []
+    for path in sorted(CONSTRAINTS.glob("neuron-*.txt")):
+        text = path.read_text(encoding="utf-8")
+        pins = (Requirement(line) for line in text.splitlines() if line and not line.startswith("#"))
+        found.append(Release(path.stem.removeprefix("neuron-"), tuple(pins), dict(_SYSTEM.findall(text))))
+    return sorted(found, key=lambda one: one.name != TESTED)
+
+
+def release_here() -> Release | None:
+    """The release that most of the installed Python packages are of, NxDI's first; None where none is."""
+
+    def matching(release: Release) -> tuple[bool, int]:
+        fitting = [one.package for one in states(release) if not one.system and one.fits]
+        return NXDI in fitting, len(fitting)
+
+    best = max(releases(), key=matching)
+    return best if matching(best)[1] else None
+
+
+def states(release: Release) -> list[State]:
+    """Every package of a release on this machine."""
+    found = []
+    for pin in release.python:
+        version = _python_version(pin.name)
+        fits = version is not None and pin.specifier.contains(Version(version), prereleases=True)
+        found.append(State(pin.name, version, str(pin.specifier), fits))
+    for name, wanted in release.system.items():
+        version = _system_version(name)
+        fits = version is not None and Version(version) >= Version(wanted)
+        found.append(State(name, version, f">={wanted}", fits, system=True))
+    return found
+
+
+def _python_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _system_version(name: str) -> str | None:
+    """Version of a Debian or RPM package without its revision."""
+    for query in (["dpkg-query", "-W", "-f", "${Version}", name], ["rpm", "-q", "--qf", "%{VERSION}", name]):
+        if shutil.which(query[0]) is not None:
+            done = subprocess.run(query, capture_output=True, text=True)
+            if done.returncode == 0 and (version := re.match(r"[\d.]*\d", done.stdout)):
+                return version[0]
+    return None
