@@ -109,5 +109,9 @@ class GenerationError(KimiK2Error, ValueError):
     """A generation request is malformed (empty prompt, bad temperature, context overflow ...)."""
 
 
+class DoesNotFitError(KimiK2Error):
+    """A deployment needs more memory than its device has; the command line ends with a status of its own."""
+
+
 class DeviceError(KimiK2Error, ValueError):
     """A device that this package does not run on, or that the machine lacks."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.hub import resolve_checkpoint
@@ -64,6 +65,41 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as exit_:
         main("demo", arguments=[])
     assert exit_.value.code == 130
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = "kimi_k2.sharding.presharder.Presharder"
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(f"{job}._following", lambda self, layer: layer and throw(KeyboardInterrupt())())
+        with pytest.raises(SystemExit) as exit_:
+            main("convert", arguments=[str(checkpoints["fp8"]), str(tmp_path), "--tp", "2"])
+    assert exit_.value.code == 130
+    assert "interrupted: run it again to resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main("convert", arguments=[str(checkpoints["fp8"]), str(tmp_path), "--tp", "2"])
+    assert exit_.value.code == 0
+
+
+def test_a_plan_that_does_not_fit_has_a_status_of_its_own() -> None:
+    fits, does_not = (CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--preset", name])
+                      for name in ("trn2-tp64-ep1", "h200-tp1"))  # fmt: skip
+    assert (fits.exit_code, does_not.exit_code) == (0, 3)
+    assert "does not fit" in does_not.stdout
+
+
+def test_no_memory_on_a_gpu_says_what_is_needed_and_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is"
+        " free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+    )
+    error.add_note("the weights have 61.0 GB")
+    assert ended(throw(error)) == 1
+    assert capsys.readouterr().err == (
+        "error: out of memory on a GPU: Tried to allocate 3.25 GiB;"
+        " GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is free; the weights have 61.0 GB\n"
+    )
 
 
 def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:

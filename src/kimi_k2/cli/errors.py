@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 import tempfile
 import traceback
@@ -14,22 +15,24 @@ from functools import partial
 import typer
 from packaging.requirements import Requirement
 
-from kimi_k2.errors import KimiK2Error, KimiK2Warning
+from kimi_k2.errors import DoesNotFitError, KimiK2Error, KimiK2Warning
 
-EXPECTED, BUG = 1, 70  # 70 is EX_SOFTWARE of sysexits.h
+EXPECTED, DOES_NOT_FIT, BUG = 1, 3, 70  # 70 is EX_SOFTWARE of sysexits.h
 
 
 @contextmanager
 def errors_handled() -> Iterator[None]:
     """Leave the process with one line for an expected error, and with a file for a bug.
 
-    Exit status 1 for a `KimiK2Error`, an error of the file system, missing memory and a package of an extra that is not
-    installed; 70 for anything else, whose traceback goes to a file that the message names. typer itself ends usage
-    errors with 2 and an interrupt with 130.
+    Exit status 3 for a `DoesNotFitError`; 1 for another `KimiK2Error`, an error of the file system, missing memory of
+    the machine or a GPU, and a package of an extra that is not installed; 70 for anything else, whose traceback goes to
+    a file that the message names. typer itself ends usage errors with 2 and an interrupt with 130.
     """
     warnings.showwarning = partial(_show_warning, warnings.showwarning)
     try:
         yield
+    except DoesNotFitError as error:
+        _leave(str(error), DOES_NOT_FIT)
     except KimiK2Error as error:
         _leave(str(error))
     except OSError as error:
@@ -46,7 +49,27 @@ def errors_handled() -> Iterator[None]:
             _report(error)
         _leave(f"needs {module}, which is not installed: pip install 'kimi-k2[{extra}]'")
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for its sake
+            _leave(_gpu_memory(error))
         _report(error)
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Say of a job that was interrupted that the same command goes on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: run it again to resume", err=True)
+        raise
+
+
+def _gpu_memory(error: Exception) -> str:
+    """What was asked for and what is there, of torch's message, and the notes of who knows what it was for."""
+    there = r"GPU \d+ has a total capacity of \S+ \w+ of which \S+ \w+ is free"
+    facts = re.findall(rf"Tried to allocate \S+ \w+|{there}", str(error))
+    notes = getattr(error, "__notes__", [])
+    return f"out of memory on a GPU: {'; '.join([*(facts or [str(error).splitlines()[0]]), *notes])}"
 
 
 def _extra_with(module: str) -> str | None:
@@ -70,9 +93,9 @@ def _show_warning(otherwise: Callable[..., None], message: Warning, category: ty
         otherwise(message, category, *more)
 
 
-def _leave(message: str) -> None:
+def _leave(message: str, status: int = EXPECTED) -> None:
     typer.echo(f"error: {message}", err=True)
-    sys.exit(EXPECTED)
+    sys.exit(status)
 
 
 def _report(error: Exception) -> None:

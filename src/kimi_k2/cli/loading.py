@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def load_model(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
     """`KimiK2ForCausalLM.from_pretrained` with a progress bar."""
+    import torch
+
     from kimi_k2.checkpoint.reader import CheckpointReader
     from kimi_k2.config import KimiK2Config
     from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -26,8 +28,14 @@ def load_model(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
 
     with CheckpointReader(checkpoint, KimiK2Config.from_pretrained(checkpoint).tensor_prefix) as reader:
         total = reader.total_bytes
-    with ByteProgress("loading", total) as bar:
-        return KimiK2ForCausalLM.from_pretrained(checkpoint, on_tensor=lambda _, count: bar.advance(count), **options)
+    try:
+        with ByteProgress("loading", total) as bar:
+            return KimiK2ForCausalLM.from_pretrained(
+                checkpoint, on_tensor=lambda _, count: bar.advance(count), **options
+            )
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"the weights have {total / 1e9:.1f} GB as they are stored, more once they are dequantized")
+        raise
 
 
 @dataclass(frozen=True)

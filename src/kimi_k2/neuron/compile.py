@@ -14,7 +14,7 @@ from typing import Any
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError, KimiK2Error
+from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_json, replace_file
 from kimi_k2.neuron import contrib, sdk
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
@@ -49,7 +49,7 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     """The memory plan of a preset, if one core can hold it.
 
     Raises:
-        CompileError: naming the largest part and what would help.
+        DoesNotFitError: naming the largest part and what would help.
         ConfigError: the preset has a vision tower that the model lacks, or that cannot be compiled so.
     """
     if preset.vision is not None:
@@ -58,7 +58,7 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     plan = memory_plan(config, target)
     if not plan.fits:
         name, size = plan.largest
-        raise CompileError(
+        raise DoesNotFitError(
             f"{preset.name} needs {plan.needed / GIB:.1f} GiB a core with scratch, {plan.memory.usable / GIB:.1f} GiB"
             f" are usable (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
             f" {' or with '.join(advice(config, target, plan))}"

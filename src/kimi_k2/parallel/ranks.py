@@ -102,12 +102,17 @@ def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: t
     started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
+    manifest = load_manifest(directory)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the other processes of a host see the same files
-        recorded = load_manifest(directory)["made_from"]["source"]["shards"]
+        recorded = manifest["made_from"]["source"]["shards"]
         if untold := check_source(recorded, checkpoint, directory / MANIFEST):
             warnings.warn(untold, KimiK2Warning, stacklevel=2)
     number, place = join_ranks(device)
-    model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
+    try:
+        model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"a rank's weights have {max(manifest['files'].values()) / 1e9:.1f} GB")
+        raise
     if started == 1:
         return Rank(number, Generator(model), layout)
     return Rank(number, Generator(model, reduce=AllReduce(None), gather=partial(gather_last, group=None)), layout)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import parse_layers
 
 
@@ -49,7 +50,8 @@ def compile_model(
 
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         standins.install()
-        job.lower_all(chosen, model, out, typer.echo)
+        with resumable():
+            job.lower_all(chosen, model, out, typer.echo)
     else:
         options = {}
         if capture_layers is not None:
@@ -60,7 +62,8 @@ def compile_model(
         job.check_sdk()
         if weights is not None:
             job.take_weights(weights, out)
-        job.compile_all(chosen, model, out, typer.echo, **options)
+        with resumable():
+            job.compile_all(chosen, model, out, typer.echo, **options)
 
 
 COMMAND = Command("compile", compile_model, "Deploy")

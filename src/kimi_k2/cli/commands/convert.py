@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def convert(
     if output is None:
         raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
     total = dry_run(config, layout).input_bytes
-    with ByteProgress("converting", total) as bar:
+    with resumable(), ByteProgress("converting", total) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
             verify_source=verify_source, verify_output=verify_output, on_bytes=bar.advance, on_layer=_print_error,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption, number
 
 
@@ -37,7 +38,7 @@ def make_checkpoint(
     if fmt is not None:
         config = with_format(config, fmt)
     total = sum(spec.nbytes for spec in all_tensors(config))
-    with ByteProgress("writing", total) as bar:
+    with resumable(), ByteProgress("writing", total) as bar:
         write_synthetic_checkpoint(
             out, config, seed=seed, shards=shards, on_tensor=lambda spec: bar.advance(spec.nbytes)
         )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.errors import DOES_NOT_FIT
 from kimi_k2.cli.options import Download, number, picture
 
 
@@ -36,7 +37,7 @@ def plan(
 ) -> None:
     """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
 
-    Reads config.json alone, and the index if there is one.
+    Reads config.json alone, and the index if there is one. Ends with status 3 if it does not fit.
     """
     from dataclasses import replace
 
@@ -72,12 +73,14 @@ def plan(
         plot(config, target, chart)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
-        return
-    print_report(report, console)
-    if published:
-        print_published(console)
-    if hlo is not None:
-        print_against_hlo(against_hlo(config, target, hlo), console)
+    else:
+        print_report(report, console)
+        if published:
+            print_published(console)
+        if hlo is not None:
+            print_against_hlo(against_hlo(config, target, hlo), console)
+    if not report["rank_memory"]["fits"]:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 COMMAND = Command("plan", plan, "Deploy")

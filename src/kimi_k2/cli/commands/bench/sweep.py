@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import BatchInvariant, KeepQuantized, KvCacheDtype, Ranks, Seed, compute_defaults, number
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def sweep(
         if isinstance(used, RanksBackend) and used.part.number > 0:
             used.follow()
             return
-        results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+        with resumable():
+            results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
     written = write_reports(results, out, published)
     typer.echo(markdown(results, published))
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
