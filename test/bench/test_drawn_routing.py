@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -51,7 +52,7 @@ def test_other_words_are_refused(text: str) -> None:
 def test_a_step_takes_the_drawn_experts(wide: Path) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     now = torch.zeros(2, dtype=torch.int64)
-    step = DrawnDecodeStep(model, model.new_cache(2, 4), Routing.parse("same"))
+    step = DrawnDecodeStep(model, new_cache(model, 2, 4), Routing.parse("same"))
     layer = next(layer for layer in step.layers if layer.moe is not None)
     assert isinstance(layer, DrawnLayerStep)
     x = torch.randn(2, model.config.hidden_size)
@@ -62,6 +63,6 @@ def test_a_step_takes_the_drawn_experts(wide: Path) -> None:
     layer.moe.experts.first_expert = 0
     indices, weights = layer.drawn(x)
     assert torch.equal(
-        layer.feed_forward(x), DecodeStep(model, model.new_cache(2, 4)).layers[-1].feed_forward(x, (indices, weights))
+        layer.feed_forward(x), DecodeStep(model, new_cache(model, 2, 4)).layers[-1].feed_forward(x, (indices, weights))
     )
     assert bool(step(now, now).isfinite().all())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -30,7 +31,7 @@ def errors_of_steps(model: KimiK2ForCausalLM, steps: int = 3) -> list[float]:
     torch.manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (2, 9))
     wanted = model(ids)
-    cache = model.new_cache(2, 9)
+    cache = new_cache(model, 2, 9)
     prefill(model, [ids[0, :4].tolist(), ids[1, :6].tolist()], cache)
     step, positions, found = DecodeStep(model, cache), torch.tensor([4, 6]), []
     for _ in range(steps):
@@ -95,7 +96,7 @@ def used() -> Counter[str]:
 @torch.inference_mode()
 def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    step, now = DecodeStep(model, model.new_cache(2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
     registry.pin("")
     launched.clear()
     step(now, now)
@@ -113,7 +114,7 @@ def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]
 def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(wide: Path, launched: Counter[str]) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     registry.pin("plain")
-    step, now = DecodeStep(model, model.new_cache(2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
     launched.clear()
     step(now, now)
     assert not launched
@@ -138,7 +139,7 @@ class Computed(TorchDispatchMode):
 @torch.inference_mode()
 def test_nothing_is_computed_outside_the_table(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    step, now = DecodeStep(model, model.new_cache(2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
     computed = Computed()  # type: ignore[no-untyped-call]
 
     def within(plain: Callable[..., Any]) -> Callable[..., Any]:

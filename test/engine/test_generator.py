@@ -11,13 +11,14 @@ import torch
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.engine import generator as module
+from kimi_k2.engine.cache import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import decode_step, generate, prefill
-from kimi_k2.engine.generator import Generator, new_cache
+from kimi_k2.engine.generator import Generator
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.paged_cache import PagedCache
+from kimi_k2.ops.cache import chunk_slots
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import tiny_config
@@ -65,7 +66,7 @@ def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.M
     assert tokens(RAGGED) == wanted
     assert generator._step is not None
     cache = generator._step.cache
-    assert isinstance(cache, PagedCache) and (cache.pages, cache.max_length) == (7, 192)
+    assert (cache.pages, cache.max_length) == (7, 192)
     first = cache.block_table.tolist()
     assert sorted(page for row in first for page in row if page) == list(range(1, 8))
     assert tokens(RAGGED[::-1]) == wanted[::-1]
@@ -73,22 +74,21 @@ def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.M
     assert tokens(EVEN) == even and generator._step.cache is cache
     longer = [RAGGED[0]] * 5
     assert tokens(longer) == [wanted[0]] * 5
-    assert not isinstance(generator._step.cache, PagedCache), "and all of one length lie in one piece"
-    monkeypatch.setattr(module, "batch_invariant", lambda: True)
-    assert not isinstance(new_cache(generator.model, 5, 165, [165, 7, 6, 9, 6]), PagedCache)
+    assert generator._step.cache.pages is None, "and all of one length lie in one piece"
 
 
 def test_pages_that_are_too_few(wide: Path) -> None:
-    cache = KimiK2ForCausalLM.from_pretrained(wide).new_paged_cache(2, 3, 128)
+    config = KimiK2ForCausalLM.from_pretrained(wide).config
+    cache = PagedCache(config, 2, 128, 3)
     cache.assign([128, 64])
     assert cache.block_table.tolist() == [[1, 2], [3, 0]]
     positions = torch.tensor([[0, 64, -1], [5, 63, 127]])
-    assert cache.slots(positions).tolist() == [[64, 128, -1], [197, 255, 63]]
+    assert chunk_slots(positions, cache.block_table, cache.page).tolist() == [[64, 128, -1], [197, 255, 63]]
     assert not cache.fits([128]) and not cache.fits([129, 1])
     with pytest.raises(GenerationError, match="4 pages, do not fit 2 sequences of 128 slots and 3 pages"):
         cache.assign([128, 65])
     with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
-        KimiK2ForCausalLM.from_pretrained(wide).new_paged_cache(1, 1, 10**9)
+        PagedCache(config, 1, 10**9, 1)
 
 
 def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_on_a_cpu_nothing_is_captured(wide: Path) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide)
     assert not capturable(model, 1)
     with pytest.raises(KernelError, match="a graph needs a GPU"):
-        DecodeStep(model, model.new_cache(1, 4), graph=True)
+        DecodeStep(model, new_cache(model, 1, 4), graph=True)
     generator = Generator(model)
     assert generator.prepare(1, 5)[0] is not generator.prepare(1, 5)[0]
 
@@ -151,7 +151,7 @@ def test_graphs_are_kept(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert longer == tokens_of(Generator(model), 9)
     cache, decode = generator.prepare(2, 9)
     assert generator.prepare(2, 9)[1] is decode
-    other = model.new_cache(2, 9)
+    other = new_cache(model, 2, 9)
     for one in (cache, other):
         prefill(model, PROMPTS, one)
     tokens, positions = torch.tensor([3, 4], device="cuda"), torch.tensor([4, 2], device="cuda")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import MAX_GRAPHS, PromptStep, padded_width
@@ -36,7 +37,7 @@ def test_logits_and_cache_are_the_plain_models(
 ) -> None:
     directory = wide if source == "wide" else checkpoints[source]
     model = KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=True)
-    caches = [model.new_cache(3, 20) for _ in range(2)]
+    caches = [new_cache(model, 3, 20) for _ in range(2)]
     wanted = prefill(model, PROMPTS, caches[0], chunk)
     found = prefill(model, PROMPTS, caches[1], chunk, read=PromptStep(DecodeStep(model, caches[1])))
     assert (found - wanted).norm() / wanted.norm() < 2e-5
@@ -47,7 +48,7 @@ def test_logits_and_cache_are_the_plain_models(
 def test_padding_changes_nothing(wide: Path) -> None:
     """Columns without a token and slots that lie ahead, as a captured size has them."""
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    steps = [PromptStep(DecodeStep(model, model.new_cache(1, 40))) for _ in range(2)]
+    steps = [PromptStep(DecodeStep(model, new_cache(model, 1, 40))) for _ in range(2)]
     ids, positions, last = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]), torch.tensor([2])
     wanted = steps[0].run(ids, positions, last, 3)
     wide_ids, wide_positions = torch.zeros(1, 16, dtype=torch.int64), torch.full((1, 16), -1)
@@ -68,7 +69,7 @@ def test_widths() -> None:
 
 def test_refusals(wide: Path) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide)
-    step = PromptStep(DecodeStep(model, model.new_cache(1, 4)))
+    step = PromptStep(DecodeStep(model, new_cache(model, 1, 4)))
     now = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(GenerationError, match="position 4 is outside the cache of 4 slots"):
         step(now, now + 4, now[0])
@@ -85,8 +86,11 @@ def test_replays(preset: str) -> None:
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     config = tiny_config(preset, **sizes)
     model = decide_routes(synthetic_rank(config, Layout(1, target="cuda", experts="stored"), 0, communicate=False))
-    step = PromptStep(DecodeStep(model, model.new_cache(2, 600), graph=True))
-    caches, fresh = [model.new_cache(2, 600) for _ in range(2)], PromptStep(DecodeStep(model, model.new_cache(2, 600)))
+    step = PromptStep(DecodeStep(model, new_cache(model, 2, 600), graph=True))
+    caches, fresh = (
+        [new_cache(model, 2, 600) for _ in range(2)],
+        PromptStep(DecodeStep(model, new_cache(model, 2, 600))),
+    )
     generator, pad = torch.Generator().manual_seed(1), torch.nn.functional.pad
     errors: list[tuple[float, float]] = []
     for length in (5, 16, 5, 14, 300, 290, 5, 300, 257, 3, 280):

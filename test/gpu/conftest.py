@@ -37,10 +37,10 @@ def next_launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     q = torch.randn(batch, heads * 192, device="cuda").bfloat16()
     kv_a, norm = torch.randn(batch, 576, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
     cos, sin = torch.randn(2, batch, 32, device="cuda").bfloat16()
-    positions, cache = torch.arange(batch, device="cuda") % 4, torch.zeros(batch, 4, 576, device="cuda").bfloat16()
+    slots, cache = torch.arange(batch, device="cuda") * 4, torch.zeros(batch, 4, 576, device="cuda").bfloat16()
     monkeypatch.setattr(decode, "ABSORB_GROUPS", range(5, 129))  # the launch with which it was seen
 
     def launch() -> None:
-        decode.absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6)
+        decode.absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6)
 
     return launch

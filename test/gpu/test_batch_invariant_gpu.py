@@ -18,6 +18,7 @@ from torch import Tensor
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.bench.kernels.w4a16 import random_packed
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep
@@ -231,7 +232,8 @@ def test_queries_and_entries(heads: int, cached: torch.dtype) -> None:
 
     def make(qkv_a: Tensor, cos: Tensor, sin: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         cache = torch.zeros(len(at), 70, 576, device="cuda", dtype=BF16).to(cached)
-        query = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, at, w_uk, cache, 1e-6, 1e-6)
+        slots = at + torch.arange(0, 70 * len(at), 70, device="cuda")
+        query = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, cache, 1e-6, 1e-6)
         return query, cache.view(torch.uint8)
 
     with registry.decoding():
@@ -243,17 +245,25 @@ def test_queries_and_entries(heads: int, cached: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [8, 16, 64])
 @pytest.mark.parametrize("cached", [BF16, E4M3])
 def test_decode_attention(heads: int, cached: torch.dtype) -> None:
-    """From q to values, over lengths of every kind, each in caches of several capacities."""
+    """From q to values, over lengths of every kind, each in caches of several capacities, and in pages."""
     w_uk, w_uv, norm = normal(heads, 128, 512, scale=0.05), normal(heads, 128, 512, scale=0.05), normal(512)
 
     def attend(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, at: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
         cache = cache.clone().view(cached)  # as bytes: PyTorch indexes no FP8
-        query = absorb_and_store(q, kv, norm, cos, sin, at, w_uk, cache, 1e-6)
+        slots = at + torch.arange(0, len(at) * cache.shape[1], cache.shape[1], device="cuda")
+        query = absorb_and_store(q, kv, norm, cos, sin, slots, w_uk, cache, 1e-6)
         lengths = (at + 1).int()
         plan = attention_plan(lengths, cache, heads)
         values = attend_values(query, cache, lengths, w_uv, 0.1, plan)
         wider = torch.cat((cache.view(torch.uint8), cache.view(torch.uint8)), dim=1).view(cached)
         assert torch.equal(values, attend_values(query, wider, lengths, w_uv, 0.1))
+        whole = torch.nn.functional.pad(cache.view(torch.uint8), (0, 0, 0, -cache.shape[1] % 64))
+        pages, order = whole.view(-1, 64, whole.shape[2]), torch.randperm(whole.shape[1] // 64 * len(at), device="cuda")
+        shuffled = torch.empty_like(pages)
+        shuffled[order] = pages
+        shuffled, table = shuffled.view(cached), order.view(len(at), -1).int()
+        for plan in (None, attention_plan(lengths, shuffled, heads, table)):
+            assert torch.equal(values, attend_values(query, shuffled, lengths, w_uv, 0.1, plan, table))
         return query, values
 
     with registry.decoding():
@@ -307,7 +317,7 @@ class Pool:
         layers = model.config.num_hidden_layers
         self.contexts = [normal(layers, length, 576).to(cached).view(torch.uint8) for length in self.lengths]
         self.tokens = torch.randint(0, model.lm_head.weight.shape[0], (count,), device="cuda")
-        self.step = DecodeStep(model, model.new_cache(1, 2560, cached), graph=True)
+        self.step = DecodeStep(model, new_cache(model, 1, 2560, dtype=cached), graph=True)
         self.alone = torch.cat([self.logits(self.step, [one]).clone() for one in range(count)])
 
     def logits(self, step: DecodeStep, chosen: list[int]) -> Tensor:
@@ -330,7 +340,7 @@ def test_decode_steps_of_drawn_batches(model: KimiK2ForCausalLM, cached: torch.d
     batches = BATCHES if DRAWN > 50 else (2, 9, 64, 200)
     drawn = 0
     for number, batch in enumerate(batches):
-        step = DecodeStep(model, model.new_cache(batch, rng.choice([1900, 2560]), cached), graph=True)
+        step = DecodeStep(model, new_cache(model, batch, rng.choice([1900, 2560]), dtype=cached), graph=True)
         for _ in range(-(-DRAWN // len(batches)) if number or DRAWN <= 50 else 4):
             assert pool.drawn(rng, step), batch
             drawn += 1
@@ -343,7 +353,7 @@ def test_decode_steps_of_drawn_batches(model: KimiK2ForCausalLM, cached: torch.d
 def test_the_normal_mode_fails_the_test(model: KimiK2ForCausalLM) -> None:
     registry.set_batch_invariant(False)
     pool, rng = Pool(model, BF16, 8), random.Random(3)
-    step = DecodeStep(model, model.new_cache(33, 1900, BF16), graph=True)
+    step = DecodeStep(model, new_cache(model, 33, 1900, dtype=BF16), graph=True)
     assert not pool.drawn(rng, step)
     registry.set_batch_invariant(True)
 
@@ -356,13 +366,13 @@ def test_prompts_in_drawn_chunks(model: KimiK2ForCausalLM, cached: torch.dtype) 
     prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in (1, 5, 17, 64, 200, 333, 700)]
     made: list[tuple[Tensor, Tensor]] = []
     for prompt in prompts:
-        cache = model.new_cache(1, len(prompt), cached)
+        cache = new_cache(model, 1, len(prompt), dtype=cached)
         step = PromptStep(DecodeStep(model, cache))
         logits = prefill(model, [prompt], cache, None, None, step)
         made.append((logits[0].clone(), cache.data[:, 0].view(torch.uint8).clone()))
     reads = {}
     for batch in (1, 2, 4):
-        reads[batch] = PromptStep(DecodeStep(model, model.new_cache(batch, 1024, cached), graph=True))
+        reads[batch] = PromptStep(DecodeStep(model, new_cache(model, batch, 1024, dtype=cached), graph=True))
     for _ in range(DRAWN):
         read = rng.choice(list(reads.values()))
         chosen = [rng.randrange(len(prompts)) for _ in range(read.cache.data.shape[1])]

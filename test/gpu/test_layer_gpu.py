@@ -40,8 +40,9 @@ def test_query_and_cache_entry(heads: int, batch: int) -> None:
     q, kv_a, w_uk = random(batch, heads * 192), random(batch, 2112)[:, 1536:], random(heads, 128, 512) * 0.05
     cache, norm, cos, sin = random(batch, 70, 576), random(512), random(batch, 32), random(batch, 32)
     positions = torch.tensor([5, 69, *[-1] * (batch - 2)], device="cuda")
-    before = cache.double()
-    query = absorb_and_store(q, kv_a, norm, cos, sin, positions, w_uk, cache, 1e-6)
+    slots, before = positions.clone(), cache.double()
+    slots[1] += 70
+    query = absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6)
     nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
     wanted = torch.cat((latent, rotated(rope, cos[:, None], sin[:, None])), dim=-1)
@@ -80,13 +81,13 @@ def test_query_and_entry_in_one_launch(tokens: int, heads: int, fp8: bool) -> No
     if scale is None:
         q_b = random(heads * 192, 1536) * 0.03
     cos, sin, w_uk = random(tokens, 32), random(tokens, 32), random(heads, 128, 512) * 0.05
-    positions = torch.tensor([5, -1, 69, 70][:tokens], device="cuda")
+    slots = torch.tensor([5, -1, 2 * 70 + 69, 4 * 70][:tokens], device="cuda")
     caches = [torch.zeros(tokens, 70, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    arguments = both, q_norm, q_b, scale, kv_norm, cos, sin, positions, w_uk
+    arguments = both, q_norm, q_b, scale, kv_norm, cos, sin, slots, w_uk
     found = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
     again = query_and_entry(*arguments, caches[0], 1e-6, 1e-5)
     q = fused_linear(both[:, :1536].contiguous(), q_b, scale, q_norm, 1e-6)
-    absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, positions, w_uk, caches[1], 1e-5)
+    absorb_and_store(q, both[:, 1536:], kv_norm, cos, sin, slots, w_uk, caches[1], 1e-5)
     x = both[:, :1536].double()
     x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * q_norm.double()
     weight = q_b.double()

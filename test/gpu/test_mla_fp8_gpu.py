@@ -19,7 +19,7 @@ from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.ops import mla_decode as ops_decode
-from kimi_k2.ops import mla_paged, registry
+from kimi_k2.ops import registry
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
@@ -117,7 +117,7 @@ def test_a_negative_scale_is_refused() -> None:
 
 @pytest.fixture
 def pinned() -> Iterator[None]:
-    registry.pin("mla_decode=e4m3,paged_mla_decode=e4m3")
+    registry.pin("mla_decode=e4m3")
     yield
     registry.pin("")
 
@@ -132,8 +132,8 @@ def test_through_the_table(heads: int, dtype: torch.dtype) -> None:
     rows, cache = rows.to(dtype), cache.to(dtype)
 
     def paged() -> Tensor:
-        plan = mla_paged.paged_attention_plan(seq_lens, cache, table, heads)
-        return mla_paged.paged_mla_decode(q, cache, table, seq_lens, SCALE, LATENT, plan)
+        plan = ops_decode.attention_plan(seq_lens, cache, heads, table)
+        return ops_decode.mla_decode(q, cache, seq_lens, SCALE, LATENT, plan, table)
 
     wanted, found = reference(q, rows.float(), lengths), paged()
     assert relative(found, wanted) < error

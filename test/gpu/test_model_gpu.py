@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -78,8 +79,8 @@ def decode_errors(
     """
     exact = widened(model)
     torch.manual_seed(3)
-    caches = [model.new_cache(batch, context + steps, cache_dtype) for _ in range(2)]
-    reference = exact.new_cache(batch, context + steps, torch.float64)
+    caches = [new_cache(model, batch, context + steps, dtype=cache_dtype) for _ in range(2)]
+    reference = new_cache(exact, batch, context + steps, dtype=torch.float64)
     reference.data[:, :, :context].normal_()
     reference.data.copy_(reference.data.to(cache_dtype))
     for cache in caches:
@@ -234,7 +235,7 @@ def test_a_step_has_the_same_bits_each_time(preset: str) -> None:
     model = rank_of_many(real(preset, 2))
     flushed = torch.empty(2**26, dtype=torch.uint8, device=DEVICE)
     for batch in (1, 8, 20, 65, 128):
-        cache = model.new_cache(batch, 512)
+        cache = new_cache(model, batch, 512)
         cache.data.normal_()
         tokens = torch.randint(0, 100_000, (batch,), device=DEVICE)
         positions = torch.randint(100, 500, (batch,), device=DEVICE)
@@ -253,9 +254,9 @@ def test_a_graph_of_plain_experts_is_refused() -> None:
     model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
     now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(KernelError, match="experts that a kernel takes"):
-        DecodeStep(model, model.new_cache(1, 4), graph=True)
+        DecodeStep(model, new_cache(model, 1, 4), graph=True)
     registry.pin("")
-    assert bool(DecodeStep(model, model.new_cache(1, 4), graph=True)(now, now).isfinite().all())
+    assert bool(DecodeStep(model, new_cache(model, 1, 4), graph=True)(now, now).isfinite().all())
 
 
 @on_gpu
@@ -278,10 +279,10 @@ def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(monkeypatch: pytest.M
     model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
     now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     registry.pin(registry.PLAIN)
-    plain = DecodeStep(model, model.new_cache(1, 4))(now, now).clone()
+    plain = DecodeStep(model, new_cache(model, 1, 4))(now, now).clone()
     assert not launched
     registry.pin("")
-    ours = DecodeStep(model, model.new_cache(1, 4))(now, now)
+    ours = DecodeStep(model, new_cache(model, 1, 4))(now, now)
     assert "routed_experts_with_shared: moe_decode (" in launched
     assert all(name in registry.explain() for name in launched)
     assert distance(ours, plain.double()) < 0.05
@@ -295,7 +296,7 @@ def test_prefill_in_chunks_with_kernels() -> None:
     model = rank_of_many(real(FP8, 2))
     exact = widened(model)
     ids = torch.randint(0, model.model.embed_tokens.weight.shape[0], (2, 96), device=DEVICE)
-    caches = model.new_cache(2, 96), exact.new_cache(2, 96, torch.float64)
+    caches = new_cache(model, 2, 96), new_cache(exact, 2, 96, dtype=torch.float64)
     for start in (0, 64):
         chunk, positions = ids[:, start : start + 64], torch.arange(start, min(96, start + 64), device=DEVICE)
         found, wanted = (

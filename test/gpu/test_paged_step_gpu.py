@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.ops.cache import gather_pages
 from kimi_k2.ops.mla_decode import attend_values, attention_plan, query_and_entry
-from kimi_k2.ops.mla_paged import (
-    gather_pages,
-    paged_attend_values,
-    paged_attention_plan,
-    paged_query_and_entry,
-)
 from kimi_k2.ops.registry import PLAIN
 from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
@@ -44,8 +39,9 @@ def test_same_bits_as_in_one_piece(batch: int, fp8: bool) -> None:
     seq_lens = torch.randint(1, capacity + 1, (batch,), device="cuda", dtype=torch.int32)
     positions = seq_lens.long() - 1
     slots = table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
+    own = torch.arange(0, batch * capacity, capacity, device="cuda") + positions
     if batch > 1:
-        slots[-1] = positions[-1] = -1
+        slots[-1] = own[-1] = -1
     qkv_a = torch.randn(batch, 1536 + RANK + ROPE, device="cuda").to(BF16)
     w_uk, w_uv = (torch.randn(HEADS, *shape, device="cuda").to(BF16) for shape in ((128, RANK), (128, RANK)))
     weight = torch.randn(HEADS * 192, 1536, device="cuda")
@@ -56,19 +52,19 @@ def test_same_bits_as_in_one_piece(batch: int, fp8: bool) -> None:
     q_norm, kv_norm = torch.rand(1536, device="cuda").to(BF16), torch.rand(RANK, device="cuda").to(BF16)
     cos, sin = torch.randn(2, batch, ROPE // 2, device="cuda").to(BF16)
     given = qkv_a, q_norm, q_b, kv_norm, cos, sin
-    assert paged_query_and_entry.choose(*given, slots, w_uk, pages, 1e-6, 1e-6).name == (
+    assert query_and_entry.choose(*given, slots, w_uk, pages, 1e-6, 1e-6).name == (
         "cuda" if batch <= (4 if fp8 else 2) else PLAIN
     )
-    wanted = query_and_entry(*given, positions, w_uk, whole, 1e-6, 1e-6)
-    query = paged_query_and_entry(*given, slots, w_uk, pages, 1e-6, 1e-6)
+    wanted = query_and_entry(*given, own, w_uk, whole, 1e-6, 1e-6)
+    query = query_and_entry(*given, slots, w_uk, pages, 1e-6, 1e-6)
     assert torch.equal(query, wanted)
     assert torch.equal(gather_pages(pages, table, capacity), whole)
 
-    plans = attention_plan(seq_lens, whole, HEADS), paged_attention_plan(seq_lens, pages, table, HEADS)
+    plans = attention_plan(seq_lens, whole, HEADS), attention_plan(seq_lens, pages, HEADS, table)
     assert (plans[0] is None) == (plans[1] is None) == (batch == 1)
     for one, other in (plans, (None, None)):
         wanted = attend_values(query, whole, seq_lens, w_uv, 0.05, one)
-        assert torch.equal(paged_attend_values(query, pages, table, seq_lens, w_uv, 0.05, other), wanted)
+        assert torch.equal(attend_values(query, pages, seq_lens, w_uv, 0.05, other, table), wanted)
 
 
 def test_padding_in_a_graph() -> None:
@@ -82,8 +78,8 @@ def test_padding_in_a_graph() -> None:
     w_uv = torch.randn(HEADS, 128, RANK, device="cuda").to(BF16)
 
     def step() -> Tensor:
-        plan = paged_attention_plan(seq_lens, pages, table, HEADS)
-        return paged_attend_values(query, pages, table, seq_lens, w_uv, 0.05, plan)
+        plan = attention_plan(seq_lens, pages, HEADS, table)
+        return attend_values(query, pages, seq_lens, w_uv, 0.05, plan, table)
 
     step()
     torch.cuda.synchronize()

@@ -31,7 +31,6 @@ from kimi_k2.engine.generator import CHUNK, Generator
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.kernels.common import workspace
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.paged_cache import PagedCache
 from kimi_k2.ops import registry
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import tiny_config
@@ -133,7 +132,7 @@ class Client:
         cache, decode = self.generator.prepare(
             self.batch, slots_needed(self.model, prompts, params), sequence_slots(prompts, params)
         )
-        self.met["in pages"] += isinstance(cache, PagedCache)
+        self.met["in pages"] += cache.pages is not None
         chunk = self.draw.choice([self.chunk // self.batch, self.chunk // self.batch, 64, 500])
         logits = prefill(self.model, prompts, cache, chunk, read=self.generator._prompt)
         if not ends and self.draw.random() < 0.3:

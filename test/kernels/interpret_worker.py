@@ -121,35 +121,27 @@ def product(with_norm: bool, fp8: bool, splits: int, chunk: int) -> float:
     return error(out, (x.double() if norm is None else normed(x, norm)) @ wide.T)
 
 
-def absorb(codes: float, shared: bool = False) -> dict[str, float]:
-    """Into a cache for each token, or a shared one.
-
-    Stored in float32, scaled as codes are: the interpreter rounds to e4m3 wrongly (carries are lost).
-    """
+def absorb(codes: float) -> dict[str, float]:
+    """Stored in float32, scaled as codes are: the interpreter rounds to e4m3 wrongly (carries are lost)."""
     batch, heads = 3, 2
     q, kv, w_uk = torch.randn(batch, heads * 192), torch.randn(batch, 600)[:, 24:], torch.randn(heads, 128, 512)
-    norm, cos, sin, positions = (
+    norm, cos, sin, slots = (
         torch.rand(512),
         torch.randn(batch, 32),
         torch.randn(batch, 32),
-        torch.tensor([4, -1, 0]),
+        torch.tensor([14, -1, 6]),
     )
     query, cache = torch.empty(batch, heads, 576), torch.randn(batch, 5, 576)
     before, second = cache.double(), cache.clone()
-    capacity, stride = (15, 0) if shared else (5, 5)
-    if shared:
-        positions = torch.tensor([14, -1, 6])
     rope_cache_triton.absorb[(heads * 8 + heads + 1, batch)](
-        q, kv, norm, cos, sin, positions, w_uk, query, cache, kv.stride(0), capacity, stride, 1e-6, codes,
+        q, kv, norm, cos, sin, slots, w_uk, query, cache, kv.stride(0), 15, 1e-6, codes,
         HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=64, OVERLAP=False, FIRST=0,
     )  # fmt: skip
     nope, rope = q.view(batch, heads, 192).split([128, 64], dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", nope.double(), w_uk.double())
     wanted = torch.cat((latent, rotate(rope, cos[:, None], sin[:, None])), dim=-1)
     entries = torch.cat((normed(kv[:, :512], norm), rotate(kv[:, 512:], cos, sin)), dim=-1)
-    first, third = (before[2, 4], before[1, 1]) if shared else (before[0, 4], before[2, 0])
-    first.copy_(entries[0] * codes)
-    third.copy_(entries[2] * codes)
+    before[2, 4], before[1, 1] = entries[0] * codes, entries[2] * codes
     together = query.clone()
     together[..., :512] = float("nan")
     rope_cache_triton.absorb_tokens[(heads * 8, 1)](
@@ -157,10 +149,10 @@ def absorb(codes: float, shared: bool = False) -> dict[str, float]:
     )
     grouped = torch.empty_like(query)
     rope_cache_triton.absorb_groups[(heads * 16 + 16, 1)](
-        q, kv, norm, cos, sin, positions, w_uk, grouped, second, batch, kv.stride(0), capacity, stride, 1e-6, codes,
+        q, kv, norm, cos, sin, slots, w_uk, grouped, second, batch, kv.stride(0), 15, 1e-6, codes,
         HEADS=heads, NOPE=128, ROPE=64, RANK=512, WIDTH=32, TOKENS=16, OVERLAP=False,
     )  # fmt: skip
-    kind = f"codes={codes}{' shared' if shared else ''}"
+    kind = f"codes={codes}"
     return {
         f"absorb tokens together {kind}": error(together, wanted),
         f"absorb query in groups {kind}": error(grouped, wanted),
@@ -285,7 +277,7 @@ def main() -> None:
     errors |= {"joined queries": joined(), "keys and values": keys_and_values()}
     for with_norm, fp8, splits, chunk in ((True, True, 1, 512), (False, True, 4, 128), (True, False, 2, 512)):
         errors[f"product norm={with_norm} fp8={fp8} splits={splits}"] = product(with_norm, fp8, splits, chunk)
-    errors |= absorb(1.0) | absorb(2.5) | absorb(1.0, shared=True)
+    errors |= absorb(1.0) | absorb(2.5)
     one = {rows: [moe_bf16.Pass(moe_bf16.Launch(rows, 32, 4, 1))] for rows in (16, 32)}
     two = [*one[16], moe_bf16.Pass(moe_bf16.Launch(32, 64, 4, 1), 20)]
     alike = [*one[16], moe_bf16.Pass(moe_bf16.Launch(16, 32, 4, 1), 9)]

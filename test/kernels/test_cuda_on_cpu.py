@@ -142,10 +142,9 @@ def test_values(library: ctypes.CDLL) -> None:
     assert torch.equal(few, many[:3])
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_query_and_entry(library: ctypes.CDLL, fp8: bool, shared: bool) -> None:
-    """A slot inside the cache, and two tokens whose slot lies outside; a cache for each token, or pages for all."""
+def test_query_and_entry(library: ctypes.CDLL, fp8: bool) -> None:
+    """A slot inside the cache, and two tokens whose slot lies outside."""
     torch.manual_seed(5)
     tokens, heads, capacity = 3, 2, 5
     scale = torch.rand(heads * 192 // 128, 12) * 0.01 + 0.01
@@ -158,17 +157,11 @@ def test_query_and_entry(library: ctypes.CDLL, fp8: bool, shared: bool) -> None:
         t.bfloat16() for t in (qkv, q_norm, kv_norm, angles.cos(), angles.sin(), w_uk)
     )
     cache, out = torch.randn(tokens, capacity, 576).bfloat16(), unwritten(tokens, heads, 576)
-    before, slots = cache.clone(), tokens * capacity if shared else capacity
-    positions = torch.tensor([9 if shared else 4, -1, slots])
-    given = (x, q_norm, weight, scale if fp8 else None, kv_norm, cos, sin, positions, w_uk, cache, out)
+    before, slots = cache.clone(), torch.tensor([9, -1, tokens * capacity])
+    given = (x, q_norm, weight, scale if fp8 else None, kv_norm, cos, sin, slots, w_uk, cache, out)
     named = zip(query.POINTERS, given, strict=True)
     arguments = query.Arguments(**{name: tensor.data_ptr() for name, tensor in named if tensor is not None})
-    arguments.tokens, arguments.heads, arguments.capacity, arguments.stride = (
-        tokens,
-        heads,
-        slots,
-        0 if shared else slots,
-    )
+    arguments.tokens, arguments.heads, arguments.capacity = tokens, heads, tokens * capacity
     arguments.q_eps = arguments.kv_eps = 1e-6
     assert library.kimi_query(ctypes.byref(arguments), None) == 0
     q = (normed(x[:, :1536], q_norm) @ exact.T).view(tokens, heads, 192)
@@ -182,7 +175,7 @@ def test_query_and_entry(library: ctypes.CDLL, fp8: bool, shared: bool) -> None:
     assert distance(out[..., :512], wanted[..., :512]) < 5e-3
     assert distance(out[..., 512:], wanted[..., 512:]) < 5e-3
     entry = torch.cat((normed(x[:, 1536:2048], kv_norm), rotate(x[:, 2048:].double(), turn).flatten(-2)), -1)
-    written = (1, 4) if shared else (0, 4)
+    written = (1, 4)
     assert distance(cache[written], entry[0]) < 4e-3
     cache[written] = before[written]
     assert torch.equal(cache, before)
@@ -200,10 +193,14 @@ def test_absorbed_queries(library: ctypes.CDLL) -> None:
 
     def call(chosen: list[int]) -> tuple[Tensor, Tensor]:
         cache, out = torch.zeros(len(chosen), capacity, 576).bfloat16(), unwritten(len(chosen), heads, 576)
-        some = [tensor[chosen].contiguous() for tensor in (q, qkv, cos, sin, positions)]
-        given = (some[0], some[1][:, 1536:], norm, *some[2:], w_uk, cache, out)
+        some = [tensor[chosen].contiguous() for tensor in (q, qkv, cos, sin)]
+        inside = (positions[chosen] >= 0) & (positions[chosen] < capacity)
+        slots = torch.where(
+            inside, positions[chosen] + torch.arange(len(chosen)) * capacity, positions[chosen].sign() * 999
+        )
+        given = (some[0], some[1][:, 1536:], norm, *some[2:], slots, w_uk, cache, out)
         addresses = {name: tensor.data_ptr() for name, tensor in zip(absorb.POINTERS, given, strict=True)}
-        sizes = {"tokens": len(chosen), "heads": heads, "capacity": capacity, "stride": capacity, "kv_stride": 2112}
+        sizes = {"tokens": len(chosen), "heads": heads, "capacity": len(chosen) * capacity, "kv_stride": 2112}
         arguments = absorb.Arguments(**addresses, **sizes, kv_eps=1e-6)
         assert library.kimi_absorb(ctypes.byref(arguments), None) == 0
         return out, cache

@@ -56,7 +56,7 @@ def query_arguments(tokens: int = 2, heads: int = 8, capacity: int = 70) -> dict
         "kv_norm": torch.empty(512, dtype=BF16),
         "cos": torch.empty(tokens, 32, dtype=BF16),
         "sin": torch.empty(tokens, 32, dtype=BF16),
-        "positions": torch.zeros(tokens, dtype=torch.int64),
+        "slots": torch.zeros(tokens, dtype=torch.int64),
         "w_uk": torch.empty(heads, 128, 512, dtype=BF16),
         "cache": torch.empty(tokens, capacity, 576, dtype=BF16),
         "q_eps": 1e-6,
@@ -82,7 +82,7 @@ def test_fake_shapes_of_joined_launches() -> None:
         ("qkv_a", torch.empty(5, 2112, dtype=BF16), "cos"),
         ("q_b", torch.empty(8 * 192, 1536, dtype=BF16), "q_b is torch.bfloat16"),
         ("cache", torch.empty(2, 70, 576, dtype=E4M3), "cache is"),
-        ("positions", torch.zeros(2, dtype=torch.int32), "positions is"),
+        ("slots", torch.zeros(2, dtype=torch.int32), "slots is"),
     ],
 )
 def test_query_refuses(name: str, value: Tensor, message: str) -> None:

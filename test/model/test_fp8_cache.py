@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -23,8 +24,8 @@ class RoundedCache(LatentCache):
 def test_the_model_sees_rounded_entries(checkpoints: dict[str, Path]) -> None:
     model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
     ids = torch.randint(0, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(5))
-    ours = model.new_cache(2, 12, dtype=torch.float8_e4m3fn)
-    rounded, exact = RoundedCache(model.config, 2, 12), model.new_cache(2, 12)
+    ours = new_cache(model, 2, 12, dtype=torch.float8_e4m3fn)
+    rounded, exact = RoundedCache(model.config, 2, 12), new_cache(model, 2, 12)
     places = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, 0, 1, 2, 3, 4, 5]])
     logits = [model(ids[:, :8], places, cache) for cache in (ours, rounded, exact)]
     assert torch.equal(ours.data.float(), rounded.data)
@@ -37,7 +38,7 @@ def test_the_model_sees_rounded_entries(checkpoints: dict[str, Path]) -> None:
         assert (found - wanted).norm() / wanted.norm() < 1e-5
         positions = positions + 1
     assert torch.equal(ours.data.float(), rounded.data)
-    assert ours.nbytes * 2 == model.new_cache(2, 12, dtype=torch.bfloat16).nbytes
+    assert ours.nbytes * 2 == new_cache(model, 2, 12, dtype=torch.bfloat16).nbytes
 
 
 def test_values_beyond_the_format_are_saturated() -> None:

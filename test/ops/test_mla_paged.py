@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimi_k2.ops.mla_decode import attend_values, mla_decode, query_and_entry
-from kimi_k2.ops.mla_paged import (
-    gather_pages,
-    paged_attend_values,
-    paged_mla_decode,
-    paged_query_and_entry,
-    store_pages,
-)
+from kimi_k2.ops import registry
+from kimi_k2.ops.cache import gather_pages, store_slots
+from kimi_k2.ops.mla_decode import SLOTS_AT_ONCE, attend_values, mla_decode, query_and_entry
 from kimi_k2.ops.weights import Weight
 
 RANK, ROPE, PAGE = 24, 8, 4
@@ -37,21 +36,21 @@ def scattered(
 def test_same_as_in_one_piece(lengths: list[int]) -> None:
     whole, pages, table = scattered(lengths)
     query, seq_lens = torch.randn(len(lengths), 3, DIM, dtype=torch.float64), torch.tensor(lengths, dtype=torch.int32)
-    found = paged_mla_decode(query, pages, table, seq_lens, 0.3, RANK)
+    found = mla_decode(query, pages, seq_lens, 0.3, RANK, None, table)
     torch.testing.assert_close(found, mla_decode(query, whole, seq_lens, 0.3, RANK), rtol=1e-12, atol=1e-12)
 
 
 def test_padding_is_finite() -> None:
     _, pages, table = scattered([5, 5])
     seq_lens = torch.tensor([5, 0], dtype=torch.int32)
-    assert paged_mla_decode(torch.randn(2, 3, DIM).double(), pages, table, seq_lens, 0.3, RANK).isfinite().all()
+    assert mla_decode(torch.randn(2, 3, DIM).double(), pages, seq_lens, 0.3, RANK, None, table).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_stored_where_it_belongs(dtype: torch.dtype) -> None:
     cache = torch.randn(5, PAGE, DIM).to(dtype)
     before, entries = cache.float().clone(), torch.randn(4, DIM)
-    store_pages(cache, entries, torch.tensor([17, -1, 6, -1]))
+    store_slots(cache, entries, torch.tensor([17, -1, 6, -1]))
     wanted = before.view(-1, DIM)
     wanted[17], wanted[6] = entries[0].to(dtype).float(), entries[2].to(dtype).float()
     assert torch.equal(cache.float().view(-1, DIM), wanted)
@@ -68,16 +67,62 @@ def test_step_same_as_in_one_piece() -> None:
     whole, pages, table = scattered(lengths)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     slots = torch.tensor([int(table[i, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE for i, n in enumerate(lengths)])
-    positions = seq_lens.long() - 1
-    slots[2] = positions[2] = -1
+    own = torch.arange(3) * whole.shape[1] + seq_lens - 1
+    slots[2] = own[2] = -1
     qkv_a, w_uk = torch.randn(3, 16 + DIM).double(), torch.randn(heads, nope, RANK).double()
     q_b = Weight({"weight": torch.randn(heads * (nope + ROPE), 16).double()})
     norms, (cos, sin) = (torch.rand(16).double(), torch.rand(RANK).double()), torch.randn(2, 3, ROPE // 2).double()
-    wanted = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, positions, w_uk, whole, 1e-6, 1e-6)
+    wanted = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, own, w_uk, whole, 1e-6, 1e-6)
     before = pages.clone()
-    found = paged_query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, pages, 1e-6, 1e-6)
+    found = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, pages, 1e-6, 1e-6)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert int((pages != before).any(-1).sum()) == 2  # slots written
     w_uv = torch.randn(heads, 5, RANK).double()
-    found = paged_attend_values(found, pages, table, seq_lens, w_uv, 0.3)
+    found = attend_values(found, pages, seq_lens, w_uv, 0.3, None, table)
     torch.testing.assert_close(found, attend_values(wanted, whole, seq_lens, w_uv, 0.3), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_padding_leaves_the_first_slot_to_its_token(dtype: torch.dtype) -> None:
+    """Padding before and behind the token of slot 0, and padding alone."""
+    cache, entries = torch.ones(2, PAGE, DIM).to(dtype), torch.full((3, DIM), 2.0)
+    store_slots(cache, entries, torch.tensor([-1, -1, -1]))
+    assert bool((cache.float() == 1).all())
+    store_slots(cache, entries, torch.tensor([-1, 0, -1]))
+    assert bool((cache.float().view(-1, DIM)[0] == 2).all()) and bool((cache.float().view(-1, DIM)[1:] == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_plain_pages_can_be_captured_and_copy_little(dtype: torch.dtype) -> None:
+    """Nothing is read back, in tensors without values, and no intermediate is as large as the context."""
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+                largest = max(largest, out.numel())
+            return out
+
+    batch, pages, page = 2, 64, 64
+    with FakeTensorMode(), Sizes():  # type: ignore[no-untyped-call]
+        cache, table = torch.empty(batch * pages, page, DIM, dtype=dtype), torch.zeros(batch, pages, dtype=torch.int32)
+        largest, slots, seq_lens = 0, torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int32)
+        store_slots(cache, torch.empty(batch, DIM, dtype=dtype), slots)
+        query = torch.empty(batch, 3, DIM, dtype=dtype)
+        assert mla_decode(query, cache, seq_lens, 0.3, RANK, None, table).shape == (batch, 3, RANK)
+    assert largest <= batch * SLOTS_AT_ONCE * DIM < batch * pages * page * DIM
+
+
+def test_batch_invariant_pages_have_the_bits_of_one_piece() -> None:
+    whole, pages, table = scattered([16, 1, 7, 9], torch.float32)
+    query, seq_lens = torch.randn(4, 3, DIM), torch.tensor([16, 1, 7, 9], dtype=torch.int32)
+    registry.set_batch_invariant(True)
+    try:
+        wanted = mla_decode(query, whole, seq_lens, 0.3, RANK)
+        assert torch.equal(mla_decode(query, pages, seq_lens, 0.3, RANK, None, table), wanted)
+        alone = mla_decode(query[2:3], pages, seq_lens[2:3], 0.3, RANK, None, table[2:3])
+        assert torch.equal(alone, wanted[2:3])
+    finally:
+        registry.set_batch_invariant(False)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.prompt_step import PromptStep, Size, _Captured, padded_width
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -44,7 +45,7 @@ class Read:
         gather, self.refuses = partial(gather_last, group=None), refuses
         graph = device.type == "cuda"
         steps = [
-            DecodeStep(model, model.new_cache(2, SLOTS), reduce=reduce, gather=gather, graph=graph) for _ in range(2)
+            DecodeStep(model, new_cache(model, 2, SLOTS), reduce=reduce, gather=gather, graph=graph) for _ in range(2)
         ]
         steps[0].graph = True
         self.step, self.launched, self.device = PromptStep(steps[0]), PromptStep(steps[1]), device

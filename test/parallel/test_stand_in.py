@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
@@ -26,7 +27,7 @@ def test_a_rank_of_two_stands_alone(preset: str) -> None:
     state = model.state_dict()
     planned = {tensor.name: tensor.local_shape for tensor in make_plan(config, layout).tensors}
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == planned
-    step = DecodeStep(model, model.new_cache(1, 4))
+    step = DecodeStep(model, new_cache(model, 1, 4))
     logits = step(torch.tensor([5]), torch.tensor([3]))
     assert logits.shape == (1, config.vocab_size // 2)
     assert bool(logits.isfinite().all())

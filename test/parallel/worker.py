@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops.collective import gather_last
@@ -63,10 +64,10 @@ def generate(model: KimiK2ForCausalLM, graph: bool) -> list[Tensor]:
     """Token ids, logits of the plain model, those of DecodeStep."""
     device = model.lm_head.weight.device
     ids = torch.randint(0, model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    cache = model.new_cache(2, TOKENS)
+    cache = new_cache(model, 2, TOKENS)
     first = model(ids[:, :PROMPT], torch.arange(PROMPT, device=device).expand(2, PROMPT), cache)
     positions = [torch.full((2,), p, device=device) for p in range(PROMPT, TOKENS)]
-    again = model.new_cache(2, TOKENS)
+    again = new_cache(model, 2, TOKENS)
     again.data.copy_(cache.data)
     plain = [model(ids[:, p : p + 1], at[:, None], cache) for p, at in enumerate(positions, PROMPT)]
     reduce, gather = AllReduce(None), partial(gather_last, group=None)

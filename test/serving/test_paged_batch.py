@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kimi_k2.ops.mla_paged import gather_pages
+from kimi_k2.ops.cache import gather_pages
 from kimi_k2.serving.paged import batch as module
 from kimi_k2.serving.paged.batch import Batch
 

@@ -66,7 +66,7 @@ class Layers:
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
         at = torch.cat((*positions, torch.zeros(padding, dtype=torch.int64)))
-        found = self.run(x, Place(at, at, *self.model.model.rotary(at, x.dtype)))
+        found = self.run(x, Place(at, at, *self.model.model.rotary(at, x.dtype), None, at))
         return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
 
     def run(self, x: Tensor, place: Place) -> Tensor:

@@ -86,7 +86,7 @@ def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None
     assert sums["add_project"] == LAYERS * len(steps)
     assert sums["add_norm_route"] == sums["routed_experts_with_shared"] == MOE_LAYERS * len(steps)
     decodes = sum(1 for sequences, _ in steps if sequences)
-    assert sums["paged_mla_decode"] == sums["value_rows"] == LAYERS * decodes
+    assert sums["mla_decode"] == sums["value_rows"] == LAYERS * decodes
     assert decodes >= NEW_TOKENS
     assert all(entry == "plain" for entries in calls.values() for entry, count in entries.items() if count)
 

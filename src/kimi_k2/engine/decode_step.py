@@ -5,22 +5,20 @@ Works on a CPU too, where it is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.cache import PagedCache
 from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
 from kimi_k2.errors import KernelError
-from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.model.paged_cache import PagedCache
+from kimi_k2.ops.cache import decode_places
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import add_project
-from kimi_k2.ops.mla_decode import attention_plan, sequence_lengths
-from kimi_k2.ops.mla_paged import paged_attention_plan
+from kimi_k2.ops.mla_decode import attention_plan
 from kimi_k2.ops.registry import PLAIN, decoding
 from kimi_k2.ops.streams import beside
 from kimi_k2.ops.weights import Weight
@@ -58,7 +56,7 @@ class DecodeStep:
     def __init__(
         self,
         model: KimiK2ForCausalLM,
-        cache: LatentCache,
+        cache: PagedCache,
         *,
         reduce: Reduce = lambda x: x,
         gather: Reduce = lambda x: x,
@@ -123,22 +121,15 @@ class DecodeStep:
 
     def place(self, positions: Tensor, dtype: torch.dtype) -> Place:
         """What the layers need to know of int64 [B] positions; cos and sin in `dtype`."""
-        seq_lens = sequence_lengths(positions)
-        heads, pages = len(self.layers[0].w_uk) if self.layers else 0, None
-        plan: Callable[[], Tensor | None] = partial(attention_plan, seq_lens, self.cache.data[0], heads)
-        choose = partial(attention_plan.choose, seq_lens, self.cache.data[0], heads)
-        if isinstance(self.cache, PagedCache):
-            pages = self.cache.slots(positions[:, None])[:, 0], self.cache.block_table
-            given = seq_lens, self.cache.data[0], pages[1], heads
-            plan, choose = partial(paged_attention_plan, *given), partial(paged_attention_plan.choose, *given)
-        chosen = choose() if heads else None
+        seq_lens, slots = decode_places(positions, self.cache.block_table, self.cache.page)
+        table = self.cache.table
+        given = seq_lens, self.cache.data[0], len(self.layers[0].w_uk), table
         rotary = partial(self.model.model.rotary, positions, dtype)
-        if chosen is None or chosen.name == PLAIN:
-            made = plan() if heads else None
-            return Place(positions, seq_lens, *rotary(), made, pages)
+        if attention_plan.choose(*given).name == PLAIN:
+            return Place(positions, seq_lens, *rotary(), None, slots, table)
         # One block makes the plan: the rest of the GPU goes on beside it.
-        made, rotation = beside(plan, rotary, positions.device)
-        return Place(positions, seq_lens, *rotation, made, pages)
+        plan, rotation = beside(partial(attention_plan, *given), rotary, positions.device)
+        return Place(positions, seq_lens, *rotation, plan, slots, table)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

@@ -11,43 +11,20 @@ from functools import partial
 
 import torch
 
+from kimi_k2.engine.cache import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Decode, Step, decode_step, sequence_slots, slots_needed, stream
 from kimi_k2.engine.layer_step import Reduce
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.paged_cache import PagedCache, pages_of, pages_pay
-from kimi_k2.ops.registry import batch_invariant
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
 # Tokens of all sequences in a chunk of their prompts, if nothing else is asked for: what a chunk's intermediate values
 # take of memory is bounded, and the experts are as fast as with more.
 CHUNK = 16384
-
-
-def new_cache(
-    model: KimiK2ForCausalLM, batch: int, length: int, slots: Sequence[int] | None = None, multiple: int = 1
-) -> LatentCache:
-    """A cache for `batch` sequences: in pages if that takes less than half the memory, else one piece for each.
-
-    Batch-invariant attention has no entry for pages.
-
-    Args:
-        length: slots of the longest sequence.
-        slots: what each sequence fills, at most `length`; None is `length`.
-        multiple: lengths are rounded up to one of it, as far as the model's positions go.
-    """
-    most = model.config.max_position_embeddings
-    longest, *rounded = (min(-(-one // multiple) * multiple, most) for one in (length, *(slots or ())))
-    if slots is None or batch_invariant() or not pages_pay(rounded):
-        return model.new_cache(batch, longest)
-    cache = model.new_paged_cache(batch, sum(map(pages_of, rounded)), longest)
-    cache.assign(slots)
-    return cache
 
 
 class Generator:
@@ -63,17 +40,18 @@ class Generator:
         self._step: DecodeStep | None = None
         self._prompt: PromptStep | None = None
 
-    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[LatentCache, Decode]:
+    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[PagedCache, Decode]:
         """A cache with `length` slots a sequence or more, and what decodes with it.
 
         Args:
             slots: what each sequence fills, at most `length`; None is `length`.
         """
         step = self._step
-        if step is not None and self._takes(step.cache, batch, length, slots or [length] * batch):
+        if step is not None and step.cache.fits(slots or [length] * batch):
+            step.cache.assign(slots or [length] * batch)
             return step.cache, step
         if not capturable(self.model, batch):
-            cache = self.model.new_cache(batch, length)
+            cache = new_cache(self.model, batch, length)
             return cache, partial(decode_step, self.model, cache=cache)
         step = None  # its memory goes before the next one's comes
         self.close()
@@ -84,16 +62,6 @@ class Generator:
         # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
         step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         return cache, step
-
-    @staticmethod
-    def _takes(cache: LatentCache, batch: int, length: int, slots: Sequence[int]) -> bool:
-        """Whether a kept cache serves; its pages are then these sequences'."""
-        if not isinstance(cache, PagedCache):
-            return cache.batch == batch and cache.max_length >= length
-        if batch_invariant() or not cache.fits(slots):
-            return False
-        cache.assign(slots)
-        return True
 
     def close(self) -> None:
         """Give up what is kept; the next generation makes it anew."""

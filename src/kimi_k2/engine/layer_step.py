@@ -19,7 +19,6 @@ from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla_decode import attend_values, query_and_entry
-from kimi_k2.ops.mla_paged import paged_attend_values, paged_query_and_entry
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.ops.router import add_norm_route
 
@@ -35,15 +34,17 @@ class Place(NamedTuple):
         seq_lens: int32 [B], positions + 1.
         cos, sin: [B, D / 2].
         plan: of `attention_plan` for seq_lens; None for none.
-        pages: of a cache in pages, the slots of `positions` as `store_pages` takes them and the block table.
+        slots: int64 [B], of the new tokens, as `query_and_entry` takes them.
+        block_table: of a cache in pages, as `mla_decode` takes it.
     """
 
     positions: Tensor
     seq_lens: Tensor
     cos: Tensor
     sin: Tensor
-    plan: Tensor | None = None
-    pages: tuple[Tensor, Tensor] | None = None
+    plan: Tensor | None
+    slots: Tensor
+    block_table: Tensor | None = None
 
 
 class Prompt(NamedTuple):
@@ -137,13 +138,8 @@ class LayerStep:
         qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
         given = qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos, place.sin
         behind, scale = (self.w_uk, cache, q_norm.eps, kv_norm.eps), attention.config.softmax_scale
-        if place.pages is None:
-            query = query_and_entry(*given, place.positions, *behind)
-            values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan)
-        else:
-            slots, table = place.pages
-            query = paged_query_and_entry(*given, slots, *behind)
-            values = paged_attend_values(query, cache, table, place.seq_lens, self.w_uv, scale, place.plan)
+        query = query_and_entry(*given, place.slots, *behind)
+        values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan, place.block_table)
         return project(values, self.o), x
 
     def attend_prompt(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
-from kimi_k2.model.paged_cache import PagedCache
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.embedding import place_embeddings
 from kimi_k2.ops.linear import dense_linear
@@ -166,11 +165,6 @@ class KimiK2ForCausalLM(nn.Module):
         """An empty cache on the model's device."""
         device, dtype = self.lm_head.weight.device, dtype or self.kv_cache_dtype or self.dtype
         return LatentCache(self.config, batch, max_length, dtype=dtype, device=device)
-
-    def new_paged_cache(self, batch: int, pages: int, max_length: int) -> PagedCache:
-        """As `new_cache`, in so many pages of all sequences together; each sequence's are yet to be assigned."""
-        device, dtype = self.lm_head.weight.device, self.kv_cache_dtype or self.dtype
-        return PagedCache(self.config, batch, pages, max_length, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(

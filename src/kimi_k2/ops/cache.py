@@ -1,4 +1,9 @@
-"""Writing the compressed KV cache: one latent and one rotary key a token a layer."""
+"""The compressed KV cache of MLA, one latent and one rotary key a token a layer: writing it, and reading pages.
+
+Sizes: N pages of P slots, C = rank + rope values a slot, B sequences, T new tokens. Slots are numbered through all
+pages. A cache in one piece for each sequence is one of N = B pages, of which sequence b has page b: its block table is
+int32 [B, 1], 0 .. B - 1.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,68 @@ def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
 def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none.
 
-    Positions from T on are the caller's error: PyTorch raises or, on a GPU, may drop them.
+    Nothing is read back to the host, so that a CUDA graph can hold the call. Positions from T on are the caller's
+    error: PyTorch raises or, on a GPU, may write elsewhere or drop them.
     """
-    entries = to_cache(entries, cache.dtype)
-    if cache.dtype == torch.float8_e4m3fn:  # PyTorch scatters no FP8
-        cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
-    if positions.shape[1] == 1:  # a decode step: nothing is read back, so that a CUDA graph can hold it
-        index = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, cache.shape[-1])
-        entries = torch.where((positions >= 0).unsqueeze(-1), entries, cache.gather(1, index))
-    elif bool((positions < 0).any()):
-        rows, columns = torch.where(positions >= 0)
-        cache[rows, positions[rows, columns]] = entries[rows, columns]
+    (batch, capacity, width), size = cache.shape, entries.shape[0] * entries.shape[1]
+    if not size:
         return
-    else:
-        index = positions.unsqueeze(-1).expand(-1, -1, cache.shape[-1])
-    cache.scatter_(1, index, entries)
+    entries = to_cache(entries, cache.dtype).reshape(size, width)
+    if cache.dtype == torch.float8_e4m3fn:  # PyTorch indexes no FP8
+        cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
+    first = torch.arange(0, batch * capacity, capacity, device=positions.device).unsqueeze(1)
+    slots = torch.where(positions >= 0, positions + first, -1).flatten()
+    # Padding repeats what the first token stores; without any token slot 0 is written with what it holds.
+    source = torch.where(slots >= 0, torch.arange(size, device=slots.device), (slots >= 0).int().argmax())
+    stored, slots = (slots >= 0).any(), slots[source].clamp(min=0)
+    pages, within = slots.div(capacity, rounding_mode="floor"), slots % capacity
+    cache[pages, within] = torch.where(stored, entries[source], cache[pages, within])
+
+
+def store_slots(cache: Tensor, entries: Tensor, slots: Tensor) -> None:
+    """`store_entries` of entries [T, C] into slots int64 [T], numbered through all of cache [N, P, C]."""
+    store_entries(cache.view(1, -1, cache.shape[-1]), entries.unsqueeze(0), slots.unsqueeze(0))
+
+
+def slots_of(positions: Tensor, block_table: Tensor, page: int) -> Tensor:
+    """int64 [B] or [B, S], none negative, to slots numbered through all pages of `page` slots."""
+    if block_table.shape[1] == 1:
+        return torch.add(positions, block_table.view(-1, *[1] * (positions.dim() - 1)), alpha=page)
+    pages = block_table.gather(1, (positions // page).view(len(positions), -1)).view_as(positions)
+    return pages.long() * page + positions % page
+
+
+@operation(batch_invariant=ELEMENTWISE)
+def decode_places(positions: Tensor, block_table: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Where one new token a sequence goes.
+
+    Args:
+        positions: int64 [B], none negative.
+        block_table: int32 [B, pages].
+        page: slots a page.
+
+    Returns:
+        int32 [B], slots in use once the tokens are stored, and int64 [B], the slots to store them in.
+    """
+    return (positions + 1).to(torch.int32), slots_of(positions, block_table, page)
+
+
+@operation(batch_invariant=ELEMENTWISE)
+def chunk_slots(positions: Tensor, block_table: Tensor, page: int) -> Tensor:
+    """Slots int64 [B, S] of tokens at positions int64 [B, S]; negative ones are padding, whose slot is -1."""
+    return torch.where(positions >= 0, slots_of(positions.clamp(min=0), block_table, page), -1)
+
+
+def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """The first `length` slots of each sequence, a copy.
+
+    Args:
+        cache: [N, P, C].
+        block_table: int32 [B, pages], of each P slots of a sequence; entries past its end may be anything within N.
+        length: at least 1.
+
+    Returns:
+        [B, length, C].
+    """
+    count = -(-length // cache.shape[1])
+    return cache[block_table[:, :count].long()].flatten(1, 2)[:, :length]

@@ -18,8 +18,8 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import event_times, graph_median
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.generator import new_cache
 from kimi_k2.engine.layer_step import LayerStep, Prompt
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM

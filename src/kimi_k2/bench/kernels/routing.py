@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.cache import PagedCache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.layer_step import Routing as Chosen
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 
@@ -113,7 +113,7 @@ class DrawnDecodeStep(DecodeStep):
     def __init__(
         self,
         model: KimiK2ForCausalLM,
-        cache: LatentCache,
+        cache: PagedCache,
         routing: Routing,
         *,
         reduce: Reduce = lambda x: x,

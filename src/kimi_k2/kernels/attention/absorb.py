@@ -46,7 +46,7 @@ def _check(
     norm_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor,
+    slots: Tensor,
     w_uk: Tensor,
     cache: Tensor,
 ) -> Tensor:
@@ -57,9 +57,9 @@ def _check(
         ("norm_weight", norm_weight, (RANK,), bf16),
         ("cos", cos, (tokens, ROPE // 2), bf16),
         ("sin", sin, (tokens, ROPE // 2), bf16),
-        ("positions", positions, (tokens,), torch.int64),
+        ("slots", slots, (tokens,), torch.int64),
         ("w_uk", w_uk, (heads, NOPE, RANK), bf16),
-        ("cache", cache, (tokens, cache.shape[1], RANK + ROPE), bf16),
+        ("cache", cache, (*cache.shape[:2], RANK + ROPE), bf16),
     ):
         expect(name, tensor, q.device, shape, dtype)
     if tuple(kv_a.shape) != (tokens, RANK + ROPE) or kv_a.dtype != bf16 or kv_a.stride(1) != 1 or kv_a.stride(0) % 8:
@@ -74,7 +74,7 @@ def absorb(
     norm_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor,
+    slots: Tensor,
     w_uk: Tensor,
     cache: Tensor,
     eps: float,
@@ -84,15 +84,14 @@ def absorb(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    given = q, kv_a, norm_weight, cos, sin, positions, w_uk, cache
+    given = q, kv_a, norm_weight, cos, sin, slots, w_uk, cache
     out = _check(*given)
     if not q.shape[0]:
         return out
-    capacity = cache.shape[1]
     arguments = Arguments(
         **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
-        tokens=q.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=capacity, kv_stride=kv_a.stride(0),
-        kv_eps=eps,
+        tokens=q.shape[0], heads=w_uk.shape[0], capacity=cache.shape[0] * cache.shape[1],
+        kv_stride=kv_a.stride(0), kv_eps=eps,
     )  # fmt: skip
     launch("attention/absorb", "kimi_absorb", "absorb", q.device, arguments)
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, value_rows
-from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE
+from kimi_k2.kernels.attention.mla_sizes import LATENT
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -60,7 +60,7 @@ def attend_values(
     """
     out = _check(query, w_uv)
     (batch, heads) = query.shape[:2]
-    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    capacity = mla_cuda.capacity_of(cache, block_table)
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
     how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
     even = plan is None and how.splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)

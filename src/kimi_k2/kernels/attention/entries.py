@@ -19,12 +19,12 @@ from kimi_k2.kernels.attention import (
 )
 from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import query as query_kernel
-from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE
+from kimi_k2.kernels.attention.mla_sizes import LATENT
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
-from kimi_k2.ops import mla_paged, mla_ragged
+from kimi_k2.ops import mla_ragged
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
 from kimi_k2.ops.weights import Weight
 
@@ -76,26 +76,29 @@ def mla_absorbed_attention(
     return out.unsqueeze(1)
 
 
-def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int) -> bool:
+def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None) -> bool:
     """Several sequences, or a long one; a short one is split by the capacity alone, without another launch.
 
     In batch-invariant mode all of them.
     """
-    batch = seq_lens.shape[0]
+    batch, capacity = seq_lens.shape[0], mla_cuda.capacity_of(cache, block_table)
     return (
-        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, cache.shape[1], heads))
+        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, capacity, heads))
         and is_hopper(cache.device)
         and mla_decode.uses_cuda(heads, cache.dtype)
     )
 
 
-def attention_plan(seq_lens: Tensor, cache: Tensor, heads: int, *, rounded: bool = False) -> Tensor | None:
-    """`mla_plan` for a cache in one piece, in batch-invariant mode `mla_plan_by_length`; `rounded` as there."""
+def attention_plan(
+    seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None, *, rounded: bool = False
+) -> Tensor | None:
+    """`mla_plan`, in batch-invariant mode `mla_plan_by_length`; `rounded` as there."""
     plan: Tensor
+    capacity = mla_cuda.capacity_of(cache, block_table)
     if batch_invariant():
-        plan = mla_invariant.mla_plan_by_length(seq_lens, cache.shape[1], heads)
+        plan = mla_invariant.mla_plan_by_length(seq_lens, capacity, heads)
         return plan
-    plan = mla_plan.mla_plan(seq_lens, cache.shape[1], heads, cache.dtype != torch.bfloat16, rounded)
+    plan = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
     return plan
 
 
@@ -108,75 +111,29 @@ ops_decode.attention_plan.entry(
 
 
 def _supports_mla_decode(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None
-) -> bool:
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> bool:  # fmt: skip
     supports = mla_invariant.supports_decode if batch_invariant() else mla_decode.supports
-    return rank == LATENT and supports(query, cache, seq_lens)
+    return rank == LATENT and supports(query, cache, seq_lens, block_table)
 
 
 def decode_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None, *,
-    rounded: bool = False,
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
+    block_table: Tensor | None = None, *, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere.
 
     `rounded`: over an e4m3 cache, queries and weights are rounded to e4m3 too, by a plan.
     """
     if batch_invariant():
-        return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan)
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, plan=plan, rounded=rounded)
+        return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan, block_table)
+    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=rounded)
     return out
 
 
 ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)(decode_attention)
 ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(partial(decode_attention, rounded=True))
-
-
-def _supports_paged_plan(seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int) -> bool:
-    return (
-        mla_plan.pays(seq_lens.shape[0], block_table.shape[1] * PAGE, heads)
-        and is_hopper(cache.device)
-        and mla_decode.uses_cuda(heads, cache.dtype)
-    )
-
-
-def paged_attention_plan(
-    seq_lens: Tensor, cache: Tensor, block_table: Tensor, heads: int, *, rounded: bool = False
-) -> Tensor | None:
-    """`mla_plan` for pages of 64 slots; `rounded` as there."""
-    capacity = block_table.shape[1] * PAGE
-    plan: Tensor = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
-    return plan
-
-
-mla_paged.paged_attention_plan.entry(
-    "e4m3", takes=_supports_paged_plan, joins={"paged_mla_decode": "e4m3"}, optional=True
-)(partial(paged_attention_plan, rounded=True))
-mla_paged.paged_attention_plan.entry("mla_plan", takes=_supports_paged_plan, joins={"paged_mla_decode": "mla_decode"})(
-    paged_attention_plan
-)
-
-
-def _supports_pages(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
-    plan: Tensor | None = None,
-) -> bool:  # fmt: skip
-    return rank == LATENT and mla_decode.supports(query, cache, seq_lens, block_table)
-
-
-def paged_decode_attention(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
-    plan: Tensor | None = None, *, rounded: bool = False,
-) -> Tensor:  # fmt: skip
-    """`mla_decode` over pages of 64 slots; `rounded` as in `decode_attention`."""
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=rounded)
-    return out
-
-
-mla_paged.paged_mla_decode.entry("mla_decode", takes=_supports_pages)(paged_decode_attention)
-mla_paged.paged_mla_decode.entry("e4m3", takes=_supports_pages, optional=True)(
-    partial(paged_decode_attention, rounded=True)
-)
 
 
 def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
@@ -188,9 +145,10 @@ ops_decode.value_rows.entry("batched", takes=value_rows.supports_batched)(value_
 
 
 def _supports_attend_values(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
-) -> bool:
-    return attend.supports(query, cache, seq_lens, w_uv)
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> bool:  # fmt: skip
+    return attend.supports(query, cache, seq_lens, w_uv, block_table)
 
 
 ops_decode.attend_values.entry(
@@ -199,29 +157,24 @@ ops_decode.attend_values.entry(
 
 
 def _supports_uniform(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
-) -> bool:
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> bool:  # fmt: skip
     """A few sequences in batch-invariant mode, by its plan."""
     fits = batch_invariant() and plan is not None and query.shape[1] == mla_cuda.FEW_HEADS
-    return fits and attend.supports(query, cache, seq_lens, w_uv)
+    return fits and attend.supports(query, cache, seq_lens, w_uv, block_table)
 
 
-@ops_decode.attend_values.entry(
+ops_decode.attend_values.entry(
     "uniform",
     takes=_supports_uniform,
     joins={"mla_decode": "mla_decode", "value_rows": "cuda"},
     batch_invariant=OWN_LENGTH,
-)
-def attend_uniform(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
-) -> Tensor:
-    """`attend_values` in the steps of `mla_decode` by a plan."""
-    out: Tensor = attend.attend_values(query, cache, seq_lens, w_uv, softmax_scale, plan, uniform=True)
-    return out
+)(partial(attend.attend_values, uniform=True))
 
 
 def _supports_invariant_absorb(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> bool:  # fmt: skip
     """In batch-invariant mode over a BF16 cache."""
@@ -239,7 +192,7 @@ def _takes_q_b(q_b: Weight) -> bool:
 
 
 def _supports_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> bool:  # fmt: skip
     return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
@@ -249,26 +202,26 @@ def _supports_query(
     "cuda", takes=_supports_query, joins={"project": "fused_linear", "absorb_and_store": "triton"}
 )
 def query_and_entry(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
     """`query_and_entry` of an FP8 or BF16 q_b."""
     stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
     out: Tensor = query_kernel.query_and_entry(
-        qkv_a, q_norm, *stored, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+        qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
     )
     return out
 
 
 def _supports_few_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> bool:  # fmt: skip
     """A few tokens in batch-invariant mode, and an FP8 q_b."""
     return (
         batch_invariant()
         and q_b.fp8_block is not None
-        and _supports_query(qkv_a, q_norm, q_b, kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps)
+        and _supports_query(qkv_a, q_norm, q_b, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps)
     )
 
 
@@ -279,54 +232,13 @@ def _supports_few_query(
     batch_invariant="the sums of block_gemm and absorb",
 )
 def few_query_and_entry(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
     """`query_and_entry` with the bits that many tokens have by `block_gemm` and `absorb`."""
     stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
     rows, columns = stored[0].shape
     parts = fixed_parts(len(qkv_a), rows, columns, qkv_a.device)
-    given = kv_norm, cos, sin, positions, w_uk, cache, q_eps, kv_eps
+    given = kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
     out: Tensor = query_kernel.query_and_entry(qkv_a, q_norm, *stored, *given, parts=parts)
-    return out
-
-
-def _supports_paged_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
-    cache: Tensor, q_eps: float, kv_eps: float,
-) -> bool:  # fmt: skip
-    return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
-
-
-@mla_paged.paged_query_and_entry.entry(
-    "cuda", takes=_supports_paged_query, joins={"project": "fused_linear", "paged_absorb_and_store": "triton"}
-)
-def paged_query_and_entry(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
-    cache: Tensor, q_eps: float, kv_eps: float,
-) -> Tensor:  # fmt: skip
-    """`query_and_entry` into pages, of an FP8 or BF16 q_b."""
-    stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
-    out: Tensor = query_kernel.query_and_entry(
-        qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps, pages=True
-    )
-    return out
-
-
-def _supports_paged_values(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float,
-    plan: Tensor | None = None,
-) -> bool:  # fmt: skip
-    return attend.supports(query, cache, seq_lens, w_uv, block_table)
-
-
-@mla_paged.paged_attend_values.entry(
-    "cuda", takes=_supports_paged_values, joins={"paged_mla_decode": "mla_decode", "value_rows": "cuda"}
-)
-def paged_attend_values(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float,
-    plan: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`attend_values` over pages of 64 slots."""
-    out: Tensor = attend.attend_values(query, cache, seq_lens, w_uv, softmax_scale, plan, block_table)
     return out

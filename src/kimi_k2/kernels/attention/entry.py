@@ -6,8 +6,8 @@ import ctypes
 
 from kimi_k2.kernels.common.launch import fields
 
-POINTERS = ("kv_norm", "cos", "sin", "positions", "w_uk", "cache", "out")
-INTEGERS = ("tokens", "heads", "capacity", "stride", "kv_stride")
+POINTERS = ("kv_norm", "cos", "sin", "slots", "w_uk", "cache", "out")
+INTEGERS = ("tokens", "heads", "capacity", "kv_stride")
 
 
 class EntryArguments(ctypes.Structure):

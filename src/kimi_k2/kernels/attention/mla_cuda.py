@@ -80,6 +80,11 @@ def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) ->
     return CudaLaunch(max(1, min(sm_count // max(1, batch), 64, -(-capacity // PAGE))))
 
 
+def capacity_of(cache: Tensor, block_table: Tensor | None) -> int:
+    """Slots that the cache can hold of a sequence, in one piece or in pages of 64."""
+    return cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+
+
 def by_eights(batch: int, heads: int, capacity: int, sm_count: int = 132) -> bool:
     """Whether a block should take 8 heads of a sequence, not all: contexts are short and there are SMs enough."""
     return heads > FEW_HEADS and batch * heads // FEW_HEADS <= sm_count and divides_heads(batch, heads, capacity)
@@ -126,7 +131,7 @@ def arguments_of(
 ) -> _Arguments:
     """`mla::Arguments` of a launch."""
     value_scale = cache_scale if cache.dtype != q.dtype else 1.0
-    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    capacity = capacity_of(cache, block_table)
     sequences = cache.shape[0] if block_table is None else block_table.shape[0]
     arguments = _Arguments(
         lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],

@@ -214,7 +214,7 @@ def mla_decode(
     if q.dim() == 4:
         return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan, rounded)
     check_arguments(q, cache, seq_lens, block_table)
-    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    capacity = mla_cuda.capacity_of(cache, block_table)
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
         check_plan(q, plan)
@@ -270,7 +270,7 @@ def _several(
         q = torch.cat((q.new_zeros(batch, fold.padding, heads, ROW), q), dim=1)
     rows = q.view(batch * fold.requests, fold.rows, ROW)
     lengths = request_lengths(seq_lens, tokens, heads)
-    capacity = cache.shape[1] if block_table is None else block_table.shape[1] * PAGE
+    capacity = mla_cuda.capacity_of(cache, block_table)
     given = rows, cache, lengths, softmax_scale, block_table
     if plan is not None and capacity:
         check_plan(rows, plan)
@@ -304,7 +304,7 @@ def run(
         return out
     paged, quantized = block_table is not None, cache.dtype == torch.float8_e4m3fn
     scale = softmax_scale * LOG2_E * (cache_scale if quantized else 1.0)
-    capacity = block_table.shape[1] * PAGE if block_table is not None else cache.shape[1]
+    capacity = mla_cuda.capacity_of(cache, block_table)
     parts = q.new_empty(batch, heads, splits, LATENT, dtype=part_dtype) if splits > 1 else out
     sums = q.new_empty(batch, heads, splits, dtype=torch.float32) if splits > 1 else out
     latents = ropes = cache

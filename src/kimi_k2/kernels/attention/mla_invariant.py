@@ -86,23 +86,27 @@ def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
 mla_plan_by_length.fake(_rows)
 
 
-def supports_decode(query: Tensor, cache: Tensor, seq_lens: Tensor) -> bool:
+def supports_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> bool:
     """What `mla_decode` takes in CUDA C++, of a batch that a plan serves."""
-    fits = mla_decode.supports(query, cache, seq_lens) and mla_decode.uses_cuda(query.shape[1], cache.dtype)
-    return fits and 0 < query.shape[0] <= mla_plan.MAX_BATCH and cache.shape[1] > 0
+    fits = mla_decode.supports(query, cache, seq_lens, block_table)
+    fits = fits and mla_decode.uses_cuda(query.shape[1], cache.dtype) and mla_cuda.capacity_of(cache, block_table) > 0
+    return fits and 0 < query.shape[0] <= mla_plan.MAX_BATCH
 
 
-def decode(query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor | None) -> Tensor:
+def decode(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor | None,
+    block_table: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`mla_decode` of one query a sequence by a plan of `mla_plan_by_length`, which is made if it is not given.
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    mla_decode.check_arguments(query, cache, seq_lens, None)
+    mla_decode.check_arguments(query, cache, seq_lens, block_table)
     if plan is None:
-        plan = mla_plan_by_length(seq_lens, cache.shape[1], query.shape[1])
+        plan = mla_plan_by_length(seq_lens, mla_cuda.capacity_of(cache, block_table), query.shape[1])
     mla_decode.check_plan(query, plan)
-    return mla_cuda.run_planned(query, cache, seq_lens, softmax_scale, None, plan, uniform=True)
+    return mla_cuda.run_planned(query, cache, seq_lens, softmax_scale, block_table, plan, uniform=True)
 
 
 def supports_prefill(

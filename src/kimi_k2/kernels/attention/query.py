@@ -47,11 +47,10 @@ def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 def _check(
     qkv_a: Tensor, q_norm: Tensor, q_b: Tensor, q_b_scale_inv: Tensor | None, kv_norm: Tensor, cos: Tensor,
-    sin: Tensor, positions: Tensor, w_uk: Tensor, cache: Tensor, pages: bool, parts: int = 0,
+    sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor, parts: int = 0,
 ) -> Tensor:  # fmt: skip
     """The empty result, if the arguments are what the kernel takes."""
-    tokens, heads, capacity = qkv_a.shape[0], w_uk.shape[0], cache.shape[1]
-    caches = cache.shape[0] if pages else tokens
+    tokens, heads = qkv_a.shape[0], w_uk.shape[0]
     rows, bf16 = heads * (NOPE + ROPE), torch.bfloat16
     if q_b_scale_inv is not None:
         expect("q_b_scale_inv", q_b_scale_inv, qkv_a.device, (-(-rows // 128), INPUT // 128), torch.float32)
@@ -64,9 +63,9 @@ def _check(
         ("kv_norm", kv_norm, (RANK,), bf16),
         ("cos", cos, (tokens, ROPE // 2), bf16),
         ("sin", sin, (tokens, ROPE // 2), bf16),
-        ("positions", positions, (tokens,), torch.int64),
+        ("slots", slots, (tokens,), torch.int64),
         ("w_uk", w_uk, (heads, NOPE, RANK), bf16),
-        ("cache", cache, (caches, capacity, RANK + ROPE), bf16),
+        ("cache", cache, (*cache.shape[:2], RANK + ROPE), bf16),
     ):
         expect(name, tensor, qkv_a.device, shape, dtype)
     if not 0 < tokens <= MAX_TOKENS:
@@ -83,12 +82,11 @@ def query_and_entry(
     kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor,
+    slots: Tensor,
     w_uk: Tensor,
     cache: Tensor,
     q_eps: float,
     kv_eps: float,
-    pages: bool = False,
     parts: int = 0,
 ) -> Tensor:
     """Store the new token's entry and make its query.
@@ -99,11 +97,10 @@ def query_and_entry(
         q_b: e4m3 [H * 192, 1536], in 128x128 blocks, or bfloat16.
         q_b_scale_inv: float32 [ceil(H * 192 / 128), 12]; None with a bfloat16 q_b.
         kv_norm: bfloat16 [512].
-        cos, sin: bfloat16 [B, 32] at `positions`.
-        positions: int64 [B], slots to write; one outside the cache writes nothing.
+        cos, sin: bfloat16 [B, 32] at the tokens' positions.
+        slots: int64 [B], to write, numbered through all N * P; one outside the cache writes nothing.
         w_uk: bfloat16 [H, 128, 512].
-        cache: bfloat16 [B, T, 576], written.
-        pages: the cache is [N, P, 576] of all tokens, and `positions` number its N * P slots.
+        cache: bfloat16 [N, P, 576], written.
         parts: `cluster` of the launch of `block_gemm`, in two terms, that q is to equal; the query is what `absorb`
             makes of that. 0: sums in this launch's own order.
 
@@ -113,12 +110,11 @@ def query_and_entry(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, positions, w_uk, cache)
-    out = _check(*given, pages, parts)
-    capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
+    given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, slots, w_uk, cache)
+    out = _check(*given, parts)
     arguments = Arguments(
         **{name: one.data_ptr() for name, one in zip(POINTERS, (*given, out), strict=True) if one is not None},
-        tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=capacity, stride=0 if pages else capacity,
+        tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=cache.shape[0] * cache.shape[1],
         kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps, parts=parts,
     )  # fmt: skip
     if parts:

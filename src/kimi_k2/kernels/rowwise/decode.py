@@ -53,23 +53,20 @@ def _kernels() -> Any:
     return decode_triton
 
 
-def _check_absorb(
-    q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, positions: Tensor, cache: Tensor, pages: bool
-) -> None:
+def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, slots: Tensor, cache: Tensor) -> None:
     batch, heads = q.shape[0], w_uk.shape[0]
-    caches = cache.shape[0] if pages else batch
     for name, tensor, shape in (
         ("q", q, (batch, heads * (NOPE + ROPE))),
         ("kv_a", kv_a, (batch, RANK + ROPE)),
         ("w_uk", w_uk, (heads, NOPE, RANK)),
         ("cos", cos, (batch, ROPE // 2)),
-        ("positions", positions, (batch,)),
-        ("cache", cache, (caches, cache.shape[1], RANK + ROPE)),
+        ("slots", slots, (batch,)),
+        ("cache", cache, (*cache.shape[:2], RANK + ROPE)),
     ):
         if tuple(tensor.shape) != shape or (name != "kv_a" and not tensor.is_contiguous()):
             raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}, contiguous")
         dtypes = CACHE_DTYPES if name == "cache" else CACHE_DTYPES[:1]
-        if name != "positions" and tensor.dtype not in dtypes:
+        if name != "slots" and tensor.dtype not in dtypes:
             raise KernelError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if kv_a.stride(1) != 1:
         raise KernelError("kv_a must be contiguous along its last dimension")
@@ -82,13 +79,12 @@ def absorb_and_store(
     norm_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor,
+    slots: Tensor,
     w_uk: Tensor,
     cache: Tensor,
     eps: float,
     cache_scale: float = 1.0,
     invariant: bool = False,
-    pages: bool = False,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -96,13 +92,12 @@ def absorb_and_store(
         q: bfloat16 [B, H * 192], unturned.
         kv_a: bfloat16 [B, 576], latent before its norm | key before RoPE; rows may be strided.
         norm_weight: bfloat16 [512].
-        cos, sin: bfloat16 [B, 32] at `positions`.
-        positions: int64 [B], slots to write; a negative one writes nothing.
+        cos, sin: bfloat16 [B, 32] at the tokens' positions.
+        slots: int64 [B], to write, numbered through all N * P; one outside the cache writes nothing.
         w_uk: bfloat16 [H, 128, 512].
-        cache: bfloat16 or e4m3 [B, T, 576], written.
+        cache: bfloat16 or e4m3 [N, P, 576], written.
         cache_scale: of an e4m3 cache, whose values are multiplied by it, as `mla_decode` reads them; saturated at 448.
         invariant: a sequence's bits do not depend on how many there are.
-        pages: the cache is [N, P, 576] of all tokens, and `positions` number its N * P slots.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope.
@@ -110,16 +105,14 @@ def absorb_and_store(
     Raises:
         KernelError: a shape or dtype that the kernel does not take.
     """
-    _check_absorb(q, kv_a, w_uk, cos, positions, cache, pages)
-    capacity = cache.shape[0] * cache.shape[1] if pages else cache.shape[1]
-    batch, heads = q.shape[0], w_uk.shape[0]
+    _check_absorb(q, kv_a, w_uk, cos, slots, cache)
+    batch, heads, capacity = q.shape[0], w_uk.shape[0], cache.shape[0] * cache.shape[1]
     query = torch.empty(batch, heads, RANK + ROPE, dtype=torch.bfloat16, device=q.device)
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
     # Triton's ranges are powers of two.
     if not invariant and batch in ABSORB_GROUPS and heads & (heads - 1) == 0:
         _kernels().absorb_groups[(heads * (RANK // ABSORB_WIDTH) + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
-            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, batch, kv_a.stride(0), capacity,
-            0 if pages else capacity, eps, stored,
+            q, kv_a, norm_weight, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -128,8 +121,7 @@ def absorb_and_store(
     programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
     if batch:
         _kernels().absorb[(programs - first, batch)](
-            q, kv_a, norm_weight, cos, sin, positions, w_uk, query, cache, kv_a.stride(0), capacity,
-            0 if pages else capacity, eps, stored,
+            q, kv_a, norm_weight, cos, sin, slots, w_uk, query, cache, kv_a.stride(0), capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -10,15 +10,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton takes no annotations but its own.
 @triton.jit
 def absorb(  # type: ignore[no-untyped-def]
-    q, kv, norm, cos, sin, positions, w_uk, query, cache, kv_stride, capacity, stride, eps, stored,
+    q, kv, norm, cos, sin, slots, w_uk, query, cache, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
 
     The first is number FIRST. OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has
-    ended. The entry is stored `stored` times its value, among `capacity` slots that begin `stride` after those of the
-    token before.
+    ended. The entry is stored `stored` times its value, in one of `capacity` slots of all tokens.
     """
     job, batch = tl.program_id(0) + FIRST, tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
@@ -47,25 +46,23 @@ def absorb(  # type: ignore[no-untyped-def]
         tl.store(place, (even * c - odd * s).to(query.dtype.element_ty))
         tl.store(place + 1, (odd * c + even * s).to(query.dtype.element_ty))
     else:
-        _store_entry(
-            kv, norm, positions, cache, batch, c, s, kv_stride, capacity, stride, eps, stored, ROPE=ROPE, RANK=RANK
-        )
+        _store_entry(kv, norm, slots, cache, batch, c, s, kv_stride, capacity, eps, stored, ROPE=ROPE, RANK=RANK)
 
 
 @triton.jit
 def _store_entry(  # type: ignore[no-untyped-def]
-    kv, norm, positions, cache, token, c, s, kv_stride, capacity, stride, eps, stored,
+    kv, norm, slots, cache, token, c, s, kv_stride, capacity, eps, stored,
     ROPE: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """A token's cache entry, with the cosines and sines of its position."""
     pair, column = tl.arange(0, ROPE // 2), tl.arange(0, RANK)
-    position = tl.load(positions + token)
-    slot = tl.where(position < capacity, position, -1)
+    slot = tl.load(slots + token)
+    slot = tl.where(slot < capacity, slot, -1)
     # Masks of the stored shape: Triton 3.9's interpreter takes no scalar one.
     row_here, pair_here = slot + column >= column, slot + pair >= pair
     latent = tl.load(kv + token * kv_stride + column).to(tl.float32)
     quotient = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
-    entry = cache + (token.to(tl.int64) * stride + position) * (RANK + ROPE)
+    entry = cache + slot * (RANK + ROPE)
     entry_latent = quotient * tl.load(norm + column).to(tl.float32) * stored
     tl.store(entry + column, entry_latent.to(cache.dtype.element_ty), row_here)
     source = kv + token * kv_stride + RANK + 2 * pair
@@ -109,7 +106,7 @@ def _absorb_together(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def absorb_groups(  # type: ignore[no-untyped-def]
-    q, kv, norm, cos, sin, positions, w_uk, query, cache, batch, kv_stride, capacity, stride, eps, stored,
+    q, kv, norm, cos, sin, slots, w_uk, query, cache, batch, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -136,9 +133,7 @@ def absorb_groups(  # type: ignore[no-untyped-def]
     place = query + (token * HEADS + head[:, None]) * (RANK + ROPE) + RANK + 2 * pair[None, :]
     tl.store(place, (even * c[None, :] - odd * s[None, :]).to(query.dtype.element_ty))
     tl.store(place + 1, (odd * c[None, :] + even * s[None, :]).to(query.dtype.element_ty))
-    _store_entry(
-        kv, norm, positions, cache, token, c, s, kv_stride, capacity, stride, eps, stored, ROPE=ROPE, RANK=RANK
-    )
+    _store_entry(kv, norm, slots, cache, token, c, s, kv_stride, capacity, eps, stored, ROPE=ROPE, RANK=RANK)
 
 
 @triton.jit

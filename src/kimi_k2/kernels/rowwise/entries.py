@@ -7,7 +7,6 @@ from torch import Tensor
 from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import mla_decode as ops_decode
-from kimi_k2.ops import mla_paged
 from kimi_k2.ops import norm as ops_norm
 from kimi_k2.ops import pages as ops_pages
 from kimi_k2.ops.cache import store_entries
@@ -48,7 +47,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def _supports_absorb(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> bool:  # fmt: skip
     return decode.supports(q, w_uk, cache)
@@ -56,27 +55,10 @@ def _supports_absorb(
 
 @ops_decode.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
 def absorb_and_store(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     """`decode.absorb_and_store`."""
-    given = q, kv_a, norm_weight, cos, sin, positions, w_uk, cache, eps
+    given = q, kv_a, norm_weight, cos, sin, slots, w_uk, cache, eps
     out: Tensor = decode.absorb_and_store(*given, invariant=batch_invariant())
-    return out
-
-
-def _supports_paged_absorb(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor,
-    eps: float,
-) -> bool:  # fmt: skip
-    return decode.supports(q, w_uk, cache)
-
-
-@mla_paged.paged_absorb_and_store.entry("triton", takes=_supports_paged_absorb)
-def paged_absorb_and_store(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor,
-    eps: float,
-) -> Tensor:  # fmt: skip
-    """`absorb_and_store` into pages."""
-    out: Tensor = decode.absorb_and_store(q, kv_a, norm_weight, cos, sin, slots, w_uk, cache, eps, pages=True)
     return out

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.mla_paged import page_places
 from kimi_k2.ops.mla_ragged import Ragged
 
 # Slots whose keys and values are expanded at once: 320 values of a head each, 340 MB for 8 heads in BF16.
@@ -49,9 +48,8 @@ class Batch:
                 torch.arange(length - (at.stop - at.start), length, device=self.slots.device).unsqueeze(0)
                 for at, length in zip(rows, self.lengths, strict=True)
             ]
-            places = page_places(self.slots[first : self.query_start[-1]], page)
             together = self._together(rows, page) if len(rows) > 1 and sum(self.lengths) <= MOST_SLOTS else None
-            self._prompts = Prompts(rows, positions, places, together)
+            self._prompts = Prompts(rows, positions, self.slots[first : self.query_start[-1]], together)
         return self._prompts
 
     def _together(self, rows: list[slice], page: int) -> Together:
@@ -91,11 +89,11 @@ class Prompts(NamedTuple):
     Attributes:
         rows: of each sequence, among the new tokens of these sequences.
         positions: int64 [1, S] of each sequence's new tokens.
-        places: of all new tokens, as `page_places` gives them.
+        slots: int64 [T], of all new tokens.
         together: of several sequences; None of one, or where their slots are too many.
     """
 
     rows: list[slice]
     positions: list[Tensor]
-    places: tuple[Tensor, Tensor, Tensor]
+    slots: Tensor
     together: Together | None

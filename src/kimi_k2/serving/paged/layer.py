@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
 from kimi_k2.model.attention import absorbed_is_cheaper
 from kimi_k2.model.decoder import DecoderLayer
-from kimi_k2.ops.cache import to_cache
+from kimi_k2.ops.cache import gather_pages, store_slots, to_cache
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla import (
     absorb,
@@ -20,7 +20,7 @@ from kimi_k2.ops.mla import (
     rotated_queries,
     value_heads,
 )
-from kimi_k2.ops.mla_paged import gather_pages, paged_attend_values, paged_query_and_entry, write_places
+from kimi_k2.ops.mla_decode import attend_values, query_and_entry
 from kimi_k2.ops.mla_ragged import mla_ragged_attention
 from kimi_k2.ops.norm import rms_norm
 from kimi_k2.serving.paged.batch import Batch
@@ -125,20 +125,20 @@ class PagedLayer(LayerStep):
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
         attention, one = self.attention, batch.decodes
         q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
-        query = paged_query_and_entry(
+        query = query_and_entry(
             qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos[:one], place.sin[:one], batch.slots[:one],
             self.w_uk, cache, q_norm.eps, kv_norm.eps,
         )  # fmt: skip
         table, seq_lens = batch.block_table[:one], batch.seq_lens[:one]
         scale = attention.config.softmax_scale
-        return paged_attend_values(query, cache, table, seq_lens, self.w_uv, scale, place.plan)
+        return attend_values(query, cache, seq_lens, self.w_uv, scale, place.plan, table)
 
     def _read(self, q: Tensor, entries: Tensor, cache: Tensor, batch: Batch, values: Tensor) -> None:
         """Store the new tokens of the sequences with several, and fill in their values [T, H * v_head_dim]."""
         one, config = batch.decodes, self.attention.config
         q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        rows, positions, places, together = batch.prompts(cache.shape[1])
-        write_places(cache, entries, places)
+        rows, positions, slots, together = batch.prompts(cache.shape[1])
+        store_slots(cache, entries, slots)
         if together is not None:
             slots = entries if together.places is None else cache[together.places].to(values.dtype)
             parts = q_nope.squeeze(1), q_rope.squeeze(1), slots, torch.cat((self.w_uk, self.w_uv), dim=1)

@@ -15,7 +15,7 @@ from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.linear import float32_linear
-from kimi_k2.ops.mla_paged import paged_attention_plan
+from kimi_k2.ops.mla_decode import attention_plan
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import VocabParallelEmbedding, parallelize
@@ -122,7 +122,7 @@ class PagedModel:
             self._angles = self.plain.model.rotary.table(self.positions, x.dtype, x.device)
         cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
         # Attention over pages takes lengths from the batch; these are for the layers' shape alone.
-        return Place(positions, positions, cos, sin, self._plan())
+        return Place(positions, positions, cos, sin, self._plan(), positions)
 
     def run(self, x: Tensor, place: Place) -> Tensor:
         """Embedded new tokens [T, H] to normed hidden states [T, H]."""
@@ -164,7 +164,7 @@ class PagedModel:
         if batch is None or not batch.decodes:
             return None
         one, cache = batch.decodes, first.held.cache
-        return paged_attention_plan(batch.seq_lens[:one], cache, batch.block_table[:one], len(first.w_uk))
+        return attention_plan(batch.seq_lens[:one], cache, len(first.w_uk), batch.block_table[:one])
 
 
 def started(model: KimiK2ForCausalLM, engine: str, does: str) -> str:

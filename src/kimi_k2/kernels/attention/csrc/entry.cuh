@@ -11,12 +11,11 @@ struct EntryArguments {
   const __nv_bfloat16* kv_norm;  // [512]
   const __nv_bfloat16* cos;      // [tokens, 32]
   const __nv_bfloat16* sin;
-  const int64_t* positions;   // [tokens], slots to write; outside the cache: nothing is written
+  const int64_t* slots;       // [tokens], to write; outside the cache: nothing is written
   const __nv_bfloat16* w_uk;  // [heads, 128, 512]
-  __nv_bfloat16* cache;       // [tokens, capacity, 576], or [capacity, 576] of all tokens
+  __nv_bfloat16* cache;       // [capacity, 576] of all tokens
   __nv_bfloat16* out;         // [tokens, heads, 576]
   int tokens, heads, capacity;
-  int stride;     // slots from one token's to the next one's; 0 where all share them
   int kv_stride;  // values from one token's latent to the next one's
   float kv_eps;
 };
@@ -32,9 +31,9 @@ __device__ __forceinline__ __nv_bfloat162 rotated(const EntryArguments& a, int t
 // The first warp stores the normed latent, the second one the rotated key, of `latent`: both before that.
 __device__ __forceinline__ void store_entry(const EntryArguments& a, int token, const __nv_bfloat16* latent) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t position = a.positions[token];
-  if (warp > 1 || position < 0 || position >= a.capacity) return;
-  __nv_bfloat16* entry = a.cache + (int64_t(token) * a.stride + position) * kEntry;
+  const int64_t slot = a.slots[token];
+  if (warp > 1 || slot < 0 || slot >= a.capacity) return;
+  __nv_bfloat16* entry = a.cache + slot * kEntry;
   if (warp == 1) {
     const __nv_bfloat16* key = latent + kRank + 2 * lane;
     reinterpret_cast<__nv_bfloat162*>(entry + kRank)[lane] = rotated(a, token, lane, widened(key), widened(key + 1));
