@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from kimi_k2.checkpoint import finite
 from kimi_k2.checkpoint.finite import is_finite, nonfinite
 from kimi_k2.errors import NonfiniteError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -27,15 +28,19 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 def test_every_pattern_is_judged_as_torch_does(dtype: torch.dtype) -> None:
     integer = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
     patterns = torch.arange(256**dtype.itemsize, dtype=torch.int32).to(integer).view(dtype)
-    finite = patterns.to(torch.float32).isfinite()
-    assert is_finite(patterns[finite])
-    assert not any(is_finite(one) for one in patterns[~finite].split(1))
+    good = patterns.to(torch.float32).isfinite()
+    assert is_finite(patterns[good])
+    assert not any(is_finite(one) for one in patterns[~good].split(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("place", [0, 1_000_000, -1])
-def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int) -> None:
+# At both ends, in the middle, and at the end of a part that is read at a time: its last value, and 64 bytes before.
+@pytest.mark.parametrize("place", [0, 1_000_000, -1, "last", "near"])
+def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int | str) -> None:
     tensor = torch.linspace(-400, 400, 1_500_001).to(dtype)
+    if isinstance(place, str):
+        part = finite._CHUNK_BYTES // dtype.itemsize
+        place = 2 * part - (1 if place == "last" else 64 // dtype.itemsize)
     assert is_finite(tensor)
     assert is_finite(tensor[:0])
     for value in (torch.nan, torch.inf, -torch.inf)[: 1 if dtype == torch.float8_e4m3fn else 3]:  # which has no Inf

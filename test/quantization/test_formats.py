@@ -91,20 +91,22 @@ def test_int4_packing_is_compressed_tensors(shape: tuple[int, int], seed: int) -
     assert torch.equal(helpers.unpack_from_int32(packed, 4, torch.Size(shape)), unpack_int4(packed, shape[1]))
 
 
+# 8 groups a row, and as many as the published experts have: 224.
+@pytest.mark.parametrize("shape", [(96, 256), (12, 7168)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int4_dequantization_is_compressed_tensors(dtype: torch.dtype) -> None:
+def test_int4_dequantization_is_compressed_tensors(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     compressed_tensors_helpers()
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(3))
-    packed, scale, shape = quantize_int4_group(weight)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    packed, scale, stated = quantize_int4_group(weight)
     arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-    stored = {"weight_packed": packed, "weight_scale": scale.to(dtype), "weight_shape": shape}
+    stored = {"weight_packed": packed, "weight_scale": scale.to(dtype), "weight_shape": stated}
     expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
     assert expected.dtype == dtype
-    assert torch.equal(dequantize_int4_group(packed, scale, shape, dtype=dtype), expected)
+    assert torch.equal(dequantize_int4_group(packed, scale, stated, dtype=dtype), expected)
 
 
 def test_int4_quantization_packs_as_compressed_tensors() -> None:

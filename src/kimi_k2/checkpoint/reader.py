@@ -190,6 +190,13 @@ class CheckpointReader:
                         file=self.directory / lone.shard,
                         tensor=self.stored_name(name),
                     )
+        for key, shard in self._shard_of.items():
+            if not key.startswith(self.prefix) and not IGNORED.search(key):
+                raise UnexpectedTensorError(
+                    f"belongs neither to the language model, whose names begin with '{self.prefix}', nor to the tower",
+                    file=self.directory / shard,
+                    tensor=key,
+                )
         expected = {spec.name: spec for spec in expected_tensors(config)}
         if self.vision:
             expected |= {spec.name: spec for spec in vision_tensors(config)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.media_rows import MediaRows
-from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.sampler import Sampler, SamplingParams, check_finite
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -177,7 +177,7 @@ def stream(
 
     Raises:
         GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
-            without `cache`.
+            without `cache`; the prompt's logits are not finite.
     """
     needed = slots_needed(model, prompts, params)
     if cache is None and decode is not None:
@@ -190,10 +190,16 @@ def stream(
     if decode is None:
         decode = partial(decode_step, model, cache=cache)
     sampler, chosen, at = Sampler(params, len(prompts)), cache, decode
+
+    def first() -> Tensor:
+        logits = prefill(model, prompts, chosen, chunk_size, media, read)
+        check_finite(logits)
+        return sampler(logits)
+
     yield from token_steps(
         [len(prompt) for prompt in prompts],
         params,
-        lambda: sampler(prefill(model, prompts, chosen, chunk_size, media, read)),
+        first,
         lambda tokens, positions: sampler(at(tokens, positions)),
         start,
     )

@@ -53,6 +53,20 @@ class SamplingParams:
                 raise GenerationError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
 
+def check_finite(logits: Tensor) -> None:
+    """Refuse logits of which no token can be chosen.
+
+    Raises:
+        GenerationError: there are NaN or Inf; how many.
+    """
+    bad = int((~logits.isfinite()).sum())
+    if bad:
+        raise GenerationError(
+            f"{bad} of {logits.numel()} logits are NaN or Inf: weights or fields of config.json lead out of"
+            f" {str(logits.dtype).removeprefix('torch.')}'s range; `kimi-k2 verify` or `parity` show where"
+        )
+
+
 class Sampler:
     """Chooses the next token of each sequence, reproducibly whatever else is in the batch."""
 
@@ -61,7 +75,13 @@ class Sampler:
         self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(batch)]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [B, vocab_size] to token ids int64 [B]."""
+        """Logits [B, vocab_size] to token ids int64 [B].
+
+        Raises:
+            GenerationError: (for logits on a CPU) see `check_finite`.
+        """
+        if not logits.is_cuda:  # a GPU's would have to be waited for
+            check_finite(logits)
         if self.params.temperature == 0:
             return logits.argmax(dim=-1)
         probabilities = self._probabilities(logits.float().cpu())

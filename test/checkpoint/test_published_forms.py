@@ -1,0 +1,102 @@
+"""Checkpoints as other tools write them: some Linears left in BF16, int64 shapes, tensors that belong to nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from kimi_k2.cli.app import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import GenerationError, UnexpectedTensorError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.quantization.stored import formats
+
+IDS = torch.arange(3, 20)[None]
+
+
+def rewritten(
+    source: Path,
+    target: Path,
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    config: Callable[[dict[str, Any]], None] = lambda raw: None,
+) -> Path:
+    """A checkpoint as one file, its tensors and config.json changed."""
+    target.mkdir()
+    held = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    save_file(tensors(held), target / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text())
+    config(raw)
+    (target / "config.json").write_text(json.dumps(raw))
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+def test_fp8_with_modules_that_are_not_converted(checkpoints: dict[str, Path], tmp_path: Path, key: str) -> None:
+    names = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.experts"]
+    fp8 = formats()["fp8"]()
+
+    def some_in_bf16(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        for scale in [name for name in held if name.endswith("weight_scale_inv")]:
+            module = scale.rpartition(".")[0]
+            if module.startswith(tuple(names)):
+                stored = {"weight": held[f"{module}.weight"], "weight_scale_inv": held.pop(scale)}
+                held[f"{module}.weight"] = fp8.dequantize(stored, torch.bfloat16)
+        return held
+
+    directory = rewritten(
+        checkpoints["fp8"], tmp_path / "some", some_in_bf16, lambda raw: raw["quantization_config"].update({key: names})
+    )
+    with torch.inference_mode():
+        expected = load_transformers_model(directory)(IDS).logits
+    for keep in (False, True):
+        model = KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=keep)
+        assert float((model(IDS) - expected).abs().max()) <= 1e-5
+    assert model.get_submodule("model.layers.0.mlp.down_proj").weight.dtype == torch.float32
+    config = KimiK2Config.from_pretrained(directory)
+    assert KimiK2Config.from_dict(config.to_hf_dict()).quantization == config.quantization
+    for target in ("cuda", "neuron"):
+        command = ["convert", str(directory), str(tmp_path / target), "--tp", "1", "--target", target]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+
+
+def test_int4_shapes_as_compressed_tensors_itself_writes_them(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    def wide(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one.long() if name.endswith("weight_shape") else one for name, one in held.items()}
+
+    directory = rewritten(checkpoints["thinking"], tmp_path / "wide", wide)
+    for keep in (False, True):
+        expected = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=keep)(IDS)
+        assert torch.equal(KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=keep)(IDS), expected)
+    command = ["convert", str(directory), str(tmp_path / "ranks"), "--tp", "2", "--target", "cuda"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "adapter.weird"])
+def test_tensors_without_the_wrappers_prefix_are_named(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+    directory = rewritten(checkpoints["k2.5"], tmp_path / "more", lambda held: {**held, name: torch.ones(4)})
+    with pytest.raises(UnexpectedTensorError, match="neither to the language model") as caught:
+        KimiK2ForCausalLM.from_pretrained(directory)
+    assert caught.value.tensor == name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_said_to_be(checkpoints: dict[str, Path], temperature: float) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["bf16"])
+    model.lm_head.weight[7] = torch.inf
+    with pytest.raises(GenerationError, match=r"of 768 logits are NaN or Inf.*float32's range"):
+        generate(model, [[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=temperature))
