@@ -64,7 +64,7 @@ EXTRA: dict[str, list[Any]] = {
 def drawn_rope(random_: random.Random) -> dict[str, Any]:
     rope: dict[str, Any] = {"type": "yarn", "original_max_position_embeddings": random_.choice([16, 64, 4096])}
     rope["factor"] = random_.choice([1.0, 2.0, 32, 64.0, 0.5])
-    for name, values in {
+    choices: dict[str, list[Any]] = {
         "beta_fast": [1.0, 32.0, 0.3],
         "beta_slow": [1.0, 4.0],
         "mscale": [1.0, 0.707, 0.0],
@@ -74,7 +74,8 @@ def drawn_rope(random_: random.Random) -> dict[str, Any]:
         "rope_theta": [10000.0],
         "low_freq_factor": [1.0],
         "partial_rotary_factor": [1.0, 0.5],
-    }.items():
+    }
+    for name, values in choices.items():
         if random_.random() < (0.1 if name in ("low_freq_factor", "partial_rotary_factor", "rope_theta") else 0.45):
             rope[name] = random_.choice(values)
     if random_.random() < 0.3:
