@@ -75,11 +75,12 @@ class RanksBackend(TorchBackend):
     def __enter__(self) -> RanksBackend:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.generator.close()  # first, as the others may be lost
-        if error is None and self.part.number == 0:
+        if kind is None and self.part.number == 0:
             self._share(None)
-        self.part.__exit__(error)
+        cause = error.__cause__ if isinstance(error, RanksLostError) else error
+        self.part.__exit__(kind, cause)
 
     def _steps(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:
         try:

@@ -23,6 +23,8 @@ from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application
 from kimi_k2.neuron.compiler_args import environment, runtime_environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
+from kimi_k2.sharding.manifest import MANIFEST
+from kimi_k2.sharding.source import check_source
 
 # Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
 CPU_BLOCK = 16
@@ -145,7 +147,8 @@ class NeuronApplication:
 
         Raises:
             NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
-            ConfigError: `compiled` holds no compiled model, or the preset's graphs take images.
+            ConfigError: `compiled` holds no compiled model or weights of another checkpoint, or the preset's graphs
+                take images.
         """
         if preset.vision is not None:
             raise ConfigError(
@@ -158,6 +161,8 @@ class NeuronApplication:
         config = KimiK2Config.from_pretrained(checkpoint)
         if compiled is not None and not (compiled / "model.pt").is_file():
             raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
+        if compiled is not None and (compiled / MANIFEST).is_file():
+            check_source(compiled, Path(checkpoint))
         with _stdout_to_stderr():
             if compiled is None:
                 cpu.prepare()

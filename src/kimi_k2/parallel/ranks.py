@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,13 @@ import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generator import Generator
-from kimi_k2.errors import ConfigError, KimiK2Warning
+from kimi_k2.errors import ConfigError
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.watch import RankLostError, Watch
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, load_manifest, made_layout
+from kimi_k2.sharding.manifest import load_manifest, made_layout
 from kimi_k2.sharding.source import check_source
 
 
@@ -27,7 +27,7 @@ class Rank:
     """This process's part of a model: its number, what generates with the others', and how the model is divided.
 
     At the end of a `with` that went well the ranks part; after an error the others may be at another sum, where they
-    cannot hear of it, and torchrun ends them.
+    cannot hear of it: torchrun ends them, or their watch does.
     """
 
     number: int
@@ -37,10 +37,24 @@ class Rank:
     def __enter__(self) -> Rank:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
         self.generator.close()
-        if error is None:
+        if kind is None:
             leave_ranks()
+        elif _WATCHES:
+            lost = _WATCHES[-1].lost() if isinstance(error, RuntimeError) and _is_of_peers(error) else None
+            _WATCHES.pop().stop()
+            if lost is not None:
+                raise RankLostError(f"rank {self.number}: {lost}") from error
+
+
+# Of the ranks that this process has joined: one at most.
+_WATCHES: list[Watch] = []
+
+
+def _is_of_peers(error: RuntimeError) -> bool:
+    """Whether it is how a sum with a rank that is gone ends: gloo has no type for it."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "by peer" in str(error)
 
 
 def world_size() -> int:
@@ -67,6 +81,7 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
             dist.init_process_group("nccl", device_id=place)
         else:
             dist.init_process_group("gloo")
+        _WATCHES.append(Watch(rank, world_size()))
     return rank, place
 
 
@@ -78,7 +93,11 @@ def leave_ranks() -> int:
     if not dist.is_initialized():
         return 0
     rank = dist.get_rank()
+    for watch in _WATCHES:
+        watch.leave()
     dist.barrier()
+    while _WATCHES:
+        _WATCHES.pop().stop()
     dist.destroy_process_group()
     return rank
 
@@ -102,16 +121,13 @@ def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: t
     started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
-    manifest = load_manifest(directory)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the other processes of a host see the same files
-        recorded = manifest["made_from"]["source"]["shards"]
-        if untold := check_source(recorded, checkpoint, directory / MANIFEST):
-            warnings.warn(untold, KimiK2Warning, stacklevel=2)
+        check_source(directory, checkpoint)
     number, place = join_ranks(device)
     try:
         model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
     except torch.OutOfMemoryError as error:
-        error.add_note(f"a rank's weights have {max(manifest['files'].values()) / 1e9:.1f} GB")
+        error.add_note(f"a rank's weights have {max(load_manifest(directory)['files'].values()) / 1e9:.1f} GB")
         raise
     if started == 1:
         return Rank(number, Generator(model), layout)

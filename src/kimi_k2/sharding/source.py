@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,9 @@ import xxhash
 
 from kimi_k2.checkpoint.header import header_bytes, read_header
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
+from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Warning, MissingShardError
 from kimi_k2.files import is_there, open_regular
+from kimi_k2.sharding.manifest import MANIFEST, load_manifest
 
 _CHUNK = 2**22
 # What a change of the bytes need not change, and a copy of the same bytes does.
@@ -69,30 +71,30 @@ def _sample(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_source(recorded: Mapping[str, Mapping[str, Any]], checkpoint: Path, file: Path) -> str | None:
-    """Refuse a checkpoint with other weights than those that were converted.
+def check_source(directory: Path, checkpoint: Path) -> None:
+    """Refuse a checkpoint with other weights than those that were converted; warn where it has none to compare.
 
     Args:
-        recorded: what `identify` gave when it was converted.
+        directory: output of a finished conversion.
         checkpoint: directory of the checkpoint that is named now.
-        file: where `recorded` was read.
-
-    Returns:
-        None, or why this cannot be told: there are no weights beside the configuration.
 
     Raises:
         ConfigError: naming the first shard that differs, and how.
+        MissingShardError, CorruptHeaderError: see `load_manifest`.
     """
+    file = directory / MANIFEST
+    recorded = load_manifest(directory)["made_from"]["source"]["shards"]
     missing = [name for name in recorded if not is_there(checkpoint / name)]
     if len(missing) == len(recorded) and not any(checkpoint.glob("*.safetensors")):
-        return f"{checkpoint} holds no weights: that {file} was made from this checkpoint is not checked"
+        untold = f"{checkpoint} holds no weights: that {file} was made from this checkpoint is not checked"
+        warnings.warn(untold, KimiK2Warning, stacklevel=2)
+        return
     if missing:
         raise ConfigError(f"converted from another checkpoint: {missing[0]} is not in {checkpoint}", file=file)
     with ThreadPoolExecutor(_READERS) as pool:
         told = list(pool.map(lambda name: _difference(recorded[name], checkpoint / name), recorded))
     if found := next((one for one in told if one), None):
         raise ConfigError(found, file=file)
-    return None
 
 
 def _difference(recorded: Mapping[str, Any], path: Path) -> str | None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import grp
 import hashlib
 import importlib.util
 import os
+import pwd
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -83,14 +86,15 @@ def load_library(library: str) -> ctypes.CDLL:
             includes makes a new library.
 
     Raises:
-        KernelError: there is no CUDA compiler, or it fails; its last lines are in the message.
+        KernelError: there is no CUDA compiler, or it fails; its last lines are in the message. The library may be
+            another user's, see `check_private`.
     """
     target = cache_directory() / f"{library.replace('/', '-')}-{source_hash(library)}.so"
     if not target.exists():
         nvcc = find_nvcc()
         if nvcc is None:
             raise KernelError(f"compiling {library} needs nvcc on PATH or under CUDA_HOME: pip install 'kimi-k2[cuda]'")
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         # Compiled aside and renamed: another process never loads half a file.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
@@ -99,4 +103,32 @@ def load_library(library: str) -> ctypes.CDLL:
             if result.returncode:
                 raise KernelError(f"nvcc could not compile {library}: {result.stderr[-2000:]}")
             built.replace(target)
+    check_private(target)
     return ctypes.CDLL(str(target))
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is this user's alone, as many systems make one for each user: named after it."""
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+
+
+def check_private(target: Path) -> None:
+    """Refuse a library that another user could have put there: loading it runs its code.
+
+    Raises:
+        KernelError: the file or its folder belongs to somebody else than this user or root, or others may write to it.
+    """
+    for path in (target.resolve(), target.resolve().parent):
+        status = path.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            raise KernelError(f"{path}: belongs to user {status.st_uid}; set KIMI_K2_CACHE to a folder of your own")
+        others = status.st_mode & (stat.S_IWOTH if _is_private(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP)
+        # In a sticky folder nobody replaces another's files.
+        if others and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+            raise KernelError(
+                f"{path}: users other than its owner may write to it (mode {status.st_mode & 0o777:o});"
+                " chmod go-w, or set KIMI_K2_CACHE to a folder of your own"
+            )
