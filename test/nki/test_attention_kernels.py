@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.nki.kernels.attention import attention_decode, attention_input
+from kimi_k2.nki.kernels.attention import attention_decode
 from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
 from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.nki.kernels.mla_decode import mla_decode
@@ -261,26 +261,6 @@ def test_new_entries_are_written_to_the_cache() -> None:
         wanted = before.numpy().copy()
         wanted[np.arange(3), rank.lengths[:, 0]] = new
         assert np.array_equal(after, wanted)
-
-
-@pytest.mark.parametrize(("tokens", "columns", "groups", "cores"), [(1, 33, 1, 2), (4, 66, 2, 2), (16, 33, 1, 1)])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_norm_and_down_projections(tokens: int, columns: int, groups: int, cores: int, stored: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    dtype = torch.float32 if stored is torch.float32 else torch.bfloat16
-    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
-    gain = 1 + 0.1 * torch.randn(HIDDEN, generator=generator).to(dtype)
-    weight = Weight(columns, HIDDEN, stored, generator, first_row=33)
-    parts = [some_rows(weight, rows) for rows in torch.arange(columns).view(groups, -1)]
-    tiles = np.stack([np.asarray(_plain(part.tiles())) for part in parts])
-    scales = None if weight.scales is None else np.stack([part.scale_tiles() for part in parts])
-    got = torch.from_numpy(np.asarray(attention_input[cores](hidden, gain, tiles, scales, EPS), np.float32)).double()
-    exact = rms(hidden.double(), gain.double()) @ weight.values.T
-    if dtype is torch.float32:
-        assert relative(got, exact) < 1e-5
-        return
-    plain = rms(hidden, gain) @ weight.to(dtype).T
-    assert (got - exact).norm() <= (plain.double() - exact).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

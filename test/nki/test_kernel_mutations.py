@@ -20,7 +20,6 @@ from . import test_attention_kernels as attention
 from . import test_experts_kernel as experts
 from . import test_layers_kernel as layers
 from . import test_mla_kernel as mla
-from . import test_moe_kernel as moe
 from . import test_router_kernel as router
 
 FOLDER = Path(kernels.__file__).parent
@@ -56,7 +55,7 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> It
     finder = _Finder(file, old, new)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
-        for tested in (attention, experts, layers, mla, moe, router):
+        for tested in (attention, experts, layers, mla, router):
             for name, value in vars(tested).copy().items():
                 source = getattr(getattr(value, "function", value), "__module__", None) or ""
                 if source.startswith(PACKAGE):
@@ -86,10 +85,6 @@ def write() -> None:
 
 def merge() -> None:
     attention.test_flash_decoding_over_four_ranks_equals_one_kernel(torch.float32)
-
-
-def project() -> None:
-    attention.test_norm_and_down_projections(4, 66, 2, 2, torch.float32)
 
 
 def groups() -> None:
@@ -136,10 +131,6 @@ def grouped() -> None:
     layers.test_layers_in_float32(1, 2, 2)
 
 
-def layer() -> None:
-    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=False)
-
-
 def columns() -> None:
     experts.test_early_down_projections(32, 2, 3, "float32", 12, True)
 
@@ -152,16 +143,11 @@ def early() -> None:
     attention.test_early_router(4, 2, 64, 2, torch.float32)
 
 
-def early_layer() -> None:
-    moe.test_layer_of_one_rank(32, 0, 96, 2, 2, "float32", early=True)
-
-
 CHECKS = (
     attend,
     attend_fp8,
     write,
     merge,
-    project,
     groups,
     latent,
     choose,
@@ -169,9 +155,7 @@ CHECKS = (
     route_wide,
     other_ranks,
     share,
-    layer,
     early,
-    early_layer,
     whole,
     absorbed,
     parts,
@@ -182,43 +166,42 @@ CHECKS = (
 
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
-    ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", project),
-    ("columns", "out[:, first + begin : first + begin + size, :]", "out[:, begin : begin + size, :]", route),
+    ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", attend),
+    ("columns", "offset=(first + begin) * BLOCK", "offset=begin * BLOCK", route),
     ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", attend),
-    ("exchange", "data1=first, data2=second", "data1=first, data2=first", route),
+    ("exchange", "data1=received, data2=tile", "data1=tile, data2=tile", route),
     ("exchange", "first = nl.program_id() * each", "first = 0", latent),
     ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", attend),
-    ("linear", "factors = scales[:, first : first + size, :]", "factors = scales[:, 0:size, :]", groups),
-    ("projections", "pairs[:, :, 1 - element]", "pairs[:, :, element]", attend),
-    ("projections", "group += self.heads", "group += 0", attend_fp8),
-    ("projections", "self.w_uv[head], self.uv_rows[head]", "self.w_uv[0], self.uv_rows[head]", attend),
+    ("linear", "offset=first * chunks", "offset=0", groups),
+    ("projections", "offset=1 - element", "offset=element", attend),
+    ("projections", "group, place = self.heads + head", "group, place = head", attend_fp8),
+    ("projections", "weight, target = self.w_uv[head]", "weight, target = self.w_uv[0]", attend),
     ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", latent),
     ("latent_attention", "offset=self.first * BLOCK", "offset=0", latent),
     ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", latent),
     ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", latent),
-    ("latent_attention", "for part in (mine, theirs):", "for part in (mine,):", latent),
-    ("latent_attention", "op1=nl.add, operand1=MASKED)", "op1=nl.add, operand1=0.0)", merge),
+    ("latent_attention", "_rescale(theirs, top)", "pass", latent),
+    ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", merge),
     ("latent_attention", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", latent),
-    ("latent_attention", "data2=weights[:, count, :].expand_dim(1)", "data2=weights[:, 0, :].expand_dim(1)", latent),
-    ("attention", "(latents, latent_rows[one])", "(latents, latent_rows[0:1])", write),
+    ("latent_attention", "offset=count * heads", "offset=0", latent),
+    ("attention", "src=latent_rows[sequence : sequence + 1]", "src=latent_rows[0:1]", write),
     ("halves", "op=nl.subtract", "op=nl.add", parts),
     ("flash_decoding", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", merge),
     ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", route),
-    ("experts", "[-1, self.stack], [0, self.width]]", "[0, self.stack], [0, self.width]]", route),
+    ("experts", "[-1, self.stack], [0, width]]", "[0, self.stack], [0, width]]", route),
     (
         "experts",
-        "accumulate=group > 0 or base is not None,",
-        "accumulate=False,",
+        "accumulate=group > 0 or begun\n",
+        "accumulate=False\n",
         route_wide,
     ),
-    ("experts", "op=nl.silu, data=by_group[source :", "op=nl.copy, data=by_group[source :", route),
+    ("experts", "op=nl.silu, data=given", "op=nl.copy, data=given", route),
     ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", route),
     ("experts", "op0=nl.greater_equal, operand0=0.0", "op0=nl.greater, operand0=0.0", other_ranks),
-    ("shared_expert", "gate_up_scales[half, mine]", "gate_up_scales[0, mine]", share),
+    ("shared_expert", "half * blocks + first", "first", share),
     ("router", "nisa.max8(dst=best, src=choice)", "nisa.max8(dst=best, src=scores)", choose),
     ("router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", choose),
     ("router", "accumulate=column > 0", "accumulate=True", choose),
-    ("moe", "src=tiles[:, first + begin :", "src=tiles[:, begin :", layer),
     (
         "early_router",
         "self.heads_weight[:, head, :], accumulate=True",
@@ -228,49 +211,47 @@ FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
     ("early_router", "dst=total, stationary=self.columns,", "dst=total, stationary=wide[0:64, 0, :],", early),
     (
         "early_router",
-        "reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))",
-        "reshape((BLOCK, self.heads, self.experts))",
+        "[[experts, BLOCK], [BLOCK * experts, self.heads]",
+        "[[experts * self.heads, BLOCK], [experts, self.heads]",
         early,
     ),
-    ("early_router", "load_weight(residual_weight[:, self.mine])", "load_weight(residual_weight[:, 0:count])", early),
-    ("early_router", "inverse_root(factor, total, size, eps)", "inverse_root(factor, total, BLOCK, eps)", early_layer),
-    ("early_router", "op0=nl.multiply, operand0=factor", "op0=nl.multiply, operand0=1.0", early_layer),
-    ("early_qkv_a", "self.routed = routed[:, :, self.mine]", "self.routed = routed[:, :, 0 : self.count]", columns),
-    ("early_qkv_a", "accumulate=number > 0", "accumulate=number > 1", columns),
+    ("early_router", "residual_weight[:, first : first + count]", "residual_weight[:, 0:count]", early),
+    ("experts", "(columns, 1), early.first)", "(columns, 1), 0)", columns),
+    ("early_qkv_a", "accumulate=group > 0", "accumulate=group > 1", columns),
     ("early_qkv_a", "self.shared_inner[:, token : token + 1]", "self.shared_inner[:, 0:1]", columns),
-    ("early_qkv_a", "moving=weight[:, begin:end]", "moving=weight[:, 0 : end - begin]", columns),
-    ("early_qkv_a", "shared[:, self.mine]", "shared[:, 0 : self.count]", columns),
+    ("early_qkv_a", "tiles[group][:, begin:end]", "tiles[group][:, 0 : end - begin]", columns),
+    ("early_qkv_a", "shared[:, first : first + count]", "shared[:, 0:count]", columns),
     (
         "experts",
-        "factors = _spread(weights, self._spread_out).reshape",
-        "factors = _spread(self._out_scales[:, 0:1], self._spread_out).reshape",
+        "factors = _spread(weights, self.spread_out).reshape",
+        "factors = _spread(self.out_scales[:, 0:1], self.spread_out).reshape",
         columns,
     ),
-    ("experts", "tile = self._early_tiles[group]", "tile = self._early_tiles[0]", columns),
-    ("attention", "latents.shape[1] if attended is None else attended", "latents.shape[1]", part),
+    ("experts", "tile = self.early_tiles[group]", "tile = self.early_tiles[0]", columns),
+    ("attention", "latents.shape[1] if attended == None else attended", "latents.shape[1]", part),
 )
 
 
 # In the whole-layer kernel, which four ranks run: about 3 s each.
 LAYER_FAULTS: tuple[tuple[str, str, str, Callable[[], None]], ...] = (
-    ("residual", "add_over_cores(self.columns)", "pass", whole),
+    ("residual", "add_over_cores(self.total)", "pass", whole),
     ("residual", "(self.first + block) * BLOCK", "block * BLOCK", whole),
-    ("residual", "select(1, ncc.rank_id())", "select(1, 0)", whole),
-    ("column_router", "data1=scores, data2=self.bias", "data1=scores, data2=scores[:, :, 0:1]", whole),
-    ("column_router", "accumulate=factor is None or head > 0", "accumulate=head > 0", absorbed),
+    ("residual", "scalar_offset=ncc.rank_id(), ", "", whole),
+    ("column_router", "data2=stretched(self.bias, tokens)", "data2=scores", whole),
+    ("column_router", "accumulate=factor == None or head > 0", "accumulate=head > 0", absorbed),
     ("column_router", "finish(out, sums, factor, residual)", "finish(out, sums, factor, None)", whole),
     ("layer_attention", "batch * heads)), shares)", "batch * heads)))", absorbed),
     ("layer_attention", "summand[:, 0:chunks, :], share, factor)", "summand[:, 0:chunks, :], share)", whole),
-    ("latent_attention", "data1=shares, data2=self._others", "data1=shares, data2=self._maxima", absorbed),
-    ("latent_attention", "data1=self.negative, data2=self._maxima", "data1=self._maxima, data2=self.negative", whole),
+    ("latent_attention", "data1=shares, data2=self.others", "data1=shares, data2=self.maxima", absorbed),
+    ("latent_attention", "data1=self.negative, data2=self.maxima", "data1=self.maxima, data2=self.negative", whole),
     ("expanded_attention", "accumulate=tile > 0", "accumulate=tile > 1", whole),
-    ("expanded_attention", "self._through(self.w_uv,", "self._through(self._turned_uk,", whole),
+    ("expanded_attention", "self._through(self.w_uv,", "self._through(self.turned_uk,", whole),
     ("expanded_attention", "op1=nl.add, operand1=negative)", "op1=nl.add, operand1=0.0)", whole),
     ("expanded_attention", "data1=queries.new_key, data2=rotary", "data1=rotary, data2=rotary", whole),
     ("projections", "operand0=self.eps / size", "operand0=self.eps", whole),
     ("residual", "operand0=1.0 / summands", "operand0=2.0 / summands", whole),
-    ("layers", "index[:, mine]", "index[:, 0 : self.routed.slots]", whole),
-    ("layer_attention", "if nl.program_id() == 0 else (theirs, mine)", "if True else (theirs, mine)", grouped),
+    ("layers", "numbers(index[:, begin:end]", "numbers(index[:, 0 : self.routed.slots]", whole),
+    ("layer_attention", "part = mine if nl.program_id() == core", "part = mine if core == 0", grouped),
     ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", grouped),
 )
 

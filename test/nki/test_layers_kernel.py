@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import namedtuple
 from functools import cache, cached_property
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.nki.kernels.layer_attention import Layer
+from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layers
 from kimi_k2.nki.ranks import run_on_ranks
 from kimi_k2.ops.rotary import apply_rotary_interleaved
@@ -23,6 +24,7 @@ Q_RANK, RANK, ROPE, NOPE, VALUE = 256, 128, 64, 128, 128
 SLOTS, SCALE, SCALING, EPS, LATENT_EPS = 512, 0.1447, 2.827, 1e-6, 1e-3
 BEHIND = 128  # slots of a cache that a step does not read
 BLOCKS, DOWNS = HIDDEN // 128, Q_RANK + RANK + ROPE
+Layer = namedtuple("Layer", FIELDS)
 
 
 def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = EPS) -> Tensor:
@@ -114,11 +116,12 @@ class Model:
             group = range(rank - place, rank - place + shared)
             layers = [self.shared(one, number, group, place, dtype, cores) for number, one in enumerate(layers)]
             lengths = (lengths - place * each).clamp(0, each)
-            groups = [list(range(first, first + shared)) for first in range(0, RANKS, shared)]
+            groups = tuple(tuple(range(first, first + shared)) for first in range(0, RANKS, shared))
             more = [groups, torch.full((self.batch, 1), int(place == 1), dtype=torch.int32)]
         return [
-            self.hidden.float(), projected.float(), layers, rotation.float().transpose(1, 2).contiguous(), lengths,
-            RANKS, [list(range(RANKS))], torch.zeros(1, 1, dtype=torch.int32), EXPERTS, SCALE, SCALING, EPS,
+            self.hidden.float(), projected.float(), tuple(map(tuple, layers)),
+            rotation.float().transpose(1, 2).contiguous(), lengths, RANKS, (tuple(range(RANKS)),),
+            torch.zeros(1, 1, dtype=torch.int32), EXPERTS, SCALE, SCALING, EPS,
             *(more or (None, None)), LATENT_EPS, SLOTS // shared,
         ]  # fmt: skip
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.nki.kernels.layer_attention import Layer
 from kimi_k2.nki.kernels.layers import decode_layers
 from kimi_k2.ops.router import noaux_tc_gate
+
+from .test_layers_kernel import Layer
 
 HIDDEN, EXPERTS, HELD, WIDTH, BLOCKS, OWN = 7168, 384, 16, 32, 56, 112
 Q_RANK, RANK, ROPE, NOPE, VALUE, DOWNS = 1536, 512, 64, 128, 128, 2112
@@ -50,7 +51,7 @@ def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last:
         tiles(HELD, 128, BLOCKS, 2 * WIDTH), scales(HELD, 2, BLOCKS), tiles(HELD, WIDTH, HIDDEN), scales(HELD, BLOCKS),
         tiles(128, BLOCKS, 64), scales(2, BLOCKS), tiles(32, HIDDEN), scales(BLOCKS),
     ]  # fmt: skip
-    return Layer._make([*parts, *((None,) * 3 if last else following)])
+    return Layer(*parts, *((None,) * 3 if last else following))
 
 
 def wide(values: Any) -> Tensor:
@@ -122,8 +123,8 @@ def test_two_layers_of_one_rank(dtype: Any, stored: Any, bound: float) -> None:
     used = SLOTS - 3
     lengths = torch.full((1, 1), used, dtype=torch.int32)
     out, _, _ = decode_layers[2](
-        hidden, downs, layers, torch.stack((cos, sin))[:, :, None].float(), lengths, 64, [[0]], 0, HELD, SCALE, SCALING,
-        EPS,
+        hidden, downs, tuple(map(tuple, layers)), torch.stack((cos, sin))[:, :, None].float(), lengths, 64, ((0,),), 0,
+        HELD, SCALE, SCALING, EPS,
     )  # fmt: skip
     wanted = reference(wide(hidden)[0], wide(downs)[0], layers, cos, sin, used)
     assert ((wide(out).flatten() - wanted).norm() / wanted.norm()).item() < bound

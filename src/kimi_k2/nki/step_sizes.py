@@ -28,14 +28,9 @@ class Form:
     """What a step's kernels take.
 
     Attributes:
-        early_router: the router's logits ride in the all-reduce of the attention's output, and the shared expert is in
-            FP8 with the checkpoint's scales; else a router and a shared expert in BF16.
-        early_qkv_a: q_a and kv_a ride in the all-reduce behind the experts.
         attention: "bfloat16", or "fp8" with the checkpoint's scales.
     """
 
-    early_router: bool = False
-    early_qkv_a: bool = False
     attention: str = "bfloat16"
 
     def weight(self, *shape: int) -> Any:
@@ -125,8 +120,6 @@ def routed(shape: ExpertShape) -> tuple[Any, ...]:
     return (*tiles, fp8((count, width, HIDDEN)), ones((count, BLOCKS)))
 
 
-def shared(form: Form) -> tuple[Any, ...]:
+def shared() -> tuple[Any, ...]:
     """The shared expert's gate and up, their scales, down, its scales."""
-    if not form.early_router:
-        return bfloat16((128, BLOCKS, 2 * SHARED)), None, bfloat16((SHARED, HIDDEN)), None
     return fp8((128, BLOCKS, 2 * SHARED)), ones((2, BLOCKS)), fp8((SHARED, HIDDEN)), ones(BLOCKS)

@@ -98,7 +98,7 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
         for field, operation in (("groups", "all_reduce"), ("cache_groups", "all_to_all")):
             if field in arguments:
                 ranks[operation] = len(arguments[field][0])
-                arguments[field] = [[0]]  # the others' summands are left out
+                arguments[field] = ((0,),)  # the others' summands are left out
     kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
     assert kernel.last is not None
     place = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
@@ -143,7 +143,7 @@ def _with_layers(named: dict[str, Any], layer_of: Callable[[dict[str, Any]], Any
             layers.setdefault(int(number), {})[field] = tensor
         else:
             others[name] = tensor
-    return {**others, "layers": [layer_of(layers[number]) for number in sorted(layers)]}
+    return {**others, "layers": tuple(layer_of(layers[number]) for number in sorted(layers))}
 
 
 def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:

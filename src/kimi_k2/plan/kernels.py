@@ -19,9 +19,7 @@ from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import ShardingPlan
 
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80, 15  # percent of the DMA engines' peak; microseconds of a collective
-_OTHER_COLLECTIVES = 3  # of the embedding, and of sampling
-# With one kernel a layer, the first layer's down projections have no layer before them.
-_FIRST_LAYER = {"folded_kernels": 1, "folded": 1, "folded_fp8": 1}
+_OTHER_COLLECTIVES = 4  # of the embedding, the first layer's down projections, and sampling
 _CORES = 2
 ASSUMPTIONS = (
     "modelled, not measured; nothing here has run on Trainium",
@@ -31,14 +29,12 @@ ASSUMPTIONS = (
     f"a collective takes {ASSUMED_LATENCY} us, whatever its size (docs/nki.md quotes what is published), and takes"
     " nothing from the DMA engines; all cores and ranks arrive together",
     "routed experts in FP8 with scales of 128 x 128, attention in BF16",
-    "131,072 tokens: the cache over groups of 8 ranks, in one kernel a layer of 16; at EP2 a rank holds 4 of 8 experts,"
-    " in one kernel the slowest core 3 of its 4",
+    "131,072 tokens: the cache over groups of 16 ranks; at EP2 a rank holds 4 of 8 experts, in one kernel a layer the"
+    " slowest core 3 of its 4",
     "the dense layer's MLP and the head by their bytes alone; the dense layer's attention as another layer's",
 )
 
 _FORMS = {
-    "plain": "kernel by kernel: shared expert and router in BF16",
-    "early": "kernel by kernel: shared expert in FP8; the router's logits ride in attention's all-reduce, in float32",
     "folded_kernels": "kernels with early sums: as the class calls them with tiles; without XLA's operations between",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
@@ -62,10 +58,10 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same:
+    if counted is None or not same or not layout.early_router:
         return None
-    forms: tuple[str, ...] = ("early", "folded_kernels", "folded") if layout.early_router else ("plain",)
-    notes = (_NOT_OF_THE_CLASS,) if layout.early_router else ()
+    forms: tuple[str, ...] = ("folded_kernels", "folded")
+    notes = (_NOT_OF_THE_CLASS,)
     if target.decode_layers:
         forms, notes = ("folded_fp8" if layout.attention_tiles == "fp8" else "folded",), (_OF_THE_CLASS,)
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
@@ -75,11 +71,9 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
         "other_bytes": other_bytes,
         "contexts": {
             slots: {
-                form: _context(form, counted[form][slots], layers, other_bytes)
-                for form in forms
-                if slots in counted[form]
+                form: _context(counted[form][slots], layers, other_bytes) for form in forms if slots in counted[form]
             }
-            for slots in counted[forms[0]]
+            for slots in counted[forms[-1]]
         },
     }
 
@@ -88,8 +82,8 @@ def _other(name: str) -> bool:
     return name.startswith(("lm_head.", "layers.0.mlp."))
 
 
-def _context(form: str, layer: dict[str, Any], layers: int, other_bytes: int) -> dict[str, Any]:
-    others = _OTHER_COLLECTIVES + _FIRST_LAYER.get(form, 0)
+def _context(layer: dict[str, Any], layers: int, other_bytes: int) -> dict[str, Any]:
+    others = _OTHER_COLLECTIVES
 
     def rest(efficiency: int, latency: int) -> float:
         return other_bytes / (_CORES * TRAINIUM2.dma_bytes_a_second * efficiency / 100) + others * latency * 1e-6

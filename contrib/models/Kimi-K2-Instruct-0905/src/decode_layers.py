@@ -51,10 +51,10 @@ class DecodeLayersKernel(NkiKernel):
             numbers: its other arguments.
             results: shape and dtype of each result.
         """
-        numbers = {**numbers, "ranks": self.ranks, "groups": [list(range(self.ranks))]}
+        numbers = {**numbers, "ranks": self.ranks, "groups": (tuple(range(self.ranks)),)}
         if self.group > 1:
             firsts = range(0, self.ranks, self.group)
-            numbers["cache_groups"] = [list(range(first, first + self.group)) for first in firsts]
+            numbers["cache_groups"] = tuple(tuple(range(first, first + self.group)) for first in firsts)
         device = given["hidden"].device
         if self.emulated and device.type == "xla":
             named = {**given, **named_layers(layers)}
@@ -62,7 +62,9 @@ class DecodeLayersKernel(NkiKernel):
         module: Any = import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}")
         kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
         arguments = {name: kept(tensor) for name, tensor in given.items()}
-        arguments["layers"] = [module.layer_of({name: kept(part) for name, part in layer.items()}) for layer in layers]
+        arguments["layers"] = tuple(
+            module.layer_of({name: kept(part) for name, part in layer.items()}) for layer in layers
+        )
         kernel = module.decode_layers[self.cores]
         if self.emulated and self.ranks > 1:
             made = run_as_rank(kernel, torch.distributed.get_rank(), _gather, (), {**arguments, **numbers})

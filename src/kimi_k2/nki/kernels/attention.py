@@ -1,7 +1,6 @@
-"""A decode step's attention beside `mla_decode`: two kernels, with the all-gather of the down projections in between.
+"""A decode step's attention in one kernel: norms, q_b, absorption, RoPE, attention over the cache, W_UV, o_proj.
 
-`attention_input`: norm, this rank's columns of q_a and kv_a. `attention_decode`: norms, q_b, absorption, RoPE,
-attention over the cache, W_UV, o_proj. Weights lie as tiles, a run of memory a partition; BF16, or FP8 with scales.
+Weights lie as tiles, a run of memory a partition; BF16, or FP8 with scales.
 """
 
 from __future__ import annotations
@@ -12,53 +11,11 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, load_columns, rms_norm, turn_columns
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
-from kimi_k2.nki.kernels.linear import load_weight, project
-from kimi_k2.nki.kernels.projections import (
-    OutputProjection,
-    QueryProjection,
-    load_scales,
-    store_entries,
-    turn_short_rows,
-)
-
-
-@nki.jit
-def attention_input(hidden: Any, norm_weight: Any, weight_tiles: Any, weight_scales: Any, eps: float) -> Any:
-    """Norm and the down projections of T tokens.
-
-    Args:
-        hidden: [T, H], H a multiple of 128.
-        norm_weight: [H], of the same dtype.
-        weight_tiles: [groups, 128, H/128, N]: value [g, p, c, j] is row g * N + j of the rank's rows of q_a and kv_a,
-            column c * 128 + p. With one group core 0 does all of it; with two each core takes one. N at most 128 or a
-            multiple of it.
-        weight_scales: None, or float32 [groups, min(N, 128), ceil(N/128), H/128], of each row and block of columns.
-        eps: of the norm.
-
-    Returns:
-        [T, groups * N] in hidden's dtype.
-    """
-    tokens, groups, width = hidden.shape[0], weight_tiles.shape[0], weight_tiles.shape[3]
-    out = nl.ndarray((tokens, groups, width), dtype=hidden.dtype, buffer=nl.shared_hbm)
-    for group in range(groups):
-        if group % nl.num_programs() != nl.program_id():
-            continue
-        weight = load_weight(weight_tiles[group])
-        scales = load_scales(None if weight_scales is None else weight_scales[group])
-        identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-        gain = load_columns(norm_weight.reshape((1, hidden.shape[1])), identity)
-        columns = rms_norm(load_columns(hidden, identity), gain, eps, all_ones())
-        projected = project(columns, weight, scales, hidden.dtype)
-        size = projected.shape[0]
-        for piece in range(projected.shape[1]):
-            rows = nl.ndarray((tokens, size), dtype=hidden.dtype, buffer=nl.sbuf)
-            turn_short_rows(projected[:, piece, :], identity, rows)
-            nisa.dma_copy(dst=out[:, group, piece * size : (piece + 1) * size], src=rows)
-    return out.reshape((tokens, groups * width))
+from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, store_entries, turn_short_rows
 
 
 @nki.jit
@@ -125,23 +82,30 @@ def attention_decode(
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     ones = all_ones()
     # What needs no query comes first: the cache and its transposes, then weights.
-    first, count = share_of((latents.shape[1] if attended is None else attended) // BLOCK)
+    read = latents.shape[1] if attended == None else attended
+    first, count = share_of(read // BLOCK)
     attention = LatentAttention(latents, keys, lengths, None, first, count, identity, exact, ones)
     before = QueryProjection(
         q_norm_weight, kv_norm_weight, q_b_tiles, q_b_scales, w_uk_tiles, w_uk_scales, rotation, identity, ones, eps
     )
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
-    early = None if residual is None else EarlyRouter(early_residual, early_heads, residual, identity)
+    early = None
+    if residual != None:
+        early = EarlyRouter(early_residual, early_heads, residual, identity)
 
     queries = before.queries(projected)
     sums, total, _ = attention.attend(queries, softmax_scale)
     values = behind.values(normalized(sums, total, projected.dtype))
-    logits = () if early is None else (early.store(values),)
+    logits = None
+    if early != None:
+        logits = early.store(values)
     out = behind.store(values)
     new_latents, new_keys = store_entries(queries, identity, rank, batch)
-    if slots is not None:
+    if slots != None:
         _write(latents, keys, queries, identity, slots)
-    return (out, new_latents, new_keys, *logits)
+    if early == None:
+        return out, new_latents, new_keys
+    return out, new_latents, new_keys, logits
 
 
 def _write(latents: Any, keys: Any, queries: Any, identity: Any, slots: Any) -> None:
@@ -157,6 +121,13 @@ def _write(latents: Any, keys: Any, queries: Any, identity: Any, slots: Any) -> 
     places = nl.ndarray((batch, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(dst=places, src=slots)
     for sequence in range(batch):
-        one = slice(sequence, sequence + 1)
-        for table, row in ((latents, latent_rows[one]), (keys, key_rows[one])):
-            nisa.dma_copy(dst=table[sequence].select(0, places[one]), src=row)
+        place = places[sequence : sequence + 1]
+        nisa.dma_copy(dst=_slot(latents, sequence, place), src=latent_rows[sequence : sequence + 1])
+        nisa.dma_copy(dst=_slot(keys, sequence, place), src=key_rows[sequence : sequence + 1])
+
+
+def _slot(table: Any, sequence: int, place: Any) -> Any:
+    """The slot of a sequence in [B, S, n] whose number is int32 [1, 1] in SBUF: [1, n]."""
+    slots, width = table.shape[1], table.shape[2]
+    pattern = [[width, 1], [1, width]]
+    return table.ap(pattern=pattern, offset=sequence * slots * width, scalar_offset=place, indirect_dim=1)

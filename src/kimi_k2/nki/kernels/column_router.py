@@ -14,6 +14,7 @@ from kimi_k2.nki.kernels.columns import BLOCK, load_columns
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import finish, load_weight
 from kimi_k2.nki.kernels.router import FOUND, normalized_weights
+from kimi_k2.nki.kernels.views import stretched
 
 
 class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
@@ -39,10 +40,10 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
         tokens = sums.shape[2]
         scores = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
         for token in range(tokens):
-            one = slice(token, token + 1)
-            nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=scale[:, one])
+            factor = scale[:, token : token + 1]
+            nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=factor)
         biased = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=biased, data1=scores, data2=self.bias.broadcast(2, tokens), op=nl.add)
+        nisa.tensor_tensor(dst=biased, data1=scores, data2=stretched(self.bias, tokens), op=nl.add)
         rows = self._rows(biased)
         best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
         index = nl.ndarray((tokens, FOUND), dtype=nl.uint32, buffer=nl.sbuf)
@@ -55,15 +56,16 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
         rows = self._rows(scores)
         in_sbuf = nl.ndarray(rows.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=in_sbuf, src=rows, engine=nisa.engine.scalar)
-        return normalized_weights(in_sbuf, index, self.factor)[0]
+        weights, _ = normalized_weights(in_sbuf, index, self.factor)
+        return weights
 
     def _rows(self, columns: Any) -> Any:
         """Columns as rows in PSUM, float32 [T, E]."""
-        _, chunks, tokens = columns.shape
+        chunks, tokens = columns.shape[1], columns.shape[2]
         rows = nl.ndarray((tokens, chunks * BLOCK), dtype=nl.float32, buffer=nl.psum)
         for chunk in range(chunks):
-            place = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
-            nisa.nc_matmul(dst=rows[:, place], stationary=columns[:, chunk, :], moving=self.exact, is_transpose=True)
+            place = rows[:, chunk * BLOCK : (chunk + 1) * BLOCK]
+            nisa.nc_matmul(dst=place, stationary=columns[:, chunk, :], moving=self.exact, is_transpose=True)
         return rows
 
 
@@ -74,15 +76,24 @@ class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
         own: float32 [n, T] in SBUF, this rank's columns of this core's part of the residual.
     """
 
+    own: Any
+    total: Any
+    values: Any
+
     def __init__(self, residual_weight: Any, heads_weight: Any) -> None:
-        values, self.experts = heads_weight.shape
+        values, experts = heads_weight.shape
+        self.experts = experts
         self.heads = values // BLOCK
         self.residual_weight = load_weight(residual_weight)
-        self.own: Any = None
-        self.total: Any = None
-        self.values: Any = None
-        by_head = heads_weight.reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))
-        self.heads_weight = load_weight(by_head)
+        self.own = None
+        self.total = None
+        self.values = None
+        pattern = [[experts, BLOCK], [BLOCK * experts, self.heads], [1, experts]]
+        self.heads_weight = load_weight(heads_weight.ap(pattern=pattern))
+
+    def take_own(self, own: Any) -> None:
+        """Take this rank's columns of this core's part of the residual, of an `OwnColumns`."""
+        self.own = own.columns(nl.float32)
 
     def begin(self) -> None:
         """Begin this core's summand with its part of the residual."""
@@ -101,12 +112,15 @@ class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
 
         Args:
             apart: what was taken is this core's part; otherwise both cores have all of it, and each takes its chunks.
-            factor: float32 [128, T], by which what was taken is still to be multiplied; None: nothing.
+            factor: float32 [128, T, 1], by which what was taken is still to be multiplied; None: nothing.
         """
         chunks = out.shape[1]
-        first, count = (0, chunks) if apart else share_of(chunks)
-        sums, residual = self.total, None
-        if factor is not None:
+        first, count = 0, chunks
+        if not apart:
+            first, count = share_of(chunks)
+        sums = self.total
+        residual = None
+        if factor != None:
             residual = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_copy(dst=residual, src=sums, engine=nisa.engine.scalar)
             sums = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
@@ -116,6 +130,6 @@ class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
                     dst=sums[:, chunk, :],
                     stationary=self.heads_weight[:, head, chunk * BLOCK : (chunk + 1) * BLOCK],
                     moving=self.values[:, head, :],
-                    accumulate=factor is None or head > 0,
+                    accumulate=factor == None or head > 0,
                 )
         finish(out, sums, factor, residual)

@@ -7,14 +7,17 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from kimi_k2.nki.kernels.views import spread, stretched
+
 BLOCK = 128
+BANK = 512  # float32 values of a partition of a PSUM bank
 # Up to so many rows are loaded in pieces of 128 values, a piece a partition: one transpose turns 128 of them. More rows
 # are loaded whole, a row a partition: a piece of 256 bytes would leave the DMA engines half idle.
 _FEW_ROWS = 8
 
 
 def load_columns(rows: Any, identity: Any) -> Any:
-    """Rows in HBM [T, n * 128] as columns in SBUF: [128, n, T] (a view; dense as [128, T, n] for few rows).
+    """Rows in HBM [T, n * 128] as columns in SBUF: [128, n, T].
 
     What the engines work on at once has a DMA ring of its own, and does not queue behind weights.
 
@@ -29,15 +32,20 @@ def load_columns(rows: Any, identity: Any) -> Any:
         nisa.dma_copy(dst=whole, src=rows)
         return turn_rows(whole, identity)
     pieces = rows.reshape((count * chunks, BLOCK))
-    columns = nl.ndarray((BLOCK, count * chunks), dtype=rows.dtype, buffer=nl.sbuf)
-    for begin in range(0, count * chunks, BLOCK):
-        size = min(BLOCK, count * chunks - begin)
-        loaded = nl.ndarray((size, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=loaded, src=pieces[begin : begin + size], engine=nisa.engine.sync)
-        turned = nl.ndarray((BLOCK, size), dtype=rows.dtype, buffer=nl.psum)
-        nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:size, 0:size], is_transpose=True)
-        nisa.tensor_copy(dst=columns[:, begin : begin + size], src=turned)
-    return columns.reshape((BLOCK, count, chunks)).permute((0, 2, 1))
+    columns = nl.ndarray((BLOCK, chunks, count), dtype=rows.dtype, buffer=nl.sbuf)
+    each = max(1, BLOCK // chunks)  # rows that one transpose turns
+    for row in range(0, count, each):
+        many = min(each, count - row)
+        for begin in range(0, chunks, BLOCK):
+            size = min(BLOCK, chunks - begin)
+            place, total = row * chunks + begin, many * size
+            loaded = nl.ndarray((total, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=loaded, src=pieces[place : place + total], engine=nisa.engine.sync)
+            turned = nl.ndarray((BLOCK, many, size), dtype=rows.dtype, buffer=nl.psum)
+            nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:total, 0:total], is_transpose=True)
+            target = columns.ap(pattern=[[chunks * count, BLOCK], [1, many], [count, size]], offset=begin * count + row)
+            nisa.tensor_copy(dst=target, src=turned)
+    return columns
 
 
 def turn_rows(rows: Any, identity: Any) -> Any:
@@ -45,7 +53,7 @@ def turn_rows(rows: Any, identity: Any) -> Any:
     count, width = rows.shape
     chunks = width // BLOCK
     columns = nl.ndarray((BLOCK, chunks, count), dtype=rows.dtype, buffer=nl.sbuf)
-    many = max(1, nl.tile_size.psum_bank_fmax // count)
+    many = max(1, BANK // count)
     for begin in range(0, chunks, many):
         size = min(many, chunks - begin)
         turned = nl.ndarray((BLOCK, size, count), dtype=rows.dtype, buffer=nl.psum)
@@ -63,9 +71,9 @@ def turn_rows(rows: Any, identity: Any) -> Any:
 
 def turn_columns(columns: Any, identity: Any) -> Any:
     """Columns [128, n, T] as rows in SBUF [T, n * 128], of the same dtype."""
-    _, chunks, count = columns.shape
+    chunks, count = columns.shape[1], columns.shape[2]
     rows = nl.ndarray((count, chunks, BLOCK), dtype=columns.dtype, buffer=nl.sbuf)
-    many = nl.tile_size.psum_bank_fmax // BLOCK
+    many = BANK // BLOCK
     for begin in range(0, chunks, many):
         size = min(many, chunks - begin)
         turned = nl.ndarray((count, size, BLOCK), dtype=columns.dtype, buffer=nl.psum)
@@ -84,7 +92,7 @@ def store_columns(out: Any, columns: Any, first: int, exact: Any, engine: Any = 
         exact: identity [128, 128], float32.
         engine: that empties PSUM.
     """
-    _, chunks, count = columns.shape
+    chunks, count = columns.shape[1], columns.shape[2]
     each = max(1, BLOCK // count)  # blocks of all rows that one transpose turns
     for begin in range(0, chunks, each):
         size = min(each, chunks - begin)
@@ -92,21 +100,26 @@ def store_columns(out: Any, columns: Any, first: int, exact: Any, engine: Any = 
         nisa.nc_matmul(dst=turned, stationary=columns[:, begin : begin + size, :], moving=exact, is_transpose=True)
         rows = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=rows, src=turned, engine=engine)
-        target = out[:, first + begin : first + begin + size, :].permute((1, 0, 2))
+        target = out.ap(
+            pattern=[[BLOCK, size], [out.shape[1] * BLOCK, count], [1, BLOCK]], offset=(first + begin) * BLOCK
+        )
         nisa.dma_copy(dst=target, src=rows)
 
 
 def sum_of_squares(columns: Any, out: Any = None) -> Any:
     """Of columns [128, n, T], over the n values of each row on a partition: float32 [128, T], `out` if given."""
-    _, chunks, count = columns.shape
+    chunks, count = columns.shape[1], columns.shape[2]
     squares = nl.ndarray((BLOCK, count, chunks), dtype=nl.float32, buffer=nl.sbuf)
-    by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf) if out is None else out
+    by_partition = out
+    if out == None:
+        by_partition = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
     if count == 1:  # the Scalar Engine adds up what it makes
         nisa.activation_reduce(
             dst=squares[:, 0, :], op=nl.square, data=columns[:, :, 0], reduce_op=nl.add, reduce_res=by_partition
         )
         return by_partition
-    nisa.activation(dst=squares, op=nl.square, data=columns.permute((0, 2, 1)))
+    by_row = squares.ap(pattern=[[count * chunks, BLOCK], [1, chunks], [chunks, count]])
+    nisa.activation(dst=by_row, op=nl.square, data=columns)
     nisa.tensor_reduce(dst=by_partition, op=nl.add, data=squares, axis=2)
     return by_partition
 
@@ -124,8 +137,10 @@ def rms_norm(columns: Any, weight: Any, eps: float, ones: Any, squares: Any = No
 
 def norm_scalar(columns: Any, ones: Any, eps: float, squares: Any = None) -> Any:
     """rsqrt(mean(x^2) + eps) on every partition, float32 [128, T]; arguments as `rms_norm`."""
-    _, chunks, count = columns.shape
-    by_partition = sum_of_squares(columns) if squares is None else squares
+    chunks, count = columns.shape[1], columns.shape[2]
+    by_partition = squares
+    if squares == None:
+        by_partition = sum_of_squares(columns)
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
     sum_partitions(total, ones, by_partition)
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
@@ -140,11 +155,11 @@ def sum_partitions(out: Any, ones: Any, values: Any, accumulate: bool = False) -
 
 def scaled(columns: Any, weight: Any, factor: Any, dtype: Any) -> Any:
     """Columns [128, n, T] times the norm's weight [128, n, 1] and factor [128, T], of `dtype`; computed in float32."""
-    _, chunks, count = columns.shape
+    chunks, count = columns.shape[1], columns.shape[2]
     weighted = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=weighted, data1=columns, data2=weight.broadcast(2, count), op=nl.multiply)
+    nisa.tensor_tensor(dst=weighted, data1=columns, data2=stretched(weight, count), op=nl.multiply)
     normed = nl.ndarray(columns.shape, dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=normed, data1=weighted, data2=factor.expand_dim(1).broadcast(1, chunks), op=nl.multiply)
+    nisa.tensor_tensor(dst=normed, data1=weighted, data2=spread(factor, chunks), op=nl.multiply)
     return normed
 
 

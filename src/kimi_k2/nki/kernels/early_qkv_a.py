@@ -11,6 +11,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from kimi_k2.nki.kernels.columns import BANK
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import load_weight
 
@@ -24,19 +25,23 @@ class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
         tokens: T.
 
     Attributes:
-        routed: this core's columns of it, in HBM.
-        count: how many.
+        first, count: this core's columns.
         shared_inner: [I_shared, T] in SBUF, what goes into the shared expert's down, once it is known.
         sums: [T, N] float32 in HBM.
     """
 
+    shared: Any
+    shared_inner: Any
+
     def __init__(self, routed: Any, shared: Any, tokens: int) -> None:
         columns = routed.shape[2]
-        first, self.count = share_of(columns)
-        self.mine = slice(first, first + self.count)
-        self.routed = routed[:, :, self.mine]
-        self.shared = None if shared is None else load_weight(shared[:, self.mine])
-        self.shared_inner: Any = None
+        first, count = share_of(columns)
+        self.first, self.count = first, count
+        self.routed = routed
+        self.shared = None
+        if shared != None:
+            self.shared = load_weight(shared[:, first : first + count])
+        self.shared_inner = None
         self.sums = nl.ndarray((tokens, columns), dtype=nl.float32, buffer=nl.shared_hbm)
 
     def store(self, token: int, tiles: list[Any], inner: Any) -> None:
@@ -47,20 +52,21 @@ class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
             tiles: of each group of experts [128, count] in SBUF.
             inner: [128, groups], what goes into their down projections, weighted, in the tiles' dtype.
         """
-        parts = [(inner[:, group : group + 1], tile) for group, tile in enumerate(tiles)]
-        if self.shared is not None:
-            values = self.shared_inner[:, token : token + 1]
-            if values.dtype != self.shared.dtype:
-                rounded = nl.ndarray(values.shape, dtype=self.shared.dtype, buffer=nl.sbuf)
-                nisa.tensor_copy(dst=rounded, src=values)
-                values = rounded
-            parts.append((values, self.shared))
+        last = None
+        if self.shared != None:
+            last = self.shared_inner[:, token : token + 1]
+            if last.dtype != self.shared.dtype:
+                rounded = nl.ndarray(last.shape, dtype=self.shared.dtype, buffer=nl.sbuf)
+                nisa.tensor_copy(dst=rounded, src=last)
+                last = rounded
         row = nl.ndarray((1, self.count), dtype=nl.float32, buffer=nl.sbuf)
-        bank = nl.tile_size.psum_bank_fmax
-        for begin in range(0, self.count, bank):
-            end = min(begin + bank, self.count)
+        for begin in range(0, self.count, BANK):
+            end = min(begin + BANK, self.count)
             total = nl.ndarray((1, end - begin), dtype=nl.float32, buffer=nl.psum)
-            for number, (values, weight) in enumerate(parts):
-                nisa.nc_matmul(dst=total, stationary=values, moving=weight[:, begin:end], accumulate=number > 0)
+            for group in range(len(tiles)):
+                weight = tiles[group][:, begin:end]
+                nisa.nc_matmul(dst=total, stationary=inner[:, group : group + 1], moving=weight, accumulate=group > 0)
+            if last != None:
+                nisa.nc_matmul(dst=total, stationary=last, moving=self.shared[:, begin:end], accumulate=True)
             nisa.tensor_copy(dst=row[:, begin:end], src=total)
-        nisa.dma_copy(dst=self.sums[token : token + 1, self.mine], src=row)
+        nisa.dma_copy(dst=self.sums[token : token + 1, self.first : self.first + self.count], src=row)

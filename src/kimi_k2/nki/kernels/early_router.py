@@ -1,4 +1,4 @@
-"""The router's logits in the all-reduce of the attention's output: a rank's summand, and the norm's scalar behind it.
+"""The router's logits in the all-reduce of the attention's output: a rank's summand.
 
 The formula is that of `kimi_k2.sharding.early_router`. All of it is in float32.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, inverse_root
+from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import load_weight
 
@@ -26,13 +26,14 @@ class EarlyRouter(nl.NKIObject):  # type: ignore[misc]
     """
 
     def __init__(self, residual_weight: Any, heads_weight: Any, residual: Any, identity: Any) -> None:
-        values, self.experts = heads_weight.shape
+        values, experts = heads_weight.shape
+        self.experts = experts
         self.heads = values // BLOCK
-        first, count = share_of(self.experts)
-        self.mine = slice(first, first + count)
-        self.residual_weight = load_weight(residual_weight[:, self.mine])
-        by_head = heads_weight.reshape((self.heads, BLOCK, self.experts)).permute((1, 0, 2))
-        self.heads_weight = load_weight(by_head[:, :, self.mine])
+        first, count = share_of(experts)
+        self.first, self.count = first, count
+        self.residual_weight = load_weight(residual_weight[:, first : first + count])
+        pattern = [[experts, BLOCK], [BLOCK * experts, self.heads], [1, count]]
+        self.heads_weight = load_weight(heads_weight.ap(pattern=pattern, offset=first))
         count, rows = residual.shape
         loaded = nl.ndarray((count, rows), dtype=residual.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=loaded, src=residual)
@@ -59,26 +60,5 @@ class EarlyRouter(nl.NKIObject):  # type: ignore[misc]
             )
         part = nl.ndarray(total.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=part, src=total)
-        nisa.dma_copy(dst=sums[:, self.mine], src=part)
+        nisa.dma_copy(dst=sums[:, self.first : self.first + self.count], src=part)
         return sums
-
-
-def scaled_logits(sums: Any, squares: Any, size: int, eps: float, ones: Any) -> Any:
-    """The router's logits in SBUF, float32 [T, E].
-
-    Args:
-        sums: float32 [T, E] in HBM, summed over the ranks.
-        squares: float32 [128, T], what `columns.sum_of_squares` gave of the hidden states.
-        size: of the hidden states.
-        eps: of the norm.
-        ones: float32 [128, 128] of ones.
-    """
-    tokens = sums.shape[0]
-    logits = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=logits, src=sums)
-    total = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=squares, moving=ones[:, 0:1], accumulate=False)
-    factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
-    inverse_root(factor, total, size, eps)
-    nisa.tensor_scalar(dst=logits, data=logits, op0=nl.multiply, operand0=factor)
-    return logits

@@ -11,7 +11,7 @@ import nki.language as nl
 def share_of(count: int) -> tuple[int, int]:
     """First and number of `count` items that this core takes."""
     cores = nl.num_programs()
-    each = -(-count // cores)
+    each = (count + cores - 1) // cores
     first = nl.program_id() * each
     return first, min(each, count - first)
 
@@ -32,5 +32,7 @@ def add_over_cores(tile: Any, pipe_id: int = 0) -> None:
     if nl.num_programs() == 1:
         return
     received = from_other_core(tile, pipe_id)
-    first, second = (tile, received) if nl.program_id() == 0 else (received, tile)
-    nisa.tensor_tensor(dst=tile, data1=first, data2=second, op=nl.add)
+    if nl.program_id() == 0:
+        nisa.tensor_tensor(dst=tile, data1=tile, data2=received, op=nl.add)
+    else:
+        nisa.tensor_tensor(dst=tile, data1=received, data2=tile, op=nl.add)

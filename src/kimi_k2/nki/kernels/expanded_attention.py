@@ -7,14 +7,13 @@ o_proj, which is linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, sum_partitions
-from kimi_k2.nki.kernels.latent_attention import LARGEST_POWER, LatentAttention, Shares
+from kimi_k2.nki.kernels.columns import BANK, BLOCK, sum_partitions
+from kimi_k2.nki.kernels.latent_attention import LARGEST_POWER, LatentAttention, Shares, scale_of
 
 # Of 128 slots, of a core: what a collective of 15 us hides.
 MOST_TILES = 16
@@ -22,42 +21,51 @@ MOST_TILES = 16
 _TILES_BEFORE_WEIGHT = 4
 
 
-class ExpandedAttention(LatentAttention):
-    """As `LatentAttention` of one sequence, with W_UK and W_UV of one head.
+class ExpandedAttention(nl.NKIObject):  # type: ignore[misc]
+    """Attention of one sequence, with W_UK and W_UV of one head; other arguments as those of `LatentAttention`.
 
     Args:
         w_uk: [128, 1, rank] in SBUF, without scales.
         w_uv: [128, rank / 128, 128] in SBUF, without scales.
     """
 
+    turned_uk: Any
+    head_keys: Any
+    head_values: Any
+
     def __init__(
         self, latents: Any, keys: Any, lengths: Any, first: int, count: int, identity: Any, exact: Any, ones: Any,
         w_uk: Any, w_uv: Any,
     ) -> None:  # fmt: skip
-        super().__init__(latents, keys, lengths, None, first, count, identity, exact, ones, turns_later=True)
+        self.latent = LatentAttention(
+            latents, keys, lengths, None, first, count, identity, exact, ones, turns_later=True
+        )
+        self.count, self.identity, self.ones = count, identity, ones
         self.w_uk, self.w_uv = w_uk, w_uv
-        self._turned_uk: Any = None
-        self._head_keys: Any = None
-        self._head_values: Any = None
+        self.turned_uk = None
+        self.head_keys = None
+        self.head_values = None
 
     def turn(self) -> None:
         """Make keys [128, tiles, slots] and values [slots, tiles, 128] of the cache."""
-        cache, chunks = self._caches[0], self.w_uv.shape[1]
-        self._turned_uk = self._turned_weight(chunks, cache.tiles[0].dtype)
+        cache, chunks = self.latent.caches[0], self.w_uv.shape[1]
+        dtype = cache.tiles[0].dtype
+        self.turned_uk = self._turned_weight(chunks, dtype)
         # All tiles first, so that the Tensor Engine does not wait for what it has transposed.
-        super().turn()
-        shape, dtype = (BLOCK, self.count, BLOCK), cache.tiles[0].dtype
-        self._head_keys, self._head_values = (nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf) for _ in range(2))
-        a_bank = nl.tile_size.psum_bank_fmax // BLOCK
+        self.latent.turn()
+        self.head_keys = nl.ndarray((BLOCK, self.count, BLOCK), dtype=dtype, buffer=nl.sbuf)
+        self.head_values = nl.ndarray((BLOCK, self.count, BLOCK), dtype=dtype, buffer=nl.sbuf)
+        a_bank = BANK // BLOCK
         for begin in range(0, self.count, a_bank):
             many = min(a_bank, self.count - begin)
-            keys, values = (nl.ndarray((BLOCK, many, BLOCK), dtype=nl.float32, buffer=nl.psum) for _ in range(2))
+            keys = nl.ndarray((BLOCK, many, BLOCK), dtype=nl.float32, buffer=nl.psum)
+            values = nl.ndarray((BLOCK, many, BLOCK), dtype=nl.float32, buffer=nl.psum)
             for tile in range(many):
-                turned = cache.take_turned(begin + tile)
+                turned = cache.turned[begin + tile]
                 for chunk in range(chunks):
                     nisa.nc_matmul(
                         dst=keys[:, tile, :],
-                        stationary=self._turned_uk[:, chunk, :],
+                        stationary=self.turned_uk[:, chunk, :],
                         moving=turned[:, chunk, :],
                         accumulate=chunk > 0,
                     )
@@ -68,9 +76,9 @@ class ExpandedAttention(LatentAttention):
                         moving=self.w_uv[:, chunk, :],
                         accumulate=chunk > 0,
                     )
-            mine = slice(begin, begin + many)
-            nisa.tensor_copy(dst=self._head_keys[:, mine, :], src=keys, engine=nisa.engine.scalar)
-            nisa.tensor_copy(dst=self._head_values[:, mine, :], src=values, engine=nisa.engine.vector)
+            end = begin + many
+            nisa.tensor_copy(dst=self.head_keys[:, begin:end, :], src=keys, engine=nisa.engine.scalar)
+            nisa.tensor_copy(dst=self.head_values[:, begin:end, :], src=values, engine=nisa.engine.vector)
 
     def _turned_weight(self, chunks: int, dtype: Any) -> Any:
         """W_UK transposed, [128, rank / 128, 128]."""
@@ -82,79 +90,80 @@ class ExpandedAttention(LatentAttention):
         nisa.tensor_copy(dst=turned, src=in_psum)
         return turned
 
-    def attend_values(
-        self, queries: Any, softmax_scale: float, dtype: Any, first: Callable[[], None], then: Callable[[], None]
-    ) -> tuple[Any, Shares]:
+    def attend_values(self, queries: Any, softmax_scale: float, dtype: Any, early: Any, own: Any) -> tuple[Any, Shares]:
         """Sums of values over this core's slots alone, [128, 1, 1] of `dtype`, and what they are to be multiplied by.
 
         Args:
             queries: `latent` is [128, 1, 1], the head's query without position.
             softmax_scale: of the configuration.
             dtype: of the result.
-            first, then: called where the Tensor Engine waits for exponentials, and for the result.
+            early: `EarlyLogits`, which takes `own` where the Tensor Engine waits for exponentials, and begins where it
+                waits for the result.
+            own: `OwnColumns`.
         """
-        cache, mine = self._caches.pop(0), nl.program_id() == 0
-        scale = self._scale(queries, 0, softmax_scale)
-        scores = self._head_scores(cache, queries, scale)
+        mine = nl.program_id() == 0
+        scale = scale_of(queries, 0, softmax_scale)
+        scores = self._head_scores(queries, scale)
         shares = Shares(1, 1)
         negative, total = shares.negative[:, 0, :], shares.weights[:, 0, :]
-        new_key: Any = None
-        new_value: Any = None
-
-        def key_of_new() -> None:
-            nonlocal new_key
-            new_key = self._through(self._turned_uk, queries.new_latent)
-
-        self._maximum(scores, negative, key_of_new if mine else None)
+        turned = self.latent.turned_maxima(scores)
+        new_key = None
+        new_value = None
+        if mine:
+            new_key = self._through(self.turned_uk, queries.new_latent)
+        self.latent.negate_maxima(turned, negative)
         if mine:
             new_value = self._through(self.w_uv, queries.new_latent)
-        first()
+        early.take_own(own)
         shares.send_maxima()
         weights = nl.ndarray((BLOCK, self.count), dtype=queries.latent.dtype, buffer=nl.sbuf)
         nisa.activation(dst=weights, op=nl.exp, data=scores[:, :, 0], bias=negative)
         by_partition = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=by_partition, op=nl.add, data=weights, axis=1)
-        whole, sums = (nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.psum) for _ in range(2))
+        whole = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.psum)
+        sums = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.psum)
         begun = min(_TILES_BEFORE_WEIGHT, self.count)
-        self._sum_values(weights, sums, range(begun))
+        self._sum_values(weights, sums, 0, begun)
         sum_partitions(whole, self.ones, by_partition)
-        power = self._power(queries, new_key, scale, negative) if mine else None
-        if power is None:
-            nisa.tensor_copy(dst=total, src=whole)
-        else:
+        power = None
+        if mine:
+            power = self._power(queries, new_key, scale, negative)
             nisa.tensor_tensor(dst=total, data1=whole, data2=power, op=nl.add)
-        shares.send_weights()
-        self._sum_values(weights, sums, range(begun, self.count))
-        then()
-        values = nl.ndarray((BLOCK, 1, 1), dtype=dtype, buffer=nl.sbuf)
-        if power is None:
-            nisa.tensor_copy(dst=values[:, 0, :], src=sums)
         else:
+            nisa.tensor_copy(dst=total, src=whole)
+        shares.send_weights()
+        self._sum_values(weights, sums, begun, self.count)
+        early.begin()
+        values = nl.ndarray((BLOCK, 1, 1), dtype=dtype, buffer=nl.sbuf)
+        if mine:
             held = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_copy(dst=held, src=new_value, engine=nisa.engine.scalar)
             nisa.scalar_tensor_tensor(
                 dst=values[:, 0, :], data=held, op0=nl.multiply, operand0=power, op1=nl.add, operand1=sums
             )
+        else:
+            nisa.tensor_copy(dst=values[:, 0, :], src=sums)
         return values, shares
 
-    def _head_scores(self, cache: Any, queries: Any, scale: Any) -> Any:
+    def _head_scores(self, queries: Any, scale: Any) -> Any:
         """Scaled and masked [128, count, 1] float32."""
-        bank = nl.ndarray((BLOCK, self.count, 1), dtype=nl.float32, buffer=nl.psum)
-        for tile in range(self.count):
-            stationary, moving = self._head_keys[:, tile, :], queries.latent[:, 0, :]
+        cache, count = self.latent.caches[0], self.count
+        bank = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.psum)
+        for tile in range(count):
+            stationary, moving = self.head_keys[:, tile, :], queries.latent[:, 0, :]
             nisa.nc_matmul(dst=bank[:, tile, :], stationary=stationary, moving=moving, accumulate=False)
         queries.complete()
-        for tile in range(0, self.count, cache.copies):
-            out = bank[:, tile : min(tile + cache.copies, self.count), :]
+        for tile in range(0, count, cache.copies):
+            out = bank[:, tile : min(tile + cache.copies, count), :]
             cache.score_keys(tile // cache.copies, queries, 0, out)
         scores = nl.ndarray(bank.shape, dtype=nl.float32, buffer=nl.sbuf)
-        penalty = self._penalties[0].expand_dim(2)
+        penalty = self.latent.penalties[0].reshape((BLOCK, count, 1))
         nisa.scalar_tensor_tensor(dst=scores, data=bank, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=penalty)
         return scores
 
-    def _sum_values(self, weights: Any, sums: Any, tiles: range) -> None:
-        for tile in tiles:
-            stationary, moving = self._head_values[:, tile, :], weights[:, tile : tile + 1]
+    def _sum_values(self, weights: Any, sums: Any, begin: int, end: int) -> None:
+        for tile in range(begin, end):
+            stationary, moving = self.head_values[:, tile, :], weights[:, tile : tile + 1]
             nisa.nc_matmul(dst=sums, stationary=stationary, moving=moving, accumulate=tile > 0)
 
     def _through(self, weight: Any, latent: Any) -> Any:

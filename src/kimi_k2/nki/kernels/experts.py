@@ -18,6 +18,7 @@ from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
+from kimi_k2.nki.kernels.views import bytes_of, repeated
 
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
@@ -74,31 +75,56 @@ def selective_experts(
     first, count = share_of(blocks)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-    early = None if early_weight is None else EarlyColumns(early_weight, shared_early_weight, tokens)
+    early = None
+    if early_weight != None:
+        early = EarlyColumns(early_weight, shared_early_weight, tokens)
     routed = RoutedExperts(
         gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early
     )
 
     # On its way before anything that a collective brings.
     shared_expert = None
-    if shared_gate_up_tiles is not None:
+    if shared_gate_up_tiles != None:
         shared_expert = SharedExpert(
             shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
         )
 
-    index = nl.ndarray(expert_index.shape, dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray(expert_index.shape, dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(dst=index, src=expert_index)
     weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=weights, src=expert_weights)
     columns = load_columns(hidden, identity)[:, first : first + count, :]
     shared = None
-    if shared_expert is not None:
+    if shared_expert != None:
         shared = shared_expert.apply(columns)
-        if early is not None:
+        if early != None:
             early.shared_inner = shared_expert.inner
     places, kept = routed.places(index, weights, first_expert)
     store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
-    return out if early is None else (out, early.sums)
+    if early == None:
+        return out
+    return out, early.sums
+
+
+class Table(nl.NKIObject):  # type: ignore[misc]
+    """A tensor in HBM of whose rows, chosen by numbers known at run time, a part is read.
+
+    Args:
+        tensor: a number counts its first dimension.
+        sizes, strides: of the part, two or three dimensions.
+        offset: where it begins in a row.
+    """
+
+    def __init__(self, tensor: Any, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
+        self.tensor, self.sizes, self.strides, self.offset = tensor, sizes, strides, offset
+
+    def part(self, place: Any, begin: int, end: int) -> Any:
+        """Its first dimension from `begin` to `end`, of row `place`, which is int32 [1, 1] in SBUF."""
+        pattern = [[self.strides[0], end - begin]]
+        for dim in range(1, len(self.sizes)):
+            pattern.append([self.strides[dim], self.sizes[dim]])
+        offset = self.offset + begin * self.strides[0]
+        return self.tensor.ap(pattern=pattern, offset=offset, scalar_offset=place, indirect_dim=0)
 
 
 class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
@@ -115,59 +141,69 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
     """
 
+    early_tiles: Any
+    early_rows: Any
+    beside_rows: Any
+
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
         num_experts: int, slots: int = 8, early: Any = None, apart: bool = False, beside: Any = None,
     ) -> None:  # fmt: skip
-        self.apart, self.beside = apart, beside
-        self.local, _, blocks, double = gate_up.shape
-        self.width, self.count, self.slots = double // 2, count, slots
-        self.skips, self.early = self.local < num_experts, early
-        self.per, self.stack = max(1, BLOCK // double), BLOCK // self.width
-        mine = slice(first, first + count)
-        self.gate_up = gate_up[:, :, mine, :]
-        self.down = down.reshape((self.local, self.width, blocks, BLOCK))[:, :, mine, :]
-        self.gate_up_scales, self.down_scales = gate_up_scales[:, :, mine], down_scales[:, mine].expand_dim(1)
+        local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
+        width, size = double // 2, blocks * BLOCK
+        self.apart, self.beside, self.early, self.local = apart, beside, early, local
+        self.width, self.count, self.slots = width, count, slots
+        self.skips = local < num_experts
+        self.per, self.stack = max(1, BLOCK // double), BLOCK // width
+        self.narrow = down
+        self.gate_up = Table(gate_up, (BLOCK, count, double), (blocks * double, double, 1), first * double)
+        self.down = Table(down, (width, count, BLOCK), (size, BLOCK, 1), first * BLOCK)
+        self.gate_up_scales = Table(gate_up_scales, (2, count), (blocks, 1), first)
+        self.down_scales = Table(down_scales, (1, count), (blocks, 1), first)
         pairs, groups = slots // self.per, slots // self.stack
-        self._gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
-        self._down_tiles = self._buffers(groups, (BLOCK, count, BLOCK), down.dtype)
-        if early is not None:
-            self._early_tiles = self._buffers(groups, (BLOCK, early.count), early.routed.dtype)
-            if len(self._early_tiles) < groups:
-                raise ValueError(f"expected columns that fit {_BUFFER_BYTES} bytes a partition, got {early.count}")
-        self._row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
-        self._out_scales = nl.ndarray((slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        self.gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
+        self.down_tiles = self._buffers(groups, (BLOCK, count, BLOCK), down.dtype)
+        self.early_tiles = None
+        self.early_rows = None
+        self.beside_rows = None
+        if early != None:
+            columns = early.routed.shape[2]
+            self.early_rows = Table(early.routed, (width, early.count), (columns, 1), early.first)
+            self.early_tiles = self._buffers(groups, (BLOCK, early.count), early.routed.dtype)
+            assert len(self.early_tiles) == groups, "expected early columns that fit 64 KiB a partition"
+        if beside != None:
+            self.beside_rows = Table(beside, (width, beside.shape[2]), (beside.shape[2], 1), 0)
+        self.row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        self.out_scales = nl.ndarray((slots, count), dtype=nl.float32, buffer=nl.sbuf)
         if self.skips:
-            nisa.memset(dst=self._row_scales, value=0.0)
-            nisa.memset(dst=self._out_scales, value=0.0)
+            nisa.memset(dst=self.row_scales, value=0.0)
+            nisa.memset(dst=self.out_scales, value=0.0)
         # Which row of scales goes to which partition: [2 * slots, pairs, 128] for gate and up, [slots, groups, 128].
-        self._spread_rows = _selector(
-            2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, self.width]], pairs
-        )
-        self._spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, self.width]], groups)
+        self.spread_rows = _selector(2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, width]], pairs)
+        self.spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, width]], groups)
 
     def _buffers(self, wanted: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """Tiles used in turn. A skipped read leaves what is there, which must be a number: they begin as zeros."""
-        tiles: list[Any] = []
-        while len(tiles) < wanted:
+        nbytes = bytes_of(dtype)
+        for dim in range(1, len(shape)):
+            nbytes = nbytes * shape[dim]
+        tiles = []
+        for number in range(min(wanted, max(1, _BUFFER_BYTES // nbytes))):
             tile = nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
-            if tiles and (len(tiles) + 1) * tile.free_size * tile.itemsize > _BUFFER_BYTES:
-                break
             if self.skips:
-                engine = nisa.engine.vector if len(tiles) % 2 else nisa.engine.gpsimd
-                nisa.memset(dst=tile.view(nl.bfloat16), value=0, engine=engine)
+                engine = nisa.engine.vector if number % 2 == 1 else nisa.engine.gpsimd
+                nisa.memset(dst=tile.view(nl.bfloat16), value=0.0, engine=engine)
             tiles.append(tile)
         return tiles
 
-    def _load(self, tile: Any, table: Any, place: Any) -> None:
-        """Row `place` of a table in HBM; nothing where another rank holds it."""
+    def _load(self, tile: Any, table: Table, place: Any) -> None:
+        """The part of row `place` of a table in HBM; nothing where another rank holds it."""
         mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
-        source = table.select(0, place)
         # Smaller transfers, of as many descriptors, let others pass between them.
         each = _ROWS_A_DMA if self.apart else tile.shape[0]
         for begin in range(0, tile.shape[0], each):
-            rows = slice(begin, min(begin + each, tile.shape[0]))
-            nisa.dma_copy(dst=tile[rows], src=source[rows], oob_mode=mode)
+            end = min(begin + each, tile.shape[0])
+            nisa.dma_copy(dst=tile[begin:end], src=table.part(place, begin, end), oob_mode=mode)
 
     def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
         """[128, count, T] float32: over each token's experts, with `shared` [128, count, T] where there is one.
@@ -183,41 +219,44 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=by_slot, src=turned)
-        width = 0 if self.beside is None else self.beside.shape[2]
-        whole = self.count + width // BLOCK
-        result = nl.ndarray((BLOCK, self.count - (-width // BLOCK), tokens), dtype=nl.float32, buffer=nl.sbuf)
+        width = 0 if self.beside == None else self.beside.shape[2]
+        whole, rest = self.count + width // BLOCK, width % BLOCK
+        blocks = whole + (1 if rest > 0 else 0)
+        result = nl.ndarray((BLOCK, blocks, tokens), dtype=nl.float32, buffer=nl.sbuf)
         # One part's sums begin with what is shared; those of several parts have it added.
-        begun = shared is not None and parts_of(columns, self.down.itemsize) == 1
-        if width % BLOCK and not begun:
+        begun = shared != None and parts_of(columns, self.narrow) == 1
+        if rest > 0 and not begun:
             nisa.memset(dst=result[:, whole, :], value=0.0)
-        halves = in_parts(columns, self.gate_up.itemsize)
+        parts = parts_of(columns, self.gate_up.tensor)
+        halves = columns
+        if parts > 1:
+            halves = in_parts(columns, parts)
         for token in range(tokens):
-            one = slice(token, token + 1)
-            place = [places[one, slot : slot + 1] for slot in range(self.slots)]
-            inner = self._inner(halves[:, :, token, :], place)
-            base = (exact, shared[:, :, token]) if begun else None
-            total = self._down(inner, place, by_slot[:, one], columns, base)
-            if self.early is not None:
-                self._store_early(token, inner, place, by_slot[:, one])
+            place = []
+            for slot in range(self.slots):
+                place.append(places[token : token + 1, slot : slot + 1])
+            column = halves[:, :, token, :] if parts > 1 else halves[:, :, token : token + 1]
+            inner = self._inner(column, place)
+            weights = by_slot[:, token : token + 1]
+            if begun:
+                total = self._down(inner, place, weights, columns, exact, shared[:, :, token])
+            else:
+                total = self._down(inner, place, weights, columns, None, None)
+            if self.early != None:
+                self._store_early(token, inner, place, weights)
             if begun:
                 nisa.tensor_copy(dst=result[:, :, token], src=total)
                 continue
-            for rows, blocks in ((BLOCK, slice(0, whole)), (width % BLOCK, slice(whole, whole + 1))):
-                if rows == 0:
-                    continue
-                target = result[0:rows, blocks, token]
-                if shared is None:
-                    nisa.tensor_copy(dst=target, src=total[0:rows, blocks])
-                else:
-                    added = shared[0:rows, blocks, token]
-                    nisa.tensor_tensor(dst=target, data1=total[0:rows, blocks], data2=added, op=nl.add)
+            _add(result, total, shared, token, BLOCK, 0, whole)
+            if rest > 0:
+                _add(result, total, shared, token, rest, whole, whole + 1)
         return result
 
     def places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
         """Local numbers int32 [T, slots], `local` where another rank holds the expert; weights, 0 there.
 
         Args:
-            index: float32 [T, slots] in SBUF, global numbers.
+            index: [T, slots] in SBUF, global numbers, integers or float32.
             weights: float32 [T, slots] in SBUF.
             first_expert: global number of the first local expert.
         """
@@ -229,7 +268,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
         `first_expert` is a number, or float32 [T, 1] in SBUF.
         """
-        shape, first = index.shape, float(first_expert) if isinstance(first_expert, int) else first_expert
+        shape, first = index.shape, first_expert
+        if isinstance(first_expert, int):
+            first = 1.0 * first_expert
         places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
         if not self.skips:
             nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=first)
@@ -237,20 +278,20 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         number = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=first)
-        nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=float(self.local))
+        nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=1.0 * self.local)
         nisa.scalar_tensor_tensor(
             dst=held, data=number, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=held
         )
         # held ? number : local, as (number - local) * held + local
         nisa.scalar_tensor_tensor(
-            dst=number, data=number, op0=nl.subtract, operand0=float(self.local), op1=nl.multiply, operand1=held
+            dst=number, data=number, op0=nl.subtract, operand0=1.0 * self.local, op1=nl.multiply, operand1=held
         )
-        nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=float(self.local))
+        nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=1.0 * self.local)
         return places, held
 
     def kept(self, weights: Any, held: Any) -> Any:
         """The second of `places`."""
-        if held is None:
+        if held == None:
             return weights
         kept = nl.ndarray(weights.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=kept, data1=weights, data2=held, op=nl.multiply)
@@ -268,9 +309,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         pairs, groups = self.slots // per, self.slots // stack
         products = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.psum)
         for slot in range(self.slots):
-            self._load(self._row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
+            self._load(self.row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
         for pair in range(pairs):
-            tile = self._gate_up_tiles[pair % len(self._gate_up_tiles)]
+            tile = self.gate_up_tiles[pair % len(self.gate_up_tiles)]
             for number in range(per):
                 self._load(tile[:, number], self.gate_up, place[pair * per + number])
             for block in range(count):
@@ -280,9 +321,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     moving=column[:, block, :],
                     accumulate=False,
                 )
-        scales = _spread(self._row_scales, self._spread_rows)
+        scales = repeated(_spread(self.row_scales, self.spread_rows), parts)
         scaled = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales.expand_dim(3).broadcast(3, parts), op=nl.multiply)
+        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
         both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=both, op=nl.add, data=scaled.reshape((BLOCK, pairs, count * parts)), axis=2)
         if not self.apart:
@@ -292,83 +333,82 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         up = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
         by_group = both.reshape((BLOCK, groups, stack // per))
         for row in range(stack):
-            pair, number = divmod(row, per)
-            rows, source = slice(row * width, (row + 1) * width), number * 2 * width
-            nisa.activation(dst=gate[rows], op=nl.silu, data=by_group[source : source + width, :, pair])
-            nisa.tensor_copy(dst=up[rows], src=by_group[source + width : source + 2 * width, :, pair])
+            pair, source, target = row // per, (row % per) * 2 * width, row * width
+            given = by_group[source : source + width, :, pair]
+            nisa.activation(dst=gate[target : target + width], op=nl.silu, data=given)
+            given = by_group[source + width : source + 2 * width, :, pair]
+            nisa.tensor_copy(dst=up[target : target + width], src=given)
         inner = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
         return inner
 
-    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any, base: tuple[Any, Any] | None) -> Any:
+    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any, exact: Any, base: Any) -> Any:
         """The sum over slots of weight * scale * (down . inner): [128, count], then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
-        Beside narrower weights float32 `columns` say that it is not to be rounded. `base`, the identity and what the
-        sum begins with, goes through the Tensor Engine while that waits for weights.
+        Beside narrower weights float32 `columns` say that it is not to be rounded. `base`, what the sum begins with,
+        goes through the Tensor Engine, with the identity `exact`, while that waits for weights; None: nothing.
         """
-        parts = parts_of(columns, self.down.itemsize)
-        groups, count = inner.shape[1], self.count
+        parts = parts_of(columns, self.narrow)
+        groups, count, begun = inner.shape[1], self.count, base != None
         for slot in range(self.slots):
-            self._load(self._out_scales[slot : slot + 1], self.down_scales, place[slot])
+            self._load(self.out_scales[slot : slot + 1], self.down_scales, place[slot])
         # Columns beside down's have no scale.
         weighted = nl.ndarray((self.slots, count + 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=weighted[:, 0:count], data=self._out_scales, op0=nl.multiply, operand0=weights)
+        nisa.tensor_scalar(dst=weighted[:, 0:count], data=self.out_scales, op0=nl.multiply, operand0=weights)
         nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
-        factors = _spread(weighted, self._spread_out)
-        moving = nl.ndarray((BLOCK, groups, count + 1), dtype=columns.dtype, buffer=nl.sbuf)
-        inners = inner.expand_dim(2).broadcast(2, count + 1)
-        nisa.tensor_tensor(dst=moving, data1=factors, data2=inners, op=nl.multiply)
-        own = moving[:, :, count : count + 1]
-        moving = in_parts(moving, self.down.itemsize)
-        own = _of_parts(own, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
-        beside = 0 if self.beside is None else -(-self.beside.shape[2] // BLOCK)
+        factors = _spread(weighted, self.spread_out)
+        whole = nl.ndarray((BLOCK, groups, count + 1), dtype=columns.dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=whole, data1=factors, data2=repeated(inner, count + 1), op=nl.multiply)
+        own = whole[:, :, count : count + 1]
+        moving = whole
+        if parts > 1:
+            moving = in_parts(whole, parts)
+            own = _of_parts(own, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
+        beside = 0 if self.beside == None else (self.beside.shape[2] + BLOCK - 1) // BLOCK
         total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
-        if base is not None:
-            nisa.nc_matmul(dst=total[:, :, 0], stationary=base[0], moving=base[1], accumulate=False)
+        if begun:
+            nisa.nc_matmul(dst=total[:, :, 0], stationary=exact, moving=base, accumulate=False)
         for group in range(groups):
-            tile = self._down_tiles[group % len(self._down_tiles)]
+            tile = self.down_tiles[group % len(self.down_tiles)]
             for row in range(self.stack):
                 rows = tile[row * self.width : (row + 1) * self.width]
                 self._load(rows, self.down, place[group * self.stack + row])
             for block in range(count):
+                value = moving[:, group, block, :] if parts > 1 else moving[:, group, block : block + 1]
                 nisa.nc_matmul(
-                    dst=total[:, block, :],
-                    stationary=tile[:, block, :],
-                    moving=moving[:, group, block, :],
-                    accumulate=group > 0 or base is not None,
+                    dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=group > 0 or begun
                 )
         # Last what has fewest matmuls, which no transfer hides.
-        for group in range(groups if self.beside is not None else 0):
-            added = group > 0 or base is not None
-            self._add_beside(group, place, own[:, group, :], total[:, count:], added)
+        if self.beside != None:
+            for group in range(groups):
+                self._add_beside(group, place, own[:, group, :], total[:, count:], group > 0 or begun)
         if parts == 1:
             return total[:, :, 0]
         sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
-        rest = 0 if self.beside is None else self.beside.shape[2] % BLOCK
-        whole = count + beside - (rest > 0)
-        for rows, blocks in ((BLOCK, slice(0, whole)), (rest, slice(whole, count + beside))):
-            if rows:
-                nisa.tensor_reduce(dst=sums[0:rows, blocks], op=nl.add, data=total[0:rows, blocks, :], axis=2)
+        rest = 0 if self.beside == None else self.beside.shape[2] % BLOCK
+        last = count + beside - (1 if rest > 0 else 0)
+        nisa.tensor_reduce(dst=sums[:, 0:last], op=nl.add, data=total[:, 0:last, :], axis=2)
+        if rest > 0:
+            nisa.tensor_reduce(dst=sums[0:rest, last:], op=nl.add, data=total[0:rest, last:, :], axis=2)
         return sums
 
     def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
         """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
         groups, width = inner.shape[1], self.width
-        tiles = []
         for group in range(groups):
-            tile = self._early_tiles[group]
+            tile = self.early_tiles[group]
             for row in range(self.stack):
-                self._load(tile[row * width : (row + 1) * width], self.early.routed, place[group * self.stack + row])
-            tiles.append(tile)
-        factors = _spread(weights, self._spread_out).reshape((BLOCK, groups))
+                rows = tile[row * width : (row + 1) * width]
+                self._load(rows, self.early_rows, place[group * self.stack + row])
+        factors = _spread(weights, self.spread_out).reshape((BLOCK, groups))
         weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=weighted, data1=factors, data2=inner, op=nl.multiply)
-        self.early.store(token, tiles, weighted)
+        self.early.store(token, self.early_tiles, weighted)
 
     def _beside_is_wide(self, parts: int) -> bool:
         """Whether the columns beside are float32, where down's are not and what goes into them is in parts."""
-        return parts > 1 and self.beside is not None and self.beside.itemsize == 4
+        return parts > 1 and self.beside != None and bytes_of(self.beside.dtype) == 4
 
     def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
         """The columns beside down's, of one group of experts; added to what is there, or not."""
@@ -378,7 +418,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
         for row in range(self.stack):
             rows = tile[row * self.width : (row + 1) * self.width]
-            self._load(rows, self.beside, place[group * self.stack + row])
+            self._load(rows, self.beside_rows, place[group * self.stack + row])
         for block in range(total.shape[1]):
             size = min(BLOCK, columns - block * BLOCK)
             nisa.nc_matmul(
@@ -389,9 +429,20 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             )
 
 
+def _add(result: Any, total: Any, shared: Any, token: int, rows: int, begin: int, end: int) -> None:
+    """A token's sums of blocks `begin` to `end` on the first `rows` partitions, and what is shared, in the result."""
+    target = result[0:rows, begin:end, token]
+    if shared == None:
+        nisa.tensor_copy(dst=target, src=total[0:rows, begin:end])
+    else:
+        nisa.tensor_tensor(
+            dst=target, data1=total[0:rows, begin:end], data2=shared[0:rows, begin:end, token], op=nl.add
+        )
+
+
 def _of_parts(values: Any, parts: int) -> Any:
     """Float32 values [P, n, 1] as [P, n, parts] that add up to them without being split: zeros behind the first."""
-    whole = nl.ndarray((*values.shape[:2], parts), dtype=nl.float32, buffer=nl.sbuf)
+    whole = nl.ndarray((values.shape[0], values.shape[1], parts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=whole, value=0.0)
     nisa.tensor_copy(dst=whole[:, :, 0:1], src=values)
     return whole

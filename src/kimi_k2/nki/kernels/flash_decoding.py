@@ -46,7 +46,9 @@ def attention_queries(
     if nl.program_id() == 0:
         rows = out.reshape((batch * heads, rank + rope))
         rotated = nl.ndarray((batch * heads, rope), dtype=dtype, buffer=nl.sbuf)
-        turn_short_rows(queries.rope[0:rope, 0].reshape((rope, batch * heads)), identity, rotated)
+        width = queries.rope.shape[1] * batch * heads
+        first = queries.rope.ap(pattern=[[width, rope], [1, batch * heads]])
+        turn_short_rows(first, identity, rotated)
         nisa.dma_copy(dst=rows[:, 0:rank], src=turn_columns(queries.latent, identity))
         nisa.dma_copy(dst=rows[:, rank:], src=rotated)
     new_latents, new_keys = store_entries(queries, identity, rank, batch)
@@ -82,7 +84,7 @@ def attention_output(
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
     early = None
-    if residual is not None:
+    if residual != None:
         identity = nl.shared_identity_matrix(BLOCK, dtype=residual.dtype)
         early = EarlyRouter(early_residual, early_heads, residual, identity)
     parts = nl.ndarray((ranks, count, rank), dtype=nl.float32, buffer=nl.sbuf)
@@ -91,7 +93,7 @@ def attention_output(
     nisa.dma_copy(dst=logs, src=logsumexp)
     rounded = merged_parts(parts, logs, exact, dtype)
     values = behind.values(rounded)
-    if early is None:
+    if early == None:
         return behind.store(values)
     logits = early.store(values)
     return behind.store(values), logits

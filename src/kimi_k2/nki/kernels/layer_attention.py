@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import nki.collectives as ncc
 import nki.isa as nisa
@@ -13,129 +13,163 @@ from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 from kimi_k2.nki.kernels.expanded_attention import MOST_TILES, ExpandedAttention
 from kimi_k2.nki.kernels.flash_decoding import merged_parts
-from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries
+from kimi_k2.nki.kernels.latent_attention import LatentAttention, rows_of_keys
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
+from kimi_k2.nki.kernels.views import on_partitions, over_sums, split
+
+# Weights of a MoE layer on one rank, as the arguments of `attention_decode` and `selective_experts` of the same names.
+# `next_*` are folded down projections of the next layer, [n, N], [E_local, I, N] and [I_shared, N]; None in the last.
+FIELDS = (
+    "q_norm", "kv_norm", "q_b", "q_b_scales", "w_uk", "w_uk_scales", "w_uv", "w_uv_scales", "o_proj",
+    "o_scales", "early_residual", "early_heads", "latents", "keys", "norm", "bias", "gate_up", "gate_up_scales",
+    "down", "down_scales", "shared_gate_up", "shared_gate_up_scales", "shared_down", "shared_down_scales",
+    "next_residual", "next_experts", "next_shared",
+)  # fmt: skip
 
 
-class Layer(NamedTuple):
-    """Weights of a MoE layer on one rank, as the arguments of `attention_decode` and `moe_decode` of the same names.
+class Layer(nl.NKIObject):  # type: ignore[misc]
+    """A MoE layer's tensors by name, from a tuple in the order of `FIELDS`."""
 
-    Attributes:
-        early_residual, early_heads: the early router's, of `attention_decode`.
-        next_residual, next_experts, next_shared: folded down projections of the next layer, [n, N], [E_local, I, N] and
-            [I_shared, N]; all None in the last one.
-    """
+    def __init__(self, tensors: tuple[Any, ...]) -> None:
+        self.q_norm = tensors[0]
+        self.kv_norm = tensors[1]
+        self.q_b = tensors[2]
+        self.q_b_scales = tensors[3]
+        self.w_uk = tensors[4]
+        self.w_uk_scales = tensors[5]
+        self.w_uv = tensors[6]
+        self.w_uv_scales = tensors[7]
+        self.o_proj = tensors[8]
+        self.o_scales = tensors[9]
+        self.early_residual = tensors[10]
+        self.early_heads = tensors[11]
+        self.latents = tensors[12]
+        self.keys = tensors[13]
+        self.norm = tensors[14]
+        self.bias = tensors[15]
+        self.gate_up = tensors[16]
+        self.gate_up_scales = tensors[17]
+        self.down = tensors[18]
+        self.down_scales = tensors[19]
+        self.shared_gate_up = tensors[20]
+        self.shared_gate_up_scales = tensors[21]
+        self.shared_down = tensors[22]
+        self.shared_down_scales = tensors[23]
+        self.next_residual = tensors[24]
+        self.next_experts = tensors[25]
+        self.next_shared = tensors[26]
 
-    q_norm: Any
-    kv_norm: Any
-    q_b: Any
-    q_b_scales: Any
-    w_uk: Any
-    w_uk_scales: Any
-    w_uv: Any
-    w_uv_scales: Any
-    o_proj: Any
-    o_scales: Any
-    early_residual: Any
-    early_heads: Any
-    latents: Any
-    keys: Any
-    norm: Any
-    bias: Any
-    gate_up: Any
-    gate_up_scales: Any
-    down: Any
-    down_scales: Any
-    shared_gate_up: Any
-    shared_gate_up_scales: Any
-    shared_down: Any
-    shared_down_scales: Any
-    next_residual: Any
-    next_experts: Any
-    next_shared: Any
+
+def replica_group(groups: Any) -> Any:
+    """A `ReplicaGroup` from tuples of ranks."""
+    lists = []
+    for number in range(len(groups)):
+        ranks = []
+        for place in range(len(groups[number])):
+            ranks.append(groups[number][place])
+        lists.append(ranks)
+    return ncc.ReplicaGroup(lists)
 
 
 class Step(nl.NKIObject):  # type: ignore[misc]
     """What all layers share; see `decode_layers`."""
 
+    cache_group: Any
+    query_tile: Any
+
     def __init__(
-        self, dtype: Any, ranks: int, groups: list[list[int]], rotation: Any, lengths: Any, first_expert: Any,
-        num_experts: int,
+        self, dtype: Any, ranks: int, groups: Any, rotation: Any, lengths: Any, first_expert: Any, num_experts: int,
+        softmax_scale: float, routed_scaling_factor: float, eps: float, latent_eps: float, attended: int,
+        cache_groups: Any, own: Any,
     ) -> None:  # fmt: skip
         self.dtype, self.ranks, self.rotation, self.lengths = dtype, ranks, rotation, lengths
+        self.softmax_scale, self.routed_scaling_factor = softmax_scale, routed_scaling_factor
+        self.eps, self.latent_eps = eps, latent_eps
+        self.attended = attended
         self.first_expert = first_expert
         if not isinstance(first_expert, int):  # on as many partitions as there are tokens
-            self.first_expert = nl.ndarray((lengths.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(dst=self.first_expert, src=first_expert.ap(pattern=[[0, lengths.shape[0]], [1, 1]]))
+            tokens = lengths.shape[0]
+            loaded = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
+            nisa.dma_copy(dst=loaded, src=on_partitions(first_expert, tokens, 1))
+            self.first_expert = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=self.first_expert, src=loaded)
         self.num_experts = num_experts
-        self.softmax_scale = self.routed_scaling_factor = self.eps = self.latent_eps = 0.0
-        self.attended = 0
         self.identity = nl.shared_identity_matrix(BLOCK, dtype=dtype)
         self.exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
         self.ones = all_ones()
-        self.group, self.summands = ncc.ReplicaGroup(groups), len(groups[0]) * nl.num_programs()
-        self.cache_group: Any = None
-        self.cache_ranks = 1
-        self.own: Any = None
-        self.query_tile: Any = None
-
-    def share_cache(self, groups: list[list[int]] | None, own: Any) -> None:
-        """Arguments of `decode_layers` for flash decoding."""
-        if groups is not None:
-            self.cache_group, self.cache_ranks, self.own = ncc.ReplicaGroup(groups), len(groups[0]), own
+        self.group = replica_group(groups)
+        self.summands = len(groups[0]) * nl.num_programs()
+        self.own = own
+        self.shared = cache_groups != None
+        self.cache_group = None
+        if self.shared:
+            self.cache_group = replica_group(cache_groups)
+        self.query_tile = None
 
 
 class Attention(nl.NKIObject):  # type: ignore[misc]
     """Attention of one layer: weights and cache are loaded first, where the kernel can wait for them least.
 
-    Attributes:
-        whole: whether a core goes through all of o_proj, with its part of the slots.
+    Where a group of ranks shares the cache by its slots, one head a rank (flash decoding), every rank makes the queries
+    of the whole group, so that no collective brings them: each core one half of the heads. One all-to-all brings each
+    rank the parts of its own head. Otherwise a core goes through all of o_proj, with its part of the slots.
     """
 
-    whole = True
+    before: Any
+    behind: Any
+    early: Any
+    core: Any
 
     def __init__(self, layer: Layer, step: Step) -> None:
         self.layer, self.step = layer, step
-        self.before: Any = None
-        self.behind: Any = None
-        self.early: Any = None
-        self.core: Any = None
+        self.before = None
+        self.behind = None
+        self.early = None
+        self.core = None
+        self.expanded = False
 
     def load_weights(self) -> None:
         """Load what comes before and behind the cache."""
         layer, step = self.layer, self.step
+        q_b, q_b_scales, w_uk, w_uk_scales = layer.q_b, layer.q_b_scales, layer.w_uk, layer.w_uk_scales
+        if step.shared:
+            core = nl.program_id()
+            q_b, w_uk = q_b[core], w_uk[core]
+            if q_b_scales != None:
+                q_b_scales = q_b_scales[core]
+            if w_uk_scales != None:
+                w_uk_scales = w_uk_scales[core]
+            if step.query_tile == None:  # which all layers' q_b take in turn: two layers' would fill SBUF
+                step.query_tile = nl.ndarray(q_b.shape, dtype=q_b.dtype, buffer=nl.sbuf)
         self.before = QueryProjection(
-            layer.q_norm, layer.kv_norm, *self._query_weights(), step.rotation, step.identity, step.ones,
-            step.latent_eps, self._query_tile(),
+            layer.q_norm, layer.kv_norm, q_b, q_b_scales, w_uk, w_uk_scales, step.rotation, step.identity, step.ones,
+            step.latent_eps, step.query_tile,
         )  # fmt: skip
         self.behind = OutputProjection(
-            layer.w_uv, layer.w_uv_scales, layer.o_proj, layer.o_scales, step.exact, whole=self.whole
+            layer.w_uv, layer.w_uv_scales, layer.o_proj, layer.o_scales, step.exact, not step.shared
         )
-
-    def _query_weights(self) -> tuple[Any, Any, Any, Any]:
-        layer = self.layer
-        return layer.q_b, layer.q_b_scales, layer.w_uk, layer.w_uk_scales
-
-    def _query_tile(self) -> Any:
-        return None
 
     def load_cache(self) -> None:
         """Load the cache and the early router."""
         layer, step = self.layer, self.step
         first, count = share_of(step.attended // BLOCK)
-        cache, shared = (layer.latents, layer.keys, step.lengths), (step.identity, step.exact, step.ones)
-        one = layer.latents.shape[0] * layer.w_uk.shape[0] == 1 and step.own is None
-        alike = layer.w_uk_scales is None and layer.w_uk.dtype == layer.latents.dtype
-        if one and alike and count <= MOST_TILES:
-            self.core = ExpandedAttention(*cache, first, count, *shared, self.before.w_uk[0], self.behind.w_uv[0])
+        one = layer.latents.shape[0] * layer.w_uk.shape[0] == 1 and step.own == None
+        alike = layer.w_uk_scales == None and layer.w_uk.dtype == layer.latents.dtype
+        self.expanded = one and alike and count <= MOST_TILES
+        if self.expanded:
+            self.core = ExpandedAttention(
+                layer.latents, layer.keys, step.lengths, first, count, step.identity, step.exact, step.ones,
+                self.before.w_uk[0], self.behind.w_uv[0],
+            )  # fmt: skip
         else:
-            self.core = LatentAttention(*cache, step.own, first, count, *shared, turns_later=True)
+            self.core = LatentAttention(
+                layer.latents, layer.keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones,
+                turns_later=True,
+            )  # fmt: skip
         self.early = EarlyLogits(layer.early_residual, layer.early_heads)
 
-    def apply(
-        self, hidden: Any, projected: Any, own: OwnColumns, following: Attention | None = None
-    ) -> tuple[Any, Any]:
+    def apply(self, hidden: Any, projected: Any, own: OwnColumns, following: Any = None) -> tuple[Any, Any]:
         """This core's summand of the residual behind attention and of the router's logits; and the queries.
 
         The summand is float32 [128, H/128 + E/128, B].
@@ -144,72 +178,41 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             hidden: float32 [128, H/128, B], the residual.
             projected: float32 [128, ceil(N/128), B], down projections without the norm's scalar.
             own: this rank's columns of a part of the residual; those of both cores add up.
-            following: the next layer's, whose cache may be loaded where a collective runs.
+            following: the next layer's, whose cache may be loaded where a collective runs; None in the last.
         """
-        step, (_, chunks, batch) = self.step, hidden.shape
-        expanded = isinstance(self.core, ExpandedAttention)
-        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype, absorb=not expanded)
+        if self.step.shared:
+            return self._apply_shared(hidden, projected, own, following)
+        step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
+        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype, not self.expanded)
         share = residual_share(hidden, step.summands)
-        factor: Any = None
-
-        def take() -> None:
-            self.early.own = own.columns(nl.float32)
-
-        def meanwhile() -> None:
-            take()
-            self.early.begin()
-
-        if expanded:
+        factor = None
+        if self.expanded:
             # o_proj does not wait for the other core.
-            values, shares = self.core.attend_values(queries, step.softmax_scale, step.dtype, take, self.early.begin)
-            factor = shares.result()[:, :, 0]
+            values, shares = self.core.attend_values(queries, step.softmax_scale, step.dtype, self.early, own)
+            factor = shares.result()
         else:
-            sums, shares = self.core.attend_apart(queries, step.softmax_scale, step.dtype, meanwhile)
+            sums, shares = self.core.attend_apart(queries, step.softmax_scale, step.dtype, self.early, own)
             blocks, heads = sums.shape[1], sums.shape[3]
             values = self.behind.values(sums.reshape((BLOCK, blocks, batch * heads)), shares)
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
         self.early.take(values)
         self.behind.columns(values, summand[:, 0:chunks, :], share, factor)
-        self.early.end(summand[:, chunks:, :], factor=factor)
+        self.early.end(summand[:, chunks:, :], True, factor)
         return summand, queries
 
-
-class SharedAttention(Attention):
-    """The same where a group of ranks shares the cache by its slots, one head a rank (flash decoding).
-
-    Every rank makes the queries of the whole group, so that no collective brings them: each core one half of the heads.
-    One all-to-all brings each rank the parts of its own head.
-    """
-
-    whole = False
-
-    def _query_weights(self) -> tuple[Any, Any, Any, Any]:
-        layer, core = self.layer, nl.program_id()
-        scales = [None if one is None else one[core] for one in (layer.q_b_scales, layer.w_uk_scales)]
-        return layer.q_b[core], scales[0], layer.w_uk[core], scales[1]
-
-    def _query_tile(self) -> Any:
-        """The tile that all layers' q_b take in turn: two layers' would fill SBUF."""
-        step, tiles = self.step, self.layer.q_b
-        if step.query_tile is None:
-            step.query_tile = nl.ndarray(tiles.shape[1:], dtype=tiles.dtype, buffer=nl.sbuf)
-        return step.query_tile
-
-    def apply(
-        self, hidden: Any, projected: Any, own: OwnColumns, following: Attention | None = None
-    ) -> tuple[Any, Any]:
-        """As `Attention.apply`; of o_proj each core has its share of the blocks."""
-        step, (_, chunks, batch) = self.step, hidden.shape
+    def _apply_shared(self, hidden: Any, projected: Any, own: OwnColumns, following: Any) -> tuple[Any, Any]:
+        """As `apply`; of o_proj each core has its share of the blocks."""
+        step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
         queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype)
         _gather_heads(queries, batch)
-        if following is not None:
+        if following != None:
             following.load_weights()
-        parts = self.core.attend_alone(queries, step.softmax_scale)
-        exchanged = self._exchange(*parts)
-        if following is not None:
+        sums, total, top = self.core.attend_alone(queries, step.softmax_scale)
+        exchanged = self._exchange(sums, total, top)
+        if following != None:
             following.load_cache()
-        self.early.own = own.columns(nl.float32)
+        self.early.take_own(own)
         self.early.begin()
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
@@ -217,13 +220,13 @@ class SharedAttention(Attention):
         share = residual_share(hidden, step.summands)
         nisa.tensor_copy(dst=summand[:, 0:chunks, :], src=share, engine=nisa.engine.gpsimd)
 
-        sums, logs = self._parts(exchanged, batch)
-        values = self.behind.values(merged_parts(sums, logs, step.exact, step.dtype))
+        parts, logs = self._parts(exchanged, batch)
+        values = self.behind.values(merged_parts(parts, logs, step.exact, step.dtype))
         self.early.take(values)
         first = self.behind.first
-        mine = slice(first, first + self.behind.o_proj.shape[2] // BLOCK)
-        self.behind.columns(values, summand[:, mine, :], share[:, mine, :])
-        self.early.end(summand[:, chunks:, :], apart=False)
+        end = first + self.behind.o_proj.shape[2] // BLOCK
+        self.behind.columns(values, summand[:, first:end, :], share[:, first:end, :])
+        self.early.end(summand[:, chunks:, :], False)
         return summand, queries
 
     def _exchange(self, sums: Any, total: Any, top: Any) -> Any:
@@ -233,31 +236,30 @@ class SharedAttention(Attention):
             sums: float32 [128, B, rank / 128, heads], before they are divided by their weights.
             total, top: float32 [128, B, heads], weights and maxima, on every partition.
         """
-        step, (rows, batch, blocks, heads) = self.step, sums.shape
+        step = self.step
+        rows, batch, blocks, heads = sums.shape
         count, cores = batch * heads, nl.num_programs()
+        size = blocks * BLOCK + 1
         logs = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=logs, op=nl.log, data=total)
         nisa.tensor_tensor(dst=logs, data1=logs, data2=top, op=nl.add)
         inverse = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
         nisa.reciprocal(dst=inverse, data=total)
         divided = nl.ndarray((rows, blocks, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=divided.permute((0, 2, 1, 3)),
-            data1=sums,
-            data2=inverse.expand_dim(2).broadcast(2, blocks),
-            op=nl.multiply,
-        )
+        nisa.tensor_tensor(dst=split(divided), data1=sums, data2=over_sums(inverse, blocks), op=nl.multiply)
         turned = turn_columns(divided.reshape((rows, blocks, count)), step.exact)
         in_rows = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
         by_row = nl.ndarray((count, BLOCK), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=by_row, stationary=logs.reshape((rows, count)), moving=step.exact, is_transpose=True)
         nisa.tensor_copy(dst=in_rows, src=by_row[:, 0:1])
-        shape = (heads, cores, batch, blocks * BLOCK + 1)
-        source = nl.ndarray(shape, dtype=nl.float32, buffer=nl.shared_hbm if cores > 1 else nl.private_hbm)
-        result = nl.ndarray(shape, dtype=nl.float32, buffer=source.buffer)
-        mine = source[:, nl.program_id()].permute((1, 0, 2))
-        nisa.dma_copy(dst=mine[:, :, 0 : blocks * BLOCK], src=turned)
-        nisa.dma_copy(dst=mine[:, :, blocks * BLOCK :], src=in_rows)
+        memory = nl.shared_hbm if cores > 1 else nl.private_hbm
+        source = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=memory)
+        result = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=memory)
+        first, outer = nl.program_id() * batch * size, cores * batch * size
+        target = source.ap(pattern=[[size, batch], [outer, heads], [1, size - 1]], offset=first)
+        nisa.dma_copy(dst=target, src=turned)
+        target = source.ap(pattern=[[size, batch], [outer, heads], [1, 1]], offset=first + size - 1)
+        nisa.dma_copy(dst=target, src=in_rows)
         if cores > 1:
             nisa.core_barrier(source, (0, 1))
         ncc.all_to_all(srcs=[source], dsts=[result], replica_group=step.cache_group, collective_dim=0)
@@ -265,12 +267,13 @@ class SharedAttention(Attention):
 
     def _parts(self, exchanged: Any, batch: int) -> tuple[Any, Any]:
         """[ranks * cores, B, rank] in SBUF, and the logs of their weights [B, ranks * cores]."""
-        heads, cores, _, size = exchanged.shape
-        flat = exchanged.reshape((heads * cores, batch, size))
-        sums = nl.ndarray((heads * cores, batch, size - 1), dtype=nl.float32, buffer=nl.sbuf)
+        count, size = exchanged.shape[0] * exchanged.shape[1], exchanged.shape[3]
+        sums = nl.ndarray((count, batch, size - 1), dtype=nl.float32, buffer=nl.sbuf)
+        flat = exchanged.reshape((count, batch, size))
         nisa.dma_copy(dst=sums, src=flat[:, :, 0 : size - 1], engine=nisa.engine.scalar)
-        logs = nl.ndarray((batch, heads * cores), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=logs, src=flat[:, :, size - 1].permute((1, 0)), engine=nisa.engine.scalar)
+        logs = nl.ndarray((batch, count), dtype=nl.float32, buffer=nl.sbuf)
+        by_sequence = flat.ap(pattern=[[size, batch], [batch * size, count]], offset=size - 1)
+        nisa.dma_copy(dst=logs, src=by_sequence, engine=nisa.engine.scalar)
         return sums, logs
 
 
@@ -278,23 +281,27 @@ def _gather_heads(queries: Any, batch: int) -> None:
     """Queries of both cores' heads on both, core 0's first."""
     if nl.num_programs() == 1:
         return
-    rows, chunks, _ = queries.latent.shape
-    used, copies, _, each = queries.rope.shape
-    mine = nl.ndarray((rows, chunks + 1, batch, each), dtype=queries.latent.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=mine[:, 0:chunks].reshape((rows, chunks, batch * each)), src=queries.latent)
+    rows, chunks = queries.latent.shape[0], queries.latent.shape[1]
+    used, copies, each = queries.rope.shape[0], queries.rope.shape[1], queries.rope.shape[3]
+    count, size, dtype = batch * each, used // copies, queries.latent.dtype
+    mine = nl.ndarray((rows, chunks + 1, batch, each), dtype=dtype, buffer=nl.sbuf)
+    target = mine.ap(pattern=[[(chunks + 1) * count, rows], [count, chunks], [1, count]])
+    nisa.tensor_copy(dst=target, src=queries.latent)
     if used < rows:
         nisa.memset(dst=mine[:, chunks], value=0.0, engine=nisa.engine.gpsimd)
-    places = [slice(copy * used // copies, (copy + 1) * used // copies) for copy in range(copies)]
-    for copy, place in enumerate(places):
-        nisa.tensor_copy(dst=mine[place, chunks], src=queries.rope[place, copy])
+    for copy in range(copies):
+        begin, end = copy * size, (copy + 1) * size
+        nisa.tensor_copy(dst=mine[begin:end, chunks], src=queries.rope[begin:end, copy])
     theirs = from_other_core(mine)
-    whole = nl.ndarray((rows, chunks, batch, 2, each), dtype=queries.latent.dtype, buffer=nl.sbuf)
-    rope = Queries.rows_of_keys(used // copies, batch, 2 * each, queries.latent.dtype)
-    both = (mine, theirs) if nl.program_id() == 0 else (theirs, mine)
-    for core, (part, engine) in enumerate(zip(both, (nisa.engine.vector, nisa.engine.scalar), strict=True)):
+    whole = nl.ndarray((rows, chunks, batch, 2, each), dtype=dtype, buffer=nl.sbuf)
+    rope = rows_of_keys(size, batch, 2 * each, dtype)
+    for core in range(2):
+        part = mine if nl.program_id() == core else theirs
+        engine = nisa.engine.vector if core == 0 else nisa.engine.scalar
         nisa.tensor_copy(dst=whole[:, :, :, core, :], src=part[:, 0:chunks], engine=engine)
-        for copy, place in enumerate(places):
-            target = rope[place, copy, :, core * each : (core + 1) * each]
-            nisa.tensor_copy(dst=target, src=part[place, chunks], engine=engine)
-    queries.latent = whole.reshape((rows, chunks, batch * 2 * each))
+        for copy in range(copies):
+            begin, end = copy * size, (copy + 1) * size
+            target = rope[begin:end, copy, :, core * each : (core + 1) * each]
+            nisa.tensor_copy(dst=target, src=part[begin:end, chunks], engine=engine)
+    queries.latent = whole.reshape((rows, chunks, 2 * count))
     queries.rope, queries.heads = rope, 2 * each

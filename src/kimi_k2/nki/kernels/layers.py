@@ -19,37 +19,40 @@ from kimi_k2.nki.kernels.column_router import ColumnRouter
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, norm_scalar, scaled, store_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.experts import RoutedExperts
-from kimi_k2.nki.kernels.layer_attention import Attention, Layer, SharedAttention, Step
+from kimi_k2.nki.kernels.layer_attention import FIELDS, Attention, Layer, Step
 from kimi_k2.nki.kernels.projections import turn_short_rows, write_entries
 from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum, residual_share
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 
-def layer_of(given: Mapping[str, Any]) -> Layer:
-    """A layer from its tensors by name; None where there is none."""
-    unknown = sorted(set(given) - set(Layer._fields))
+def layer_of(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A layer's argument from its tensors by name; None where there is none."""
+    unknown = sorted(set(given) - set(FIELDS))
     if unknown:
         raise ValueError(f"layers: expected fields of Layer, got {unknown[0]!r}")
-    return Layer._make(given.get(field) for field in Layer._fields)
+    return tuple(given.get(field) for field in FIELDS)
 
 
 class Experts(nl.NKIObject):  # type: ignore[misc]
     """Router, routed and shared experts of one layer; what every token needs is loaded when it is made."""
 
+    next: Any
+
     def __init__(self, layer: Layer, step: Step) -> None:
-        self.step, blocks = step, layer.gate_up.shape[2]
-        self.first, self.count = share_of(blocks)
+        blocks = layer.gate_up.shape[2]
+        first, count = share_of(blocks)
+        self.step, self.first, self.count = step, first, count
         self.router = ColumnRouter(layer.bias, step.routed_scaling_factor, step.exact)
         self.gain = load_columns(layer.norm.reshape((1, blocks * BLOCK)), step.identity)
         self.shared = SharedExpert(
-            layer.shared_gate_up, layer.shared_gate_up_scales, layer.shared_down, layer.shared_down_scales, self.first,
-            self.count,
+            layer.shared_gate_up, layer.shared_gate_up_scales, layer.shared_down, layer.shared_down_scales, first, count
         )  # fmt: skip
-        self.next: Any = (
-            None if layer.next_residual is None else NextProjections(layer.next_residual, layer.next_shared)
-        )
+        self.next = None
+        if layer.next_residual != None:
+            self.next = NextProjections(layer.next_residual, layer.next_shared)
         # Each core adds up its half of a token's experts.
-        self.slot, slots = share_of(8)
+        slot, slots = share_of(8)
+        self.slot = slot
         self.routed = RoutedExperts(
             layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, 0, blocks, step.num_experts, slots,
             apart=True, beside=layer.next_experts,
@@ -62,25 +65,28 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
             hidden: float32 [128, H/128, T], the residual.
             logits: float32 [128, E/128, T], without the norm's scalar.
         """
-        step, (_, chunks, tokens) = self.step, hidden.shape
+        step, chunks, tokens = self.step, hidden.shape[1], hidden.shape[2]
         scale = norm_scalar(hidden, step.ones, step.eps)
         index, scores = self.router.choose(logits, scale)
-        mine = slice(self.slot, self.slot + self.routed.slots)
-        places, held = self.routed.numbers(index[:, mine], step.first_expert)
-        own = None if self.next is None else OwnColumns(hidden, step.exact, step.ranks)
+        begin, end = self.slot, self.slot + self.routed.slots
+        places, held = self.routed.numbers(index[:, begin:end], step.first_expert)
+        own = None
+        if self.next != None:
+            own = OwnColumns(hidden, step.exact, step.ranks)
         columns = scaled(hidden, self.gain, scale, step.dtype)
-        kept = self.routed.kept(self.router.weights(scores, index)[:, mine], held)
+        kept = self.routed.kept(self.router.weights(scores, index)[:, begin:end], held)
 
         # While the chosen experts are on their way.
-        inner = self.shared.activated(columns[:, self.first : self.first + self.count, :])
-        extra = 0 if self.next is None else self.next.blocks
+        begin, end = self.first, self.first + self.count
+        inner = self.shared.activated(columns[:, begin:end, :])
+        extra = 0 if self.next == None else self.next.blocks
         base = nl.ndarray((BLOCK, chunks + extra, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=base, value=0.0, engine=nisa.engine.gpsimd)
         share = residual_share(hidden, step.summands)
         nisa.tensor_copy(dst=base[:, 0:chunks, :], src=share, engine=nisa.engine.gpsimd)
-        mine = slice(self.first, self.first + self.count)
-        nisa.tensor_tensor(dst=base[:, mine, :], data1=self.shared.outer(inner), data2=share[:, mine, :], op=nl.add)
-        if own is not None:
+        outer = self.shared.outer(inner)
+        nisa.tensor_tensor(dst=base[:, begin:end, :], data1=outer, data2=share[:, begin:end, :], op=nl.add)
+        if own != None:
             self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
         return self.routed.sum(columns, places, kept, base, step.exact)
 
@@ -89,31 +95,31 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
 def decode_layers(
     hidden: Any,
     projected: Any,
-    layers: list[Layer],
+    layers: Any,
     rotation: Any,
     lengths: Any,
     ranks: int,
-    groups: list[list[int]],
+    groups: Any,
     first_expert: Any,
     num_experts: int,
     softmax_scale: float,
     routed_scaling_factor: float,
     eps: float,
-    cache_groups: list[list[int]] | None = None,
+    cache_groups: Any = None,
     own: Any = None,
-    latent_eps: float | None = None,
-    attended: int | None = None,
+    latent_eps: Any = None,
+    attended: Any = None,
 ) -> tuple[Any, Any, Any]:
     """MoE layers of one token for each of B sequences, on one of `ranks` ranks.
 
     Args:
         hidden: float32 [B, H], the residual before the first layer's attention; on all ranks.
         projected: float32 [B, N], the first layer's q_a and kv_a of it without the norm's scalar; on all ranks.
-        layers: weights and caches.
+        layers: weights and caches, a tuple in the order of `layer_attention.FIELDS` each, which `layer_of` makes.
         rotation: as that of `attention_decode`.
         lengths: int32 [B, 1], slots in use, without the new entry.
         ranks: among which the residual's columns are divided.
-        groups: of the all-reduces, all ranks.
+        groups: of the all-reduces, all ranks: tuples of ranks in a tuple.
         first_expert, num_experts: as those of `selective_experts`; the first is a number or, where one graph serves all
             ranks, int32 [1, 1] in HBM.
         softmax_scale, routed_scaling_factor, eps: of the configuration.
@@ -128,55 +134,53 @@ def decode_layers(
         (hidden float32 [B, H/128, 128] behind the last layer, on all ranks; new latents [layers, B, rank] and rotated
         keys [layers, B, rope], which the caller writes to the caches).
     """
-    step = Step(layers[0].latents.dtype, ranks, groups, rotation, lengths, first_expert, num_experts)
-    step.share_cache(cache_groups, own)
-    attention_of = Attention if cache_groups is None else SharedAttention
-    step.softmax_scale, step.routed_scaling_factor, step.eps = softmax_scale, routed_scaling_factor, eps
-    step.latent_eps = eps if latent_eps is None else latent_eps
-    step.attended = layers[0].latents.shape[1] if attended is None else attended
-    attention: Any = attention_of(layers[0], step)
+    count, batch = len(layers), hidden.shape[0]
+    layer = Layer(layers[0])
+    dtype, rank, rope = layer.latents.dtype, layer.latents.shape[2], layer.keys.shape[2]
+    step = Step(
+        dtype, ranks, groups, rotation, lengths, first_expert, num_experts, softmax_scale, routed_scaling_factor, eps,
+        eps if latent_eps == None else latent_eps, layer.latents.shape[1] if attended == None else attended,
+        cache_groups, own,
+    )  # fmt: skip
+    attention = Attention(layer, step)
     attention.load_weights()
     attention.load_cache()
-    stream = _copied(load_columns(hidden, step.exact))
+    loaded = load_columns(hidden, step.exact)
+    stream = nl.ndarray(loaded.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=stream, src=loaded)
     downs = _load_downs(projected, step.exact)
     chunks = stream.shape[1]
     own_part = OwnColumns(residual_share(stream, nl.num_programs()), step.exact, ranks)
-    rank, rope = layers[0].latents.shape[2], layers[0].keys.shape[2]
-    entries = [
-        nl.ndarray((len(layers), hidden.shape[0], size), dtype=step.dtype, buffer=nl.shared_hbm)
-        for size in (rank, rope)
-    ]
-    moved: Any = None
-    for number, layer in enumerate(layers):
+    new_latents = nl.ndarray((count, batch, rank), dtype=dtype, buffer=nl.shared_hbm)
+    new_keys = nl.ndarray((count, batch, rope), dtype=dtype, buffer=nl.shared_hbm)
+    moved = None
+    for number in range(count):
         # Behind the collective before, and ahead of its result: loads of the next two stages, transposes of this one.
         experts = Experts(layer, step)
-        following = attention_of(layers[number + 1], step) if number + 1 < len(layers) else None
-        if following is not None and cache_groups is None:
-            following.load_weights()
+        following = None
+        if number + 1 < count:
+            layer = Layer(layers[number + 1])
+            following = Attention(layer, step)
+            if not step.shared:
+                following.load_weights()
         attention.core.turn()
-        if moved is not None:
-            own_part = OwnColumns(moved.columns[:, 0:chunks, :], step.exact, ranks)  # without the other core's part
+        if moved != None:
+            own_part = OwnColumns(moved.total[:, 0:chunks, :], step.exact, ranks)  # without the other core's part
             total = moved.result()
             stream, downs = total[:, 0:chunks, :], total[:, chunks:, :]
         summand, queries = attention.apply(stream, downs, own_part, following)
-        attended = Sum(summand, step.group)
-        write_entries(queries, step.identity, entries[0][number], entries[1][number])
-        if following is not None and following.core is None:
+        summed = Sum(summand, step.group)
+        write_entries(queries, step.identity, new_latents[number], new_keys[number])
+        if following != None and not step.shared:
             following.load_cache()
-        total = attended.result()
+        total = summed.result()
         moved = Sum(experts.apply(total[:, 0:chunks, :], total[:, chunks:, :]), step.group)
-        attention = following
-    stream = moved.result()[:, 0:chunks, :]
-    out = nl.ndarray((hidden.shape[0], chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    first, count = share_of(chunks)
-    store_columns(out, stream[:, first : first + count, :], first, step.exact)
-    return out, entries[0], entries[1]
-
-
-def _copied(columns: Any) -> Any:
-    out = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=out, src=columns)
-    return out
+        attention = following  # type: ignore[assignment]
+    stream = moved.result()[:, 0:chunks, :]  # type: ignore[union-attr]
+    out = nl.ndarray((batch, chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
+    begin, blocks = share_of(chunks)
+    store_columns(out, stream[:, begin : begin + blocks, :], begin, step.exact)
+    return out, new_latents, new_keys
 
 
 def _load_downs(rows: Any, exact: Any) -> Any:
@@ -184,9 +188,9 @@ def _load_downs(rows: Any, exact: Any) -> Any:
     batch, width = rows.shape
     loaded = nl.ndarray((batch, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=loaded, src=rows)
-    whole = width // BLOCK
-    columns = nl.ndarray((BLOCK, -(-width // BLOCK), batch), dtype=nl.float32, buffer=nl.sbuf)
+    whole, rest = width // BLOCK, width % BLOCK
+    columns = nl.ndarray((BLOCK, (width + BLOCK - 1) // BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=columns[:, 0:whole, :], src=turn_rows(loaded[:, 0 : whole * BLOCK], exact))
-    if width % BLOCK:
-        turn_short_rows(loaded[:, whole * BLOCK :], exact, columns[0 : width % BLOCK, whole, :])
+    if rest > 0:
+        turn_short_rows(loaded[:, whole * BLOCK :], exact, columns[0:rest, whole, :])
     return columns

@@ -10,7 +10,7 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries, copies_of_keys, normalized
+from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries, copies_of_keys, normalized, rows_of_keys
 from kimi_k2.nki.kernels.projections import turn_short_rows
 
 
@@ -25,7 +25,7 @@ def mla_decode(
     softmax_scale: float,
     own: Any = None,
     return_logsumexp: bool = False,
-    slots: int | None = None,
+    slots: Any = None,
 ) -> Any:
     """Attention of one query a sequence over its cache and its own new entry.
 
@@ -50,11 +50,10 @@ def mla_decode(
     """
     batch, heads, _ = query.shape
     rank, rope = latents.shape[2], keys.shape[2]
-    if slots is not None:
-        latents, keys = latents[:, 0:slots], keys[:, 0:slots]
+    read = latents.shape[1] if slots == None else slots
     identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
-    first, count = share_of(latents.shape[1] // BLOCK)
+    first, count = share_of(read // BLOCK)
     attention = LatentAttention(latents, keys, lengths, own, first, count, identity, exact, all_ones())
     queries = _queries(query, new_latents, new_keys, identity, rank, rope)
     sums, total, top = attention.attend(queries, softmax_scale)
@@ -83,7 +82,7 @@ def _queries(query: Any, new_latents: Any, new_keys: Any, identity: Any, rank: i
     batch, heads, size = query.shape
     chunks, copies, count = rank // BLOCK, copies_of_keys(rope), batch * heads
     latent = nl.ndarray((BLOCK, chunks, count), dtype=query.dtype, buffer=nl.sbuf)
-    rotated = Queries.rows_of_keys(rope, batch, heads, query.dtype)
+    rotated = rows_of_keys(rope, batch, heads, query.dtype)
     turned = nl.ndarray((rope, count), dtype=query.dtype, buffer=nl.sbuf)
     rows = query.reshape((count, size))
     for begin in range(0, count, BLOCK):

@@ -22,8 +22,9 @@ from kimi_k2.nki.kernels.columns import (
     turn_rows,
 )
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import Queries, copies_of_keys
+from kimi_k2.nki.kernels.latent_attention import Queries, copies_of_keys, rows_of_keys
 from kimi_k2.nki.kernels.linear import load_weight, project
+from kimi_k2.nki.kernels.views import stretched, swapped
 
 
 class QueryProjection(nl.NKIObject):  # type: ignore[misc]
@@ -44,13 +45,15 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         self.q_size = q_b_tiles.shape[1] * BLOCK
         # What the engines turn comes first, so that it does not wait behind the weights.
         self.rotation = nl.ndarray((self.rope, 2, rotation.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=self.rotation, src=rotation.permute((1, 0, 2)), engine=nisa.engine.sync)
+        batch = rotation.shape[2]
+        by_row = rotation.ap(pattern=[[batch, self.rope], [self.rope * batch, 2], [1, batch]])
+        nisa.dma_copy(dst=self.rotation, src=by_row, engine=nisa.engine.sync)
         self.swap = _pair_swap(identity, self.rope)
         self.q_gain = load_columns(q_norm_weight.reshape((1, self.q_size)), identity)
         self.kv_gain = load_columns(kv_norm_weight.reshape((1, self.rank)), identity)
         self.q_b, self.q_b_rows = load_weight(q_b_tiles, q_b_tile), load_scales(q_b_scales)
-        self.w_uk = [load_weight(w_uk_tiles[head]) for head in range(self.heads)]
-        self.uk_rows = [None if w_uk_scales is None else load_weight(w_uk_scales[head]) for head in range(self.heads)]
+        self.w_uk = load_heads(w_uk_tiles, self.heads)
+        self.uk_rows = load_heads(w_uk_scales, self.heads)
 
     def queries(self, projected: Any) -> Queries:
         """From [B, q_rank + rank + rope] in HBM."""
@@ -61,7 +64,8 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         chunks = self.q_size // BLOCK
         query = rms_norm(columns[:, 0:chunks, :], self.q_gain, self.eps, self.ones)
         nope, unrotated = self._heads(query)
-        absorbed, rotated = self._absorbed(nope), self._rotated(unrotated)
+        absorbed = self._absorbed(nope)
+        rotated = self._rotated(unrotated)
         latent = rms_norm(columns[:, chunks:, :], self.kv_gain, self.eps, self.ones)
         unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         turn_short_rows(rows[:, self.q_size + self.rank :], self.identity, unrotated)
@@ -83,23 +87,26 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         """
         chunks, batch = self.q_size // BLOCK, sums.shape[2]
         query = nl.ndarray((BLOCK, chunks, batch), dtype=dtype, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=query, data1=sums[:, 0:chunks, :], data2=self.q_gain.broadcast(2, batch), op=nl.multiply)
+        gain = stretched(self.q_gain, batch)
+        nisa.tensor_tensor(dst=query, data1=sums[:, 0:chunks, :], data2=gain, op=nl.multiply)
         squares = self._squares(sums, hidden)
         nope, unrotated = self._heads(query)
-        factors = self._factors(squares, hidden.shape[1] * BLOCK, eps)
-        absorbed, rotated = self._absorbed(nope) if absorb else nope, self._rotated(unrotated)
-        return _LateQueries(self, absorbed, rotated, sums, factors, dtype)
+        scale, factors = self._factors(squares, hidden.shape[1] * BLOCK, eps)
+        absorbed = self._absorbed(nope) if absorb else nope
+        queries = Queries(absorbed, self._rotated(unrotated), None, None, self.heads)
+        queries.factor = factors[:, 0, :]
+        queries.late = LateEntries(self, sums[:, chunks:, :], scale, factors, dtype)
+        return queries
 
-    def entries(self, sums: Any, factors: tuple[Any, Any, Any], dtype: Any) -> tuple[Any, Any]:
+    def entries(self, sums: Any, scale: Any, factors: Any, dtype: Any) -> tuple[Any, Any]:
         """New latents as columns [128, rank / 128, B], and rotated keys [rope, B].
 
         Args:
             sums: float32 [128, rank / 128 + 1, B], kv_a without its norm's scalar.
-            factors: of `_factors`.
+            scale, factors: of `_factors`.
             dtype: of the result.
         """
         chunks, batch = self.rank // BLOCK, sums.shape[2]
-        scale, _, factor = factors
         unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         key = sums[0 : self.rope, chunks, :]
         nisa.tensor_tensor(
@@ -108,26 +115,26 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         self._rotate(unrotated, new_key)
         weighted = nl.ndarray((BLOCK, chunks, batch), dtype=nl.float32, buffer=nl.sbuf)
-        gain = self.kv_gain.broadcast(2, batch)
+        gain = stretched(self.kv_gain, batch)
         nisa.tensor_tensor(dst=weighted, data1=sums[:, 0:chunks, :], data2=gain, op=nl.multiply)
         latent = nl.ndarray(weighted.shape, dtype=dtype, buffer=nl.sbuf)
-        factors = factor.expand_dim(1).broadcast(1, chunks)
-        nisa.tensor_tensor(dst=latent, data1=weighted, data2=factors, op=nl.multiply)
+        factor = factors.ap(pattern=[[2 * batch, BLOCK], [0, chunks], [1, batch]], offset=batch)
+        nisa.tensor_tensor(dst=latent, data1=weighted, data2=factor, op=nl.multiply)
         return latent, new_key
 
     def _squares(self, sums: Any, hidden: Any) -> Any:
         """Sums of squares of q_a, kv_a's latents and the hidden state on each partition: float32 [128, 3, B]."""
         blocks, latents = self.q_size // BLOCK, self.rank // BLOCK
         squares = nl.ndarray((BLOCK, 3, sums.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
-        given = (sums[:, 0:blocks, :], sums[:, blocks : blocks + latents, :], hidden)
-        for place, columns in enumerate(given):
-            sum_of_squares(columns, squares[:, place, :])
+        sum_of_squares(sums[:, 0:blocks, :], squares[:, 0, :])
+        sum_of_squares(sums[:, blocks : blocks + latents, :], squares[:, 1, :])
+        sum_of_squares(hidden, squares[:, 2, :])
         return squares
 
-    def _factors(self, squares: Any, size: int, eps: float) -> tuple[Any, Any, Any]:
+    def _factors(self, squares: Any, size: int, eps: float) -> tuple[Any, Any]:
         """The norm's scalar s = rsqrt(mean(h^2) + eps), and s * rsqrt(mean((s * x)^2) + eps) for q_a and kv_a.
 
-        Each float32 [128, B].
+        float32 [128, B] and [128, 2, B].
 
         Args:
             squares: of `_squares`.
@@ -146,23 +153,24 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
             operand1=self.eps * eps,
         )  # fmt: skip
         factors = nl.ndarray((BLOCK, 2, batch), dtype=nl.float32, buffer=nl.sbuf)
-        for place, size in enumerate((self.q_size, self.rank)):
+        for place in range(2):
+            share = 1.0 / (self.q_size if place == 0 else self.rank)
             nisa.scalar_tensor_tensor(
-                dst=factors[:, place, :], data=total[:, place, :], op0=nl.multiply, operand0=1.0 / size, op1=nl.add,
+                dst=factors[:, place, :], data=total[:, place, :], op0=nl.multiply, operand0=share, op1=nl.add,
                 operand1=guard,
             )  # fmt: skip
         nisa.activation(dst=factors, op=nl.rsqrt, data=factors)
-        return scale, factors[:, 0, :], factors[:, 1, :]
+        return scale, factors
 
     def _heads(self, query: Any) -> tuple[Any, Any]:
         """q_b of columns [128, q_rank / 128, B]: [128, heads, B] without position, and [rope, heads, B] unrotated."""
         batch, dtype, heads, rope = query.shape[2], query.dtype, self.heads, self.rope
         plain = heads * BLOCK
         rows = self.q_b_rows
-        nope = project(query, self.q_b[:, :, 0:plain], None if rows is None else rows[:, 0:heads, :], dtype)
+        nope = project(query, self.q_b[:, :, 0:plain], rows, dtype)
         unrotated = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
         # Two heads' rotary rows fill the Tensor Engine's columns.
-        each = 2 if rows is None and heads % 2 == 0 and 2 * rope == BLOCK else 1
+        each = 2 if rows == None and heads % 2 == 0 and 2 * rope == BLOCK else 1
         for head in range(0, heads, each):
             piece = self.q_b[:, :, plain + head * rope : plain + (head + each) * rope]
             if each == 1:
@@ -176,7 +184,7 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
 
     def _absorbed(self, nope: Any) -> Any:
         """W_UK of [128, heads, B]: columns [128, rank / 128, B * heads]."""
-        (_, heads, batch), chunks = nope.shape, self.rank // BLOCK
+        heads, batch, chunks = nope.shape[1], nope.shape[2], self.rank // BLOCK
         absorbed = nl.ndarray((BLOCK, chunks, batch, heads), dtype=nope.dtype, buffer=nl.sbuf)
         for head in range(heads):
             target = absorbed[:, :, :, head]
@@ -185,71 +193,77 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
 
     def _rotated(self, unrotated: Any) -> Any:
         """[rope, heads, B] rotated, as `Queries.rope`."""
-        (rope, heads, batch), dtype = unrotated.shape, unrotated.dtype
+        rope, heads, batch = unrotated.shape
+        dtype = unrotated.dtype
         turned = nl.ndarray((rope, heads, batch), dtype=dtype, buffer=nl.sbuf)
         self._rotate(unrotated.reshape((rope, heads * batch)), turned.reshape((rope, heads * batch)))
-        rotated = Queries.rows_of_keys(rope, batch, heads, dtype)
+        rotated = rows_of_keys(rope, batch, heads, dtype)
         for copy in range(copies_of_keys(rope)):
-            engine = nisa.engine.scalar if copy % 2 else nisa.engine.vector
+            engine = nisa.engine.scalar if copy % 2 == 1 else nisa.engine.vector
             target = rotated[copy * rope : (copy + 1) * rope, copy]
-            nisa.tensor_copy(dst=target, src=turned.permute((0, 2, 1)), engine=engine)
+            nisa.tensor_copy(dst=target, src=swapped(turned, heads), engine=engine)
         return rotated
 
     def _rotary_scales(self, head: int) -> Any:
         """Scales of a head's rotary rows, on the partitions where the result lies: [rope, 1, q_rank / 128]."""
-        if self.q_b_rows is None:
+        if self.q_b_rows == None:
             return None
-        group, place = divmod(head * self.rope, BLOCK)
+        group, place = self.heads + head * self.rope // BLOCK, head * self.rope % BLOCK
         factors = nl.ndarray((self.rope, 1, self.q_size // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-        group += self.heads
         nisa.tensor_copy(dst=factors, src=self.q_b_rows[place : place + self.rope, group : group + 1, :])
         return factors
 
     def _rotate(self, columns: Any, out: Any) -> None:
         """Columns [rope, n * B] times cosines, and their pairs swapped times signed sines: out, of their dtype."""
         rope, count = columns.shape
-        repeats = count // self.rotation.shape[2]
-        swapped = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=swapped, stationary=self.swap, moving=columns, accumulate=False)
-        parts = []
-        for part, values in enumerate((columns, swapped)):
-            scaled = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.sbuf)
-            factors = self.rotation[:, part, :].expand_dim(1).broadcast(1, repeats)
-            nisa.tensor_tensor(dst=scaled, data1=values, data2=factors, op=nl.multiply)
-            parts.append(scaled)
-        nisa.tensor_tensor(dst=out, data1=parts[0], data2=parts[1], op=nl.add)
+        swap = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=swap, stationary=self.swap, moving=columns, accumulate=False)
+        straight = self._turned(columns, 0)
+        crossed = self._turned(swap, 1)
+        nisa.tensor_tensor(dst=out, data1=straight, data2=crossed, op=nl.add)
+
+    def _turned(self, values: Any, part: int) -> Any:
+        """Values [rope, n * B] times the cosines (part 0) or the signed sines (1), float32."""
+        rope, count = values.shape
+        batch = self.rotation.shape[2]
+        scaled = nl.ndarray((rope, count), dtype=nl.float32, buffer=nl.sbuf)
+        pattern = [[2 * batch, rope], [0, count // batch], [1, batch]]
+        factors = self.rotation.ap(pattern=pattern, offset=part * batch)
+        nisa.tensor_tensor(dst=scaled, data1=values, data2=factors, op=nl.multiply)
+        return scaled
 
 
-class _LateQueries(Queries):
-    """Queries whose new entries are made when they are asked for."""
+class LateEntries(nl.NKIObject):  # type: ignore[misc]
+    """New entries that are made when they are asked for; arguments as those of `QueryProjection.entries`."""
 
-    def __init__(
-        self, before: QueryProjection, latent: Any, rope: Any, sums: Any, factors: tuple[Any, Any, Any], dtype: Any
-    ) -> None:
-        super().__init__(latent, rope, None, None, before.heads)
-        self._before, self._factors, self._dtype = before, factors, dtype
-        self._sums = sums[:, before.q_size // BLOCK :, :]
-        self.factor = factors[1]
+    def __init__(self, before: QueryProjection, sums: Any, scale: Any, factors: Any, dtype: Any) -> None:
+        self.before, self.sums, self.scale, self.factors, self.dtype = before, sums, scale, factors, dtype
 
-    def complete(self) -> None:
-        """Make the new entries."""
-        if self.new_key is None:
-            self.new_latent, self.new_key = self._before.entries(self._sums, self._factors, self._dtype)
+    def entries(self) -> tuple[Any, Any]:
+        """New latents and new keys."""
+        return self.before.entries(self.sums, self.scale, self.factors, self.dtype)
 
 
 class OutputProjection(nl.NKIObject):  # type: ignore[misc]
     """W_UV and this core's rows of o_proj, or all rows; arguments in HBM as those of `attention_decode`."""
 
+    o_rows: Any
+
     def __init__(
         self, w_uv_tiles: Any, w_uv_scales: Any, o_tiles: Any, o_scales: Any, exact: Any, whole: bool = False
     ) -> None:
         self.exact, self.heads = exact, o_tiles.shape[1]
-        self.w_uv = [load_weight(w_uv_tiles[head]) for head in range(self.heads)]
-        self.uv_rows = [None if w_uv_scales is None else load_weight(w_uv_scales[head]) for head in range(self.heads)]
+        self.w_uv = load_heads(w_uv_tiles, self.heads)
+        self.uv_rows = load_heads(w_uv_scales, self.heads)
         self.blocks = o_tiles.shape[2] // BLOCK
-        self.first, count = (0, self.blocks) if whole else share_of(self.blocks)
-        self.o_proj = load_weight(o_tiles[:, :, self.first * BLOCK : (self.first + count) * BLOCK])
-        self.o_rows = None if o_scales is None else load_weight(o_scales[:, self.first : self.first + count])
+        first, count = 0, self.blocks
+        if not whole:
+            first, count = share_of(self.blocks)
+        self.first = first
+        self.o_proj = load_weight(o_tiles[:, :, first * BLOCK : (first + count) * BLOCK])
+        self.o_rows = None
+        if o_scales != None:
+            self.o_rows = load_weight(o_scales[:, first : first + count])
 
     def values(self, summed: Any, shares: Any = None) -> Any:
         """o_proj's input from columns [128, rank / 128, B * heads]: [128, heads, B] of their dtype.
@@ -263,8 +277,8 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
         by_head = summed.reshape((rows, chunks, batch, self.heads))
         values = nl.ndarray((BLOCK, self.heads, batch), dtype=summed.dtype, buffer=nl.sbuf)
         for head in range(self.heads):
-            share, target = None if shares is None else shares[:, :, head], values[:, head : head + 1, :]
-            project(by_head[:, :, :, head], self.w_uv[head], self.uv_rows[head], summed.dtype, share, target)
+            weight, target = self.w_uv[head], values[:, head : head + 1, :]
+            project(by_head[:, :, :, head], weight, self.uv_rows[head], summed.dtype, shares, target, None, head)
         return values
 
     def store(self, values: Any) -> Any:
@@ -276,14 +290,27 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
     def columns(self, values: Any, out: Any = None, beside: Any = None, factor: Any = None) -> Any:
         """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given.
 
-        Multiplied by `factor` [128, B], and `beside` of the result's shape added, where they are given.
+        Multiplied by `factor` [128, B, 1], and `beside` of the result's shape added, where they are given.
         """
         return project(values, self.o_proj, self.o_rows, nl.float32, factor, out, beside)
 
 
 def load_scales(scales: Any) -> Any:
     """A tile of scales, or None."""
-    return None if scales is None else load_weight(scales)
+    if scales == None:
+        return None
+    return load_weight(scales)
+
+
+def load_heads(tensors: Any, heads: int) -> list[Any]:
+    """Each head's tile of [heads, ...]; None where there is no tensor."""
+    tiles = []
+    for head in range(heads):
+        tile = None
+        if tensors != None:
+            tile = load_weight(tensors[head])
+        tiles.append(tile)
+    return tiles
 
 
 def turn_short_rows(rows: Any, identity: Any, out: Any) -> None:
@@ -316,7 +343,7 @@ def write_entries(queries: Queries, identity: Any, new_latents: Any, new_keys: A
 def _pair_swap(identity: Any, size: int) -> Any:
     """[size, size]: the permutation that swaps the elements of each pair; its own transpose."""
     swap = nl.ndarray((size, size // 2, 2), dtype=identity.dtype, buffer=nl.sbuf)
-    pairs = identity[0:size, 0:size].reshape((size, size // 2, 2))
     for element in range(2):
-        nisa.tensor_copy(dst=swap[:, :, element], src=pairs[:, :, 1 - element])
+        other = identity.ap(pattern=[[BLOCK, size], [2, size // 2]], offset=1 - element)
+        nisa.tensor_copy(dst=swap[:, :, element], src=other)
     return swap.reshape((size, size))

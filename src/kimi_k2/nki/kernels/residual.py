@@ -23,14 +23,14 @@ class Sum(nl.NKIObject):  # type: ignore[misc]
     """
 
     def __init__(self, columns: Any, group: Any) -> None:
-        self.columns = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
+        self.total = nl.ndarray(columns.shape, dtype=nl.float32, buffer=nl.sbuf)
         flat = (BLOCK, columns.shape[1] * columns.shape[2])
-        ncc.all_reduce(srcs=[columns.reshape(flat)], dsts=[self.columns.reshape(flat)], replica_group=group, op=nl.add)
+        ncc.all_reduce(srcs=[columns.reshape(flat)], dsts=[self.total.reshape(flat)], replica_group=group, op=nl.add)
 
     def result(self) -> Any:
         """float32 [128, n, T]."""
-        add_over_cores(self.columns)
-        return self.columns
+        add_over_cores(self.total)
+        return self.total
 
 
 def residual_share(columns: Any, summands: int) -> Any:
@@ -50,14 +50,16 @@ class OwnColumns(nl.NKIObject):  # type: ignore[misc]
     """
 
     def __init__(self, columns: Any, exact: Any, ranks: int) -> None:
-        _, chunks, tokens = columns.shape
-        self.exact, each = exact, chunks * BLOCK // ranks
+        chunks, tokens = columns.shape[1], columns.shape[2]
+        self.exact = exact
+        each = chunks * BLOCK // ranks
         table = nl.ndarray((tokens, chunks, BLOCK), dtype=nl.float32, buffer=nl.private_hbm)
         store_columns(table, columns, 0, exact, nisa.engine.scalar)
         self.rows = nl.ndarray((tokens, each), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(
-            dst=self.rows, src=table.reshape((tokens, ranks, each)).select(1, ncc.rank_id()), engine=nisa.engine.scalar
-        )
+        by_rank = table.reshape((tokens, ranks, each))
+        pattern = [[ranks * each, tokens], [1, each]]
+        mine = by_rank.ap(pattern=pattern, scalar_offset=ncc.rank_id(), indirect_dim=1)
+        nisa.dma_copy(dst=self.rows, src=mine, engine=nisa.engine.scalar)
 
     def columns(self, dtype: Any) -> Any:
         """[n * 128 / ranks, T] of `dtype`."""
@@ -79,13 +81,12 @@ class NextProjections(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(self, residual_weight: Any, shared_weight: Any) -> None:
         self.width = residual_weight.shape[1]
-        self.blocks = -(-self.width // BLOCK)
-        self.first, self.count = share_of(self.blocks)
-        mine = slice(self.first * BLOCK, min((self.first + self.count) * BLOCK, self.width))
-        self.residual_weight, self.shared_weight = (
-            load_weight(residual_weight[:, mine]),
-            load_weight(shared_weight[:, mine]),
-        )
+        self.blocks = (self.width + BLOCK - 1) // BLOCK
+        first, count = share_of(self.blocks)
+        self.first, self.count = first, count
+        begin, end = first * BLOCK, min((first + count) * BLOCK, self.width)
+        self.residual_weight = load_weight(residual_weight[:, begin:end])
+        self.shared_weight = load_weight(shared_weight[:, begin:end])
 
     def add(self, own: Any, inner: Any, out: Any) -> None:
         """This core's blocks into out, float32 [128, N/128, T], which is 0.
@@ -97,10 +98,11 @@ class NextProjections(nl.NKIObject):  # type: ignore[misc]
         sums = nl.ndarray((BLOCK, self.count, out.shape[2]), dtype=nl.float32, buffer=nl.psum)
         for block in range(self.count):
             rows = min(BLOCK, self.width - (self.first + block) * BLOCK)
-            mine = slice(block * BLOCK, block * BLOCK + rows)
+            begin, end = block * BLOCK, block * BLOCK + rows
             target = sums[0:rows, block, :]
-            nisa.nc_matmul(dst=target, stationary=self.residual_weight[:, mine], moving=own, accumulate=False)
-            nisa.nc_matmul(dst=target, stationary=self.shared_weight[:, mine], moving=inner[:, 0, :], accumulate=True)
+            nisa.nc_matmul(dst=target, stationary=self.residual_weight[:, begin:end], moving=own, accumulate=False)
+            weight = self.shared_weight[:, begin:end]
+            nisa.nc_matmul(dst=target, stationary=weight, moving=inner[:, 0, :], accumulate=True)
         whole = min(self.count, self.width // BLOCK - self.first)
         if whole > 0:
             nisa.tensor_copy(dst=out[:, self.first : self.first + whole, :], src=sums[:, 0:whole, :])

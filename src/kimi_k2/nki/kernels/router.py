@@ -12,6 +12,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+from kimi_k2.nki.kernels.views import on_partitions
 
 # Stands for an expert that was chosen, in a copy of the biased scores; no score plus bias reaches it.
 _CHOSEN = -3.0e38
@@ -53,14 +54,14 @@ def noaux_tc_router(
     tokens, size = hidden.shape
     experts = weight_t.shape[1]
     logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
-    chosen = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
-    results = _store(*chosen)
+    index, weights, scores = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
+    expert_index, expert_weights, expert_affinities = _store(index, weights, scores)
     if not return_logits:
-        return results
+        return expert_index, expert_weights, expert_affinities
     router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
     if nl.program_id() == 0:
         nisa.dma_copy(dst=router_logits, src=logits)
-    return (*results, router_logits)
+    return expert_index, expert_weights, expert_affinities, router_logits
 
 
 @nki.jit
@@ -82,12 +83,14 @@ def noaux_tc_choice(
     """
     loaded = nl.ndarray(logits.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=loaded, src=logits)
-    return _store(*choose(loaded, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k))
+    index, weights, scores = choose(loaded, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
+    return _store(index, weights, scores)
 
 
 def _store(index: Any, weights: Any, scores: Any) -> tuple[Any, Any, Any]:
     """What `choose` gave, in HBM; the numbers as int32."""
-    (tokens, top_k), experts = index.shape, scores.shape[1]
+    tokens, top_k = index.shape
+    experts = scores.shape[1]
     expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
     expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
     expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -108,20 +111,18 @@ def choose(
     routed_scaling_factor: float,
     norm_topk_prob: bool = True,
     top_k: int = 8,
-    affinities: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Choice and weights from logits [T, E] float32 in SBUF: uint32 [T, top_k], float32 [T, top_k], float32 [T, E].
 
     Args:
         bias: e_score_correction_bias, float32 [1, E] in HBM.
-        affinities: make the last of them; otherwise it is None.
         routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
     """
     tokens, experts = logits.shape
     scores = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scores, op=nl.sigmoid, data=logits)
     choice = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=choice, src=bias.ap(pattern=[[0, tokens], [1, experts]]))
+    nisa.dma_copy(dst=choice, src=on_partitions(bias, tokens, experts))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
 
     best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
@@ -130,8 +131,6 @@ def choose(
     nisa.nc_find_index8(dst=index, data=choice, vals=best)
 
     weights, factor = normalized_weights(scores, index[:, 0:top_k], routed_scaling_factor, norm_topk_prob)
-    if not affinities:
-        return index[:, 0:top_k], weights, None
     # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
     if top_k < FOUND:
         nisa.memset(dst=best[:, top_k:FOUND], value=_NO_SCORE)
@@ -165,8 +164,8 @@ def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int)
     rows = nl.tile_size.pmax
     first, count = share_of(columns)
     hidden_tile = nl.ndarray((rows, tokens, count), dtype=hidden.dtype, buffer=nl.sbuf)
-    by_partition = hidden.reshape((tokens, rows, columns)).permute((1, 0, 2))
-    nisa.dma_copy(dst=hidden_tile, src=by_partition[:, :, first : first + count])
+    pattern = [[columns, rows], [rows * columns, tokens], [1, count]]
+    nisa.dma_copy(dst=hidden_tile, src=hidden.ap(pattern=pattern, offset=first))
     weight = weight_t.reshape((rows, columns, experts))
     total = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.psum)
     for begin in range(0, count, _TILES_A_DMA):

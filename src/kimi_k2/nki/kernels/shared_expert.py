@@ -10,6 +10,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import add_over_cores
 from kimi_k2.nki.kernels.linear import load_weight, project
+from kimi_k2.nki.kernels.views import on_partitions
 
 
 class SharedExpert(nl.NKIObject):  # type: ignore[misc]
@@ -25,21 +26,26 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         inner: once applied, [I, T]: what goes into down.
     """
 
+    row_scales: Any
+    out_scales: Any
+    inner: Any
+
     def __init__(self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int) -> None:
-        self.width, blocks = down.shape[0], gate_up.shape[1]
-        mine = slice(first, first + count)
-        self.gate_up = load_weight(gate_up[:, mine, :])
-        self.down = load_weight(down.reshape((self.width, blocks, BLOCK))[:, mine, :])
-        self.row_scales = self.out_scales = None
-        if gate_up_scales is not None:
-            self.row_scales = nl.ndarray((2 * self.width, 1, count), dtype=nl.float32, buffer=nl.sbuf)
+        width, blocks = down.shape[0], gate_up.shape[1]
+        self.width = width
+        self.gate_up = load_weight(gate_up[:, first : first + count, :])
+        self.down = load_weight(down.reshape((width, blocks, BLOCK))[:, first : first + count, :])
+        self.row_scales = None
+        self.out_scales = None
+        self.inner = None
+        if gate_up_scales != None:
+            self.row_scales = nl.ndarray((2 * width, 1, count), dtype=nl.float32, buffer=nl.sbuf)
             for half in range(2):
-                row = gate_up_scales[half, mine].reshape((1, count))
-                rows = self.row_scales[half * self.width : (half + 1) * self.width]
-                nisa.dma_copy(dst=rows, src=_repeated(row, self.width))
-        if down_scales is not None:
+                rows = self.row_scales[half * width : (half + 1) * width]
+                nisa.dma_copy(dst=rows, src=on_partitions(gate_up_scales, width, count, half * blocks + first))
+        if down_scales != None:
             self.out_scales = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(dst=self.out_scales, src=_repeated(down_scales[mine].reshape((1, count)), BLOCK))
+            nisa.dma_copy(dst=self.out_scales, src=on_partitions(down_scales, BLOCK, count, first))
 
     def apply(self, columns: Any) -> Any:
         """down . (silu(gate . x) * (up . x)) of this core's blocks [128, count, T]: the same shape, float32."""
@@ -64,8 +70,3 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         inner = nl.ndarray((width, 1, tokens), dtype=columns.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
         return inner
-
-
-def _repeated(row: Any, times: int) -> Any:
-    """A row in HBM [1, n], read once for each of `times` partitions."""
-    return row.ap(pattern=[[0, times], [1, row.shape[1]]])
