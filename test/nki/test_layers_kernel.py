@@ -24,7 +24,7 @@ Q_RANK, RANK, ROPE, NOPE, VALUE = 256, 128, 64, 128, 128
 SLOTS, SCALE, SCALING, EPS, LATENT_EPS = 512, 0.1447, 2.827, 1e-6, 1e-3
 BEHIND = 128  # slots of a cache that a step does not read
 BLOCKS, DOWNS = HIDDEN // 128, Q_RANK + RANK + ROPE
-Layer = namedtuple("Layer", FIELDS)
+Layer: Any = namedtuple("Layer", FIELDS)  # type: ignore[misc]
 
 
 def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = EPS) -> Tensor:
@@ -125,7 +125,7 @@ class Model:
             *(more or (None, None)), LATENT_EPS, SLOTS // shared,
         ]  # fmt: skip
 
-    def shared(self, layer: Layer, number: int, group: range, place: int, dtype: Any, cores: int) -> Layer:
+    def shared(self, layer: Any, number: int, group: range, place: int, dtype: Any, cores: int) -> Any:
         """A layer whose cache a group of ranks shares: weights of all their heads' queries, a part of the slots."""
         w, each = self.layers[number], len(group) // cores
         halves = [w.q_b[group.start + core * each : group.start + (core + 1) * each] for core in range(cores)]
@@ -139,7 +139,7 @@ class Model:
             keys=np.ascontiguousarray(self.keys[number][:, slots].numpy()).astype(dtype),
         )  # fmt: skip
 
-    def layer(self, number: int, rank: int, dtype: Any) -> Layer:
+    def layer(self, number: int, rank: int, dtype: Any) -> Any:
         """A rank's weights of one layer, BF16 or float32, folded ones as conversion folds them."""
         w, each, own = self.layers[number], HEADS // RANKS, HIDDEN // RANKS
 
@@ -164,7 +164,8 @@ class Model:
         ]
         behind = (0, 0, 0, BEHIND)
         caches = [cast(torch.nn.functional.pad(one[number], behind, value=1e4)) for one in (self.latents, self.keys)]
-        return Layer(
+        made: Any = Layer
+        return made(
             cast(w.q_norm), cast(w.kv_norm), cast(q_b.view(-1, Q_RANK // 128, 128).permute(2, 1, 0)), None,
             cast(w.uk[heads, :, None]), None,
             cast(w.uv[heads].view(each, VALUE, RANK // 128, 128).permute(0, 3, 2, 1)), None,

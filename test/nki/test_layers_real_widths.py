@@ -27,7 +27,7 @@ def drawn(generator: torch.Generator, dtype: Any, *shape: int, scale: float = 1.
     return (torch.randn(*shape, generator=generator) * scale).numpy().astype(dtype)
 
 
-def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool) -> Layer:
+def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool) -> Any:
     """A rank's weights of one layer, experts as `stored`."""
 
     def normal(*shape: int, scale: float = 1.0) -> Any:
@@ -72,7 +72,7 @@ def expert(x: Tensor, gate_up: Any, up_scales: Any, down: Any, down_scales: Any)
     return inner, (inner @ wide(down)) * wide(down_scales).repeat_interleave(128)
 
 
-def reference(x: Tensor, downs: Tensor, layers: list[Layer], cos: Tensor, sin: Tensor, slots: int) -> Tensor:
+def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Tensor, slots: int) -> Tensor:
     """The residual behind the layers, float64."""
     for one in layers:
         scale = torch.rsqrt(x.square().mean() + EPS)
