@@ -197,7 +197,17 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
     """Our own runner's step of one sequence of 1,024 tokens, of the same slice: milliseconds."""
     command = [sys.executable, str(HERE / "run_cuda.py"), "--preset", "h200-tp8", "--stand-in", "--layers", layers]
-    command += ["--model", NAMES[experts], "--batch", "1", "--context", "1024", "--prompt", "0", "--routing", "uniform"]
+    command += [
+        NAMES[experts],
+        "--routing",
+        "uniform",
+        "--batch-size",
+        "1",
+        "--context",
+        "1024",
+        "--prompt-length",
+        "0",
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r"TPOT[^0-9]*([0-9.]+) ms", done.stdout)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from kimi_k2.cli import app, main
+from kimi_k2.cli.app import find_commands
+from kimi_k2.cli.command import Command
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -27,12 +33,70 @@ def kimi(*arguments: str, stdin: str | None = None) -> Result:
     return runner.invoke(app, list(arguments), input=stdin)
 
 
-@pytest.mark.parametrize("command", ["generate", "make-checkpoint", "inspect", "demo"])
-def test_every_command_has_help(command: str) -> None:
-    result = runner.invoke(app, [command, "--help"])
+@pytest.mark.parametrize("command", find_commands(), ids=lambda command: command.name)
+def test_every_command_has_help_with_examples_that_it_takes(command: Command) -> None:
+    result = runner.invoke(app, [command.name, "-h"], env={"COLUMNS": "300"})
     assert result.exit_code == 0
-    assert len(result.output.splitlines()) > 5
-    assert command in runner.invoke(app, ["--help"]).output
+    assert command.name in runner.invoke(app, ["--help"]).output
+    assert command.examples
+    for example in command.examples:
+        assert example in result.output
+        words = shlex.split(example)
+        called: Any = get_command(app)
+        options = words[words.index("kimi-k2") + 1 :]
+        while options and options[0] in getattr(called, "commands", ()):
+            called, options = called.commands[options[0]], options[1:]
+        if called.name == "bench":
+            called = called.commands["sweep"]
+        try:
+            called.make_context(called.name, options)
+        except typer.BadParameter as error:  # the examples' files are not here
+            assert "does not exist" in error.message, example
+
+
+def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    ranks = str(tmp_path / "ranks")
+    assert kimi("convert", str(checkpoints["fp8"]), ranks, "--tp", "2").exit_code == 0
+    shown = kimi("inspect", ranks)
+    assert shown.exit_code == 0
+    assert "output of `convert`, 2 files" in shown.stdout
+    assert json.loads(kimi("inspect", ranks, "--json").stdout)["made_from"]["options"]["moe_tp"] == 2
+    assert kimi("inspect", ranks, "--tensors").exit_code == 2
+
+
+def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
+    """`--n` draws each reply by the next seed; log-probabilities are OpenAI's shape, of the tokens that were chosen."""
+    line = (
+        "generate",
+        str(checkpoints["fp8"]),
+        "--raw",
+        "-p",
+        "abc",
+        "--max-tokens",
+        "3",
+        "--json",
+        "--temperature",
+        "1",
+    )
+    both = [json.loads(one) for one in kimi(*line, "--n", "2", "--logprobs", "2", "--seed", "5").stdout.splitlines()]
+    assert [one["index"] for one in both] == [0, 1]
+    (second,) = [json.loads(one) for one in kimi(*line, "--seed", "6").stdout.splitlines()]
+    assert both[1]["message"] == second["message"]
+    content = both[0]["logprobs"]["content"]
+    assert len(content) == both[0]["usage"]["completion_tokens"]
+    for one in content:
+        first, other = one["top_logprobs"]
+        assert 0 > first["logprob"] >= max(other["logprob"], one["logprob"])
+    assert kimi("generate", str(checkpoints["fp8"]), "-p", "x", "--n", "2").exit_code == 2
+
+
+def test_plan_says_what_does_not_fit_by_its_status() -> None:
+    assert kimi("plan", "kimi-k2-thinking", "--preset", "h200-tp8").exit_code == 0
+    refused = kimi("plan", "kimi-k2-instruct-0905", "--preset", "h200-tp1")
+    assert refused.exit_code == 3
+    assert "does not fit" in refused.stdout
+    assert "it would fit with" in refused.stdout
+    assert refused.stdout.count("TPOT") == 1
 
 
 def test_demo_passes_against_transformers(tmp_path: Path) -> None:

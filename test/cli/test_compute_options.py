@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kimi_k2.api import compute_defaults
 from kimi_k2.cli import app
-from kimi_k2.cli.options import compute_defaults
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
@@ -21,19 +21,19 @@ SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "keep", "expected"),
+    ("backend", "dtype", "keep", "expected"),
     [
         ("cuda", None, None, ("bfloat16", True)),
-        ("cuda:1", None, False, ("bfloat16", False)),
+        ("cuda", None, False, ("bfloat16", False)),
         ("cuda", "float32", None, ("float32", False)),
         ("cpu", None, None, ("float32", False)),
         ("cpu", "bfloat16", True, ("bfloat16", True)),
     ],
 )
 def test_a_gpu_computes_with_kernels_unless_told(
-    device: str, dtype: str | None, keep: bool | None, expected: tuple[str, bool]
+    backend: str, dtype: str | None, keep: bool | None, expected: tuple[str, bool]
 ) -> None:
-    assert compute_defaults(device, dtype, keep) == expected
+    assert compute_defaults(backend, dtype, keep) == expected
 
 
 def with_scheme(checkpoint: Path, scheme: object) -> dict[str, object]:

@@ -23,9 +23,10 @@ def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.8), (1.3, 40, 0.5)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.3, 40, 0.5, 0.0), (0.9, 0, 0.9, 0.05)],
 )
-def test_probabilities_are_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_probabilities_are_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(1)) * 3
     expected = processors.TemperatureLogitsWarper(temperature)(None, logits)
@@ -33,14 +34,48 @@ def test_probabilities_are_transformers(temperature: float, top_k: int, top_p: f
         expected = processors.TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = processors.TopPLogitsWarper(top_p)(None, expected)
-    sampler = Sampler(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), 16)
+    if min_p:
+        expected = processors.MinPLogitsWarper(min_p)(None, expected)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampler = Sampler(params, [[0]] * 16)
     ours = sampler._probabilities(logits)
     torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
 
 
+def test_repetition_penalty_is_transformers() -> None:
+    """Of the prompt's tokens and the reply's; each step of the reply is greedy."""
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    draw = torch.Generator().manual_seed(2)
+    prompts = torch.randint(0, 12, (3, 4), generator=draw)
+    sampler, sequences = Sampler(SamplingParams(repetition_penalty=1.7), prompts.tolist()), prompts
+    for _ in range(12):
+        logits = torch.randn(3, 12, generator=draw)
+        expected = processors.RepetitionPenaltyLogitsProcessor(1.7)(sequences, logits.clone()).argmax(-1)
+        assert sampler(logits).tolist() == expected.tolist()
+        sequences = torch.cat([sequences, expected[:, None]], 1)
+
+
+def test_presence_and_frequency_count_the_reply_alone() -> None:
+    logits = torch.tensor([[1.0, 0.75, 0.0]])
+    frequent = Sampler(SamplingParams(frequency_penalty=0.15), [[0, 0, 0]])
+    assert [int(frequent(logits)) for _ in range(5)] == [0, 0, 1, 0, 1]  # 1, 0.85, 0.70; 0.75; 0.70; 0.60
+    present = Sampler(SamplingParams(presence_penalty=0.3), [[0]])
+    assert [int(present(logits)) for _ in range(4)] == [0, 1, 0, 0]  # 1; 0.7 < 0.75; 0.7 > 0.45
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(5))
+    sampler = Sampler(SamplingParams(temperature=0.5, top_k=3, presence_penalty=1.0, logprobs=2), [[1], [2]])
+    tokens, expected = sampler(logits), logits.log_softmax(-1)
+    for row, found in enumerate(sampler.logprobs):
+        assert found.chosen == pytest.approx(float(expected[row, tokens[row]]))
+        assert [token for token, _ in found.top] == expected[row].topk(2).indices.tolist()
+        assert [value for _, value in found.top] == pytest.approx(expected[row].topk(2).values.tolist())
+
+
 def test_sampled_frequencies_follow_the_distribution() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -50.0]])
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 1)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), [[0]])
     counts = torch.bincount(torch.cat([sampler(logits) for _ in range(4000)]), minlength=4) / 4000
     # Four standard deviations of a proportion of 4000 draws.
     assert (counts - logits[0].softmax(-1)).abs().max() < 4 * (0.25 / 4000) ** 0.5

@@ -47,6 +47,35 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_next_turn_reads_what_is_new(wide: Path, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """Tokens are those of a fresh cache; the model is given only what neither the prompt before nor its reply had."""
+    monkeypatch.setattr(module, "capturable", lambda model, batch: captured)
+    monkeypatch.setattr(module, "SLOTS", 64)
+    read: list[int] = []
+    model, params = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True), SamplingParams(max_new_tokens=6)
+    generator, prompt = Generator(model, keep=True), list(range(5, 25))
+    original = prefill
+
+    def counted(model: KimiK2ForCausalLM, prompts: list[list[int]], *rest: object) -> torch.Tensor:
+        read.append(len(prompts[0]) - cast(int, rest[-1]))
+        return original(model, prompts, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kimi_k2.engine.generate.prefill", counted)
+    for turn in range(3):
+        reply = [step.tokens[0] for step in generator.stream([prompt], params)]
+        monkeypatch.setattr("kimi_k2.engine.generate.prefill", original)
+        assert reply == generate(model, [prompt], params).token_ids[0]
+        monkeypatch.setattr("kimi_k2.engine.generate.prefill", counted)
+        prompt = [*prompt, *cast(list[int], reply), 7, 8, turn]
+    assert read == [20, 4, 4]  # the reply's last token was chosen, not computed
+    parted = [*prompt[:10], 3, 2]
+    assert [step.tokens[0] for step in generator.stream([parted], params)] == generate(
+        model, [parted], params
+    ).token_ids[0]
+    assert read[-2:] == [2, 12]
+
+
 RAGGED = [list(range(5, 165)), [9, 10], [7], [3, 4, 5, 6], [8]]
 EVEN = [*PROMPTS, *PROMPTS, [7]]
 

@@ -41,7 +41,7 @@ def test_hlo_of_every_graph(tmp_path: Path) -> None:
     fields |= {"seq_len": 512, "max_context_length": 512}
     fields["vision"]["buckets"] = [[256, 1], [1024, 4]]
     preset.write_text(yaml.safe_dump(fields))
-    words = ["compile", "--preset", preset, "--model", model, "--out", out, "--hlo-only"]
+    words = ["compile", model, "--preset", preset, "--out", out, "--hlo-only"]
     command = [sys.executable, "-c", CLI, *map(str, words)]
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
@@ -66,7 +66,7 @@ def test_nxdi_compiles_both_models(tmp_path: Path) -> None:
     write_synthetic_checkpoint(model, with_format(tiny_config("kimi-k2.5", vision=sizes), "fp8"), seed=8)
     preset.write_text(yaml.safe_dump({**PRESET, "vision": {"tp_degree": 1, "buckets": [[16, 1], [64, 4]]}}))
     machine = Machine(tmp_path)
-    compile_it = ("compile", "--preset", preset, "--model", model, "--out", out)
+    compile_it = ("compile", model, "--preset", preset, "--out", out)
     machine("cli", *compile_it)
     manifest = json.loads((out / "compile.json").read_text())
     assert manifest["complete"]

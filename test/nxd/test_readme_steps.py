@@ -92,7 +92,7 @@ def test_from_a_checkpoint_to_text(checkpoints: dict[str, Path], tmp_path: Path)
         if path.suffix != ".safetensors":
             shutil.copy(path, model)
     # 4. Compile, and once more: nothing is left to do.
-    compile_it = ("compile", "--preset", preset, "--model", model, "--out", ranks)
+    compile_it = ("compile", model, "--preset", preset, "--out", ranks)
     machine("cli", *compile_it)
     assert json.loads((ranks / "compile.json").read_text())["complete"]
     graphs = json.loads((tmp_path / "work" / "graphs.json").read_text())
@@ -106,7 +106,7 @@ def test_from_a_checkpoint_to_text(checkpoints: dict[str, Path], tmp_path: Path)
     # Graphs that return logits, for NxDI's tolerances in float32; here compile shards the weights itself.
     exact, with_logits = tmp_path / "exact.yaml", tmp_path / "with-logits"
     exact.write_text(yaml.safe_dump({**PRESET, "torch_dtype": "float32"}))
-    capture_it = ("compile", "--preset", exact, "--model", source, "--out", with_logits)
+    capture_it = ("compile", source, "--preset", exact, "--out", with_logits)
     machine("cli", *capture_it, "--capture-layers", "0,1")
     # 5. Load and test, with the golden artifacts of one command.
     golden = tmp_path / "golden"
@@ -124,7 +124,7 @@ def test_from_a_checkpoint_to_text(checkpoints: dict[str, Path], tmp_path: Path)
     tests = ("pytest", "-q", "-m", "neuron", "-p", "no:cacheprovider", CONTRIB / "test" / "integration")
     assert "5 passed, 1 skipped" in machine(*tests, **names, KIMI_K2_COMPILED=ranks)
     assert "6 passed" in machine(*tests, **names, KIMI_K2_COMPILED=with_logits, KIMI_K2_GOLDEN=golden)
-    compare = ("parity", "compare", golden, source, "--backend", "nxdi", "--preset", exact, "--compiled", with_logits)
+    compare = ("parity", "compare", golden, source, "--backend", "neuron", "--preset", exact, "--compiled", with_logits)
     machine("cli", *compare)  # its exit status is 0 only if no point diverges
     # 6. Generate and measure.
     asked = ("generate", model, "--raw", "--prompt", PROMPT, "--max-new-tokens", STEPS)
@@ -140,4 +140,4 @@ def test_a_machine_without_the_compiler_is_told_so(checkpoints: dict[str, Path],
     machine = Machine(tmp_path)
     (tmp_path / "bin" / "neuronx-cc").unlink()
     with pytest.raises(AssertionError, match="no Neuron compiler"):
-        machine("cli", "compile", "--preset", "trn2-tp64-ep1-1k", "--model", "kimi-k2-instruct-0905", "--out", tmp_path)
+        machine("cli", "compile", "kimi-k2-instruct-0905", "--preset", "trn2-tp64-ep1-1k", "--out", tmp_path)

@@ -88,7 +88,7 @@ def test_generation_on_gpus_ends(for_gpus: KimiK2Config, tmp_path: Path) -> None
     options = [tmp_path / "source", "--ranks", tmp_path / "ranks", "--dtype", "bfloat16"]
     cells = ["--output-lengths", "2,8", "--batch-sizes", "1,2", "--runs", 1, "--out", tmp_path / "sweep"]
     commands = (
-        ["generate", *options, "--device", "cuda", "-p", "Hello", "--max-new-tokens", 8],
+        ["generate", *options, "--backend", "cuda", "-p", "Hello", "--max-new-tokens", 8],
         ["bench", *options, "--backend", "cuda", *cells],
     )
     with ThreadPoolExecutor() as at_once:

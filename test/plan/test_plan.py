@@ -188,7 +188,7 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     assert report["rank_memory"]["fits"]
     assert report["rank_memory"]["resident"] == sum(report["rank_memory"]["parts"].values())
     assert chart.read_bytes().startswith(b"\x89PNG")
-    tables = runner.invoke(app, ["plan", "kimi-k2-instruct-0905", "--published"], env={"COLUMNS": "160"})
+    tables = runner.invoke(app, ["plan", "kimi-k2-instruct-0905", "--published", "--verbose"], env={"COLUMNS": "160"})
     assert tables.exit_code == 0
     for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55"):
         assert word in tables.output

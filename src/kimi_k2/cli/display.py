@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kimi_k2.engine.reply import Reply
+from kimi_k2.engine.sampler import TokenLogprobs
 from kimi_k2.tokenization.message import (
     AssistantMessage,
     Content,
@@ -24,7 +25,8 @@ from kimi_k2.tokenization.message import (
 )
 
 if TYPE_CHECKING:
-    from kimi_k2.cli.session import Prompt
+    from kimi_k2.api import Prompt
+    from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 # A model may write anything; what a terminal would obey is shown as a picture of itself.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -80,8 +82,8 @@ class PlainView:
 class JsonView:
     """A JSON line a reply when it ends and, if `deltas`, one for everything that comes before."""
 
-    def __init__(self, prompts: list[Prompt], *, deltas: bool) -> None:
-        self._prompts, self._deltas = prompts, deltas
+    def __init__(self, prompts: list[Prompt], tokenizer: KimiTokenizer, *, deltas: bool) -> None:
+        self._prompts, self._tokenizer, self._deltas = prompts, tokenizer, deltas
 
     def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Print a delta, as OpenAI's API streams them."""
@@ -91,8 +93,20 @@ class JsonView:
     def ended(self, row: int, reply: Reply) -> None:
         """Print the message."""
         usage = {"prompt_tokens": len(self._prompts[row].ids), "completion_tokens": reply.tokens}
-        message = reply.message.to_openai()
-        self._line({"index": row, "message": message, "finish_reason": reply.finish_reason, "usage": usage})
+        line = {
+            "index": row,
+            "message": reply.message.to_openai(),
+            "finish_reason": reply.finish_reason,
+            "usage": usage,
+        }
+        if reply.logprobs:
+            line["logprobs"] = {"content": [self._logprob(*one) for one in reply.logprobs]}
+        self._line(line)
+
+    def _logprob(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+        """A token's, as OpenAI's API gives them."""
+        top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in found.top]
+        return {"token": self._tokenizer.decode([token]), "logprob": found.chosen, "top_logprobs": top}
 
     def close(self, replies: dict[int, Reply]) -> None:
         """Nothing is left."""

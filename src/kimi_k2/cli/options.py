@@ -1,11 +1,18 @@
-"""Options that several commands share, each an annotated type with its help."""
+"""Options that several commands share: each an annotated type with its help, and groups of them as dataclasses.
+
+One name has one meaning: `--backend` is who runs the model, `--prompt` a text, `--prompt-length` tokens. Lists of
+numbers and of names have commas; texts and files are repeated.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -14,13 +21,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
-
-
-def compute_defaults(device: str, dtype: str | None, keep_quantized: bool | None) -> tuple[str, bool]:
-    """Compute dtype, and whether weights are held as stored: what our kernels take on a GPU, where it is not said."""
-    on_gpu = device.startswith("cuda")
-    chosen = dtype or ("bfloat16" if on_gpu else "float32")
-    return chosen, on_gpu and chosen == "bfloat16" if keep_quantized is None else keep_quantized
 
 
 def published_models() -> list[str]:
@@ -112,6 +112,7 @@ KeepQuantized = Annotated[
     bool | None,
     typer.Option(
         "--keep-quantized/--dequantize",
+        rich_help_panel="How the model runs",
         help="Hold FP8/INT4 weights as stored, as ranks always do: less memory, and fast on an H200 in BF16, where it"
         " is the default.",
         show_default=False,
@@ -144,7 +145,6 @@ StoredFormatOption = Annotated[
         help="How weights are stored (fp8, int4, bf16); the model's own if not given.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
 KvCacheDtype = Annotated[
     Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
     typer.Option(help="Of the KV cache; auto: config.json's kv_cache_scheme, else the compute dtype."),
@@ -152,15 +152,6 @@ KvCacheDtype = Annotated[
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="A sequence's logits have the same bits in any batch and in any chunks."),
-]
-ChunkSize = Annotated[int | None, number(1, "Prefill this many tokens at a time.")]
-MaxNewTokens = Annotated[int, number(1, "Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus size in (0, 1].")]
-TopK = Annotated[int, number(0, "Tokens to choose from; 0 for all.")]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", callback=_not_empty, help="End a reply before this text; may be repeated."),
 ]
 System = Annotated[str | None, typer.Option("--system", help="System prompt, instead of a conversation's own.")]
 Tools = Annotated[
@@ -181,22 +172,145 @@ Videos = Annotated[
     typer.Option("--video", help="Film that stands before the text, after the pictures; may be repeated."),
 ]
 
-# -- the NxDI model --------------------------------------------------------------------------------------------------
-Backend = Annotated[
-    Literal["torch", "neuron"],
-    typer.Option("--backend", help="torch: the plain model on --device; neuron: the NxDI model, see --compiled."),
-]
-Deployed = Annotated[str, typer.Option("--preset", help="Deployment in configs/, or a path to one (neuron).")]
+# -- groups ----------------------------------------------------------------------------------------------------------
+BackendName = Literal["cpu", "cuda", "neuron"]
 DEFAULT_DEPLOYMENT = "trn2-tp64-ep1"
-Compiled = Annotated[
-    Path | None, typer.Option(help="What `kimi-k2 compile` wrote, to load on Trainium (neuron).", file_okay=False)
-]
-OnCpu = Annotated[
-    bool,
-    typer.Option("--on-cpu", help="NxD's CPU mode instead of --compiled (neuron); ranks are torchrun's processes."),
-]
-Context = Annotated[int, number(2, "With --on-cpu: tokens a sequence, prompt and reply.")]
-DEFAULT_CONTEXT = 1024
+SAMPLING, MODEL, NEURON = "How tokens are chosen", "How the model runs", "The NxDI model (--backend neuron)"
+
+
+def _in(panel: str, *names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **options)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; names and meanings of vLLM and Hugging Face."""
+
+    max_new_tokens: Annotated[
+        int, _in(SAMPLING, "--max-new-tokens", "--max-tokens", min=1, max=MOST, help="Tokens to generate at most.")
+    ] = 128
+    temperature: Annotated[float, _in(SAMPLING, min=0.0, help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, _in(SAMPLING, help="Nucleus size in (0, 1].")] = 1.0
+    top_k: Annotated[int, _in(SAMPLING, min=0, max=MOST, help="Tokens to choose from; 0 for all.")] = 0
+    min_p: Annotated[float, _in(SAMPLING, help="Least share of the likeliest token's probability; 0 for all.")] = 0.0
+    repetition_penalty: Annotated[float, _in(SAMPLING, help="Of tokens in the prompt or the reply; 1 for none.")] = 1.0
+    presence_penalty: Annotated[float, _in(SAMPLING, help="Of tokens in the reply; 0 for none.")] = 0.0
+    frequency_penalty: Annotated[float, _in(SAMPLING, help="Times how often a token is in the reply.")] = 0.0
+    seed: Annotated[int, _in(SAMPLING, min=0, max=2**63 - 1, help="Of the random choices.")] = 0
+    stop: Annotated[
+        list[str] | None, _in(SAMPLING, callback=_not_empty, help="End a reply before this text; may be repeated.")
+    ] = None
+
+    def params(self, **more: Any) -> Any:
+        """As SamplingParams; GenerationError if a value is out of range."""
+        from kimi_k2.engine.sampler import SamplingParams
+
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"}
+        return SamplingParams(**own, **more)
+
+
+@dataclass(frozen=True)
+class ChatSamplingOptions(SamplingOptions):
+    """The same, for conversations."""
+
+    max_new_tokens: Annotated[
+        int, _in(SAMPLING, "--max-new-tokens", "--max-tokens", min=1, max=MOST, help="Tokens of a reply at most.")
+    ] = 1024
+    temperature: Annotated[float, _in(SAMPLING, min=0.0, help="0 is greedy.")] = 0.6
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Who runs the model, and how."""
+
+    backend: Annotated[
+        BackendName, _in(MODEL, help="cpu and cuda: the plain model with our kernels; neuron: the NxDI model.")
+    ] = "cpu"
+    dtype: Annotated[
+        Dtype | None, _in(MODEL, help="Compute dtype; bfloat16 on a GPU, else float32.", show_default=False)
+    ] = None
+    keep_quantized: KeepQuantized = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    batch_invariant: BatchInvariant = False
+    chunk_size: Annotated[int | None, _in(MODEL, min=1, max=MOST, help="Prefill this many tokens at a time.")] = None
+    download: Download = False
+    preset: Annotated[str, _in(NEURON, help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT
+    compiled: Annotated[
+        Path | None, _in(NEURON, help="What `kimi-k2 compile` wrote, to load on Trainium.", file_okay=False)
+    ] = None
+    on_cpu: Annotated[
+        bool, _in(NEURON, "--on-cpu", help="NxD's CPU mode instead of --compiled; ranks are torchrun's processes.")
+    ] = False
+    max_model_len: Annotated[
+        int, _in(NEURON, min=2, max=MOST, help="With --on-cpu: tokens a sequence, prompt and reply.")
+    ] = 1024
+
+    def options(self, batch_size: int = 1) -> dict[str, Any]:
+        """Of `KimiK2.open`, after the process is in the mode that is asked for.
+
+        Raises:
+            BadParameter: options of one backend with another.
+        """
+        if self.backend != "neuron" and (self.compiled is not None or self.on_cpu):
+            raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
+        if self.backend == "neuron" and self.batch_invariant:
+            raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
+        from kimi_k2.api import Neuron
+        from kimi_k2.ops import registry
+
+        registry.set_batch_invariant(self.batch_invariant)
+        names = ("backend", "dtype", "keep_quantized", "kv_cache_dtype", "download", "chunk_size")
+        own = {name: getattr(self, name) for name in names}
+        if self.backend == "neuron":
+            own["neuron"] = Neuron(self.preset, self.compiled, self.on_cpu, self.max_model_len, batch_size)
+        return own
+
+
+def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters that are such dataclasses are options, one a field."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    spread: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            spread.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        types = get_type_hints(groups[parameter.name], include_extras=True)
+        spread += [
+            inspect.Parameter(one.name, parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
+            for one in fields(groups[parameter.name])
+        ]
+
+    @functools.wraps(function)
+    def call(**options: Any) -> None:
+        made = {
+            name: group(**{one.name: options.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
+        function(**options, **made)
+
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in spread}
+    return call
+
+
+def listed(text: str | None) -> list[str]:
+    """The names of a list with commas; none of None."""
+    return [] if text is None else [part.strip() for part in text.split(",")]
+
+
+def listed_numbers(text: str | None, option: str, least: int = 1) -> list[int]:
+    """The numbers of a list with commas; none of None.
+
+    Raises:
+        BadParameter: one is no number, or below `least`.
+    """
+    try:
+        found = [int(part) for part in listed(text)]
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers with commas, got {text!r}", param_hint=option) from None
+    if any(not least <= one <= MOST for one in found):
+        raise typer.BadParameter(f"expected numbers of at least {least}, got {text!r}", param_hint=option)
+    return found
 
 
 def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from kimi_k2.engine.media_rows import MediaRows
-from kimi_k2.engine.sampler import Sampler, SamplingParams, check_finite
+from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -38,6 +38,7 @@ def prefill(
     chunk_size: int | None = None,
     media: MediaRows | None = None,
     read: Read | None = None,
+    cached: int = 0,
 ) -> Tensor:
     """Run prompts of any lengths through the model, filling the cache.
 
@@ -48,6 +49,7 @@ def prefill(
         chunk_size: tokens a sequence and forward pass; None for the whole prompt at once.
         media: embeddings of the prompts' images and videos.
         read: runs a chunk without media, with `cache`; its arguments lie on the CPU. None is the model itself.
+        cached: first tokens of every prompt that the cache holds already; fewer than the shortest prompt's.
 
     Returns:
         Logits of each prompt's last token, [B, vocab_size].
@@ -75,7 +77,7 @@ def prefill(
     positions = torch.where(columns <= last[:, None], columns, -1)
     result: Tensor | None = None
     step = chunk_size or longest
-    for start in range(0, longest, step):
+    for start in range(cached, longest, step):
         chunk = slice(start, start + step)
         at = (last - start).clamp(0, min(step, longest - start) - 1)
         part = None
@@ -124,10 +126,14 @@ def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], par
 
 @dataclass(frozen=True)
 class Step:
-    """What one step produced: a token for each sequence still running (None for ended ones), and its seconds."""
+    """What one step produced: a token for each sequence still running (None for ended ones), and its seconds.
+
+    With `SamplingParams.logprobs` also log-probabilities, of each sequence.
+    """
 
     tokens: tuple[int | None, ...]
     seconds: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -162,6 +168,7 @@ def stream(
     decode: Decode | None = None,
     media: MediaRows | None = None,
     read: Read | None = None,
+    cached: int = 0,
 ) -> Iterator[Step]:
     """Generate step by step; the first step contains the prefill.
 
@@ -173,7 +180,7 @@ def stream(
         cache: to use, whose entries are overwritten; None makes one that just fits.
         decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
         media: embeddings of the prompts' images and videos.
-        read: as `prefill` takes it.
+        read, cached: as `prefill` takes them.
 
     Raises:
         GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
@@ -189,20 +196,21 @@ def stream(
         cache = model.new_cache(len(prompts), needed)
     if decode is None:
         decode = partial(decode_step, model, cache=cache)
-    sampler, chosen, at = Sampler(params, len(prompts)), cache, decode
+    sampler, chosen, at = Sampler(params, prompts), cache, decode
 
     def first() -> Tensor:
-        logits = prefill(model, prompts, chosen, chunk_size, media, read)
+        logits = prefill(model, prompts, chosen, chunk_size, media, read, cached)
         check_finite(logits)
         return sampler(logits)
 
-    yield from token_steps(
+    steps = token_steps(
         [len(prompt) for prompt in prompts],
         params,
         first,
         lambda tokens, positions: sampler(at(tokens, positions)),
         start,
     )
+    yield from steps if params.logprobs is None else (replace(step, logprobs=sampler.logprobs) for step in steps)
 
 
 def token_steps(

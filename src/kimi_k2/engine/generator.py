@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -19,6 +20,7 @@ from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops.registry import batch_invariant
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
@@ -33,10 +35,21 @@ class Generator:
     Args:
         model: whole, or a rank's part, whose ranks must make the same calls.
         reduce, gather: see DecodeStep.
+        keep: a prompt that begins as the one before and its reply did, as a chat's next turn does, is read from where
+            they part; for one sequence of text at a time, and not in batch-invariant mode, as decode steps wrote the
+            reply's part of the cache.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, *, reduce: Reduce = lambda x: x, gather: Reduce = lambda x: x) -> None:
-        self.model, self.reduce, self.gather = model, reduce, gather
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        *,
+        reduce: Reduce = lambda x: x,
+        gather: Reduce = lambda x: x,
+        keep: bool = False,
+    ) -> None:
+        self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
+        self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
         self._prompt: PromptStep | None = None
 
@@ -81,10 +94,30 @@ class Generator:
     ) -> Iterator[Step]:
         """As `generate.stream`."""
         needed = slots_needed(self.model, prompts, params)
-        cache, decode = self.prepare(len(prompts), needed, sequence_slots(prompts, params))
+        decode: Decode
+        kept, self._kept = self._kept, None  # an abandoned generation leaves nothing that is known
+        if kept is not None and self._step is None and len(prompts) == 1 and kept[0].max_length >= needed:
+            cache, decode = kept[0], partial(decode_step, self.model, cache=kept[0])
+        else:
+            slots = min(-(-needed // SLOTS) * SLOTS, self.model.config.max_position_embeddings) if self.keep else needed
+            cache, decode = self.prepare(len(prompts), slots, sequence_slots(prompts, params))
+        cached = 0
+        if kept is not None and cache is kept[0] and len(prompts) == 1 and media is None and not batch_invariant():
+            pairs = zip(kept[1], prompts[0][:-1], strict=False)
+            cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         read = self._prompt if decode is self._step else None
         if read is not None and chunk_size is None:
             chunk_size = max(1, CHUNK // len(prompts))
-        return stream(
-            self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode, media=media, read=read
-        )
+        steps = stream(
+            self.model, prompts, params, chunk_size=chunk_size, cache=cache, decode=decode, media=media, read=read,
+            cached=cached,
+        )  # fmt: skip
+        return self._noted(cache, prompts[0], steps) if self.keep and len(prompts) == 1 and media is None else steps
+
+    def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps; behind each the cache holds all tokens but the newest."""
+        held = list(prompt)
+        for step in steps:
+            self._kept = cache, list(held)
+            held += [token for token in step.tokens if token is not None]
+            yield step

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kimi_k2.engine.sampler import TokenLogprobs
 from kimi_k2.errors import GenerationError
 from kimi_k2.tokenization.message import AssistantMessage, Content, Delta, FinishReason, MessageStream, collect
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -33,6 +34,7 @@ class Reply:
     Attributes:
         text: all that the model wrote, markup included.
         tokens: how many were fed.
+        logprobs: each with its log-probabilities, where they were asked for; whoever feeds the reply adds them.
         finish_reason: None while running; then stop, length or tool_calls, as in OpenAI's API.
 
     Raises:
@@ -52,6 +54,7 @@ class Reply:
         if not all(stop):
             raise GenerationError("stop: expected strings of at least one character")
         self.text, self.tokens = "", 0
+        self.logprobs: list[tuple[int, TokenLogprobs]] = []
         self.finish_reason: FinishReason | None = None
         self._decoder = tokenizer.incremental_decoder()
         self._end_ids, self._stop = end_ids, tuple(stop)

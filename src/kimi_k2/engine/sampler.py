@@ -1,7 +1,8 @@
-"""How the next token is chosen from logits: greedy, or drawn with temperature, top-k and top-p."""
+"""How the next token is chosen: penalties, then greedy, or drawn with temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from kimi_k2.errors import GenerationError
 
 MIN_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20  # as OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,12 @@ class SamplingParams:
         temperature: 0 is greedy; below MIN_TEMPERATURE a quotient of logits could overflow.
         top_p: keep the smallest set of tokens whose probability reaches this.
         top_k: keep this many tokens; 0 keeps all.
+        min_p: keep tokens whose probability is at least this share of the likeliest one's; 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the reply; 1 does
+            nothing.
+        presence_penalty: subtracted from the logits of tokens in the reply.
+        frequency_penalty: the same, times how often a token is in the reply.
+        logprobs: log-probabilities a step of so many likeliest tokens, before penalties and temperature; None for none.
         seed: of the random choice; sequence i of a batch uses its own generator, seeded seed + i.
         eos_token_ids: tokens that end a sequence; they are returned as its last token.
         ignore_eos: generate max_new_tokens in any case (for benchmarks).
@@ -33,6 +41,11 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
@@ -47,10 +60,33 @@ class SamplingParams:
             ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
         ):
             if not valid:
                 raise GenerationError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one step of a sequence.
+
+    Attributes:
+        chosen: of the token that was chosen.
+        top: token ids and theirs, the likeliest first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
 
 
 def check_finite(logits: Tensor) -> None:
@@ -68,11 +104,21 @@ def check_finite(logits: Tensor) -> None:
 
 
 class Sampler:
-    """Chooses the next token of each sequence, reproducibly whatever else is in the batch."""
+    """Chooses the next token of each sequence, reproducibly whatever else is in the batch.
 
-    def __init__(self, params: SamplingParams, batch: int) -> None:
+    Args:
+        params: how to choose.
+        prompts: token ids of each sequence so far.
+
+    Attributes:
+        logprobs: of the last step, a sequence each; empty unless `params.logprobs` asks for them.
+    """
+
+    def __init__(self, params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
         self.params = params
-        self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(batch)]
+        self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(len(prompts))]
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompts, self._counts = prompts, torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [B, vocab_size] to token ids int64 [B].
@@ -82,12 +128,38 @@ class Sampler:
         """
         if not logits.is_cuda:  # a GPU's would have to be waited for
             check_finite(logits)
+        penalized = self._penalized(logits) if self.params.penalizes else logits
         if self.params.temperature == 0:
-            return logits.argmax(dim=-1)
-        probabilities = self._probabilities(logits.float().cpu())
-        rows = zip(probabilities, self.generators, strict=True)
-        drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
-        return torch.cat(drawn).to(logits.device)
+            tokens = penalized.argmax(dim=-1)
+        else:
+            probabilities = self._probabilities(penalized.float().cpu())
+            rows = zip(probabilities, self.generators, strict=True)
+            drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
+            tokens = torch.cat(drawn).to(logits.device)
+        if self.params.penalizes:
+            self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
+        if self.params.logprobs is not None:
+            self.logprobs = self._logprobs(logits.float(), tokens, self.params.logprobs)
+        return tokens
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        if not self._counts.numel():
+            self._counts = torch.zeros_like(logits, dtype=torch.float32)
+            self._in_prompt = torch.zeros_like(logits, dtype=torch.bool)
+            for row, prompt in zip(self._in_prompt, self._prompts, strict=True):
+                row[torch.tensor([token for token in prompt if token < len(row)], device=row.device)] = True
+        logits, counts, params = logits.float(), self._counts, self.params
+        penalty = torch.where(logits > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+        logits = torch.where(self._in_prompt | (counts > 0), logits * penalty, logits)
+        return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+    @staticmethod
+    def _logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
+        found = logits.log_softmax(dim=-1)
+        chosen = found.gather(1, tokens[:, None])[:, 0].tolist()
+        values, ids = found.topk(count, dim=-1)
+        rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
+        return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in rows)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         logits = logits / self.params.temperature
@@ -100,4 +172,7 @@ class Sampler:
             # A token stays if the mass before it is still below top_p, so the first one always stays.
             ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= self.params.top_p, 0)
             probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+        if self.params.min_p > 0:
+            least = self.params.min_p * probabilities.amax(dim=-1, keepdim=True)
+            probabilities = probabilities.masked_fill(probabilities < least, 0)
         return probabilities

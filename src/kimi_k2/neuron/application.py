@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,10 @@ class NeuronApplication:
         compiled = self.on_device_sampling
         if compiled is None:
             return None
+        if params.penalizes or params.min_p or params.logprobs is not None:
+            raise GenerationError(
+                f"min_p, penalties, logprobs: {self.name} chooses tokens on the device, by top_k, top_p and temperature"
+            )
         if compiled.dynamic:
             greedy = params.temperature == 0
             row = [
@@ -309,7 +313,7 @@ class NeuronApplication:
                 f"prompt of {max(lengths)} and {params.max_new_tokens} new tokens exceed the {self.length} tokens a"
                 f" sequence of {self.name}"
             )
-        sampling, sampler = self.sampling_params(params), Sampler(params, len(prompts))
+        sampling, sampler = self.sampling_params(params), Sampler(params, prompts)
 
         def choose(output: Output) -> Tensor:
             if output.tokens is not None:
@@ -317,12 +321,13 @@ class NeuronApplication:
             assert output.logits is not None  # one of the two is always returned
             return sampler(output.logits)
 
-        return token_steps(
+        steps = token_steps(
             lengths,
             params,
             lambda: choose(self.prefill(prompts, sampling)),
             lambda tokens, positions: choose(self.decode(tokens, positions, sampling)),
         )
+        return steps if params.logprobs is None else (replace(step, logprobs=sampler.logprobs) for step in steps)
 
     def close(self) -> None:
         """Nothing: the runtime frees the device when the process ends."""

@@ -66,13 +66,13 @@ def run_nxdi(
         ParityError: a dtype that CPU mode does not take, or graphs that capture nothing.
     """
     if compiled is None and dtype == "float64":
-        raise ParityError("nxdi: CPU mode runs in float32 or bfloat16, got float64")
+        raise ParityError("neuron: CPU mode runs in float32 or bfloat16, got float64")
     config = KimiK2Config.from_pretrained(checkpoint)
     if compiled is None:
         chosen = preset or Deployment.load(FLOAT).model_copy(update={"experts": "bf16"})
         deployment = cpu_deployment(chosen, length=len(inputs.prompt) + len(inputs.forced) + 1, dtype=dtype)
     elif preset is None:
-        raise ParityError("nxdi: compiled graphs need their preset")
+        raise ParityError("neuron: compiled graphs need their preset")
     else:
         deployment = preset
     options = capture_options(config, inputs.layers, deployment.tp_degree)
@@ -82,7 +82,7 @@ def run_nxdi(
 
     def record(phase: str, output: Output, rows: int) -> None:
         if len(output.captured) != len(points):
-            raise ParityError(f"nxdi: expected {len(points)} captured tensors, got {len(output.captured)}")
+            raise ParityError(f"neuron: expected {len(points)} captured tensors, got {len(output.captured)}")
         for point, value in zip(points, output.captured, strict=True):
             # Right padding to the bucket comes after the prompt's rows.
             trace.add(phase, point, value.reshape(-1, value.shape[-1])[:rows])

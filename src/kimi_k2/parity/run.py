@@ -19,7 +19,7 @@ from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
 from kimi_k2.plan.deployment import Deployment
 
-BACKENDS = ("cpu", "cuda", "transformers", "nxdi")
+BACKENDS = ("cpu", "cuda", "transformers", "neuron")
 
 
 def run(
@@ -36,22 +36,22 @@ def run(
     """The trace of a checkpoint on `backend`, computed in `dtype`.
 
     Args:
-        backend: `cpu`, `cuda`, `transformers` or `nxdi`.
+        backend: `cpu`, `cuda`, `transformers` or `neuron`.
         checkpoint: directory of the weights.
         inputs: tokens, and which points are kept.
         dtype: name of a float type.
         greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
         ranks: output of `convert --target cuda`, of which each process of torchrun takes its file (plain model only);
             all get the same trace.
-        preset: of `nxdi`, see `run_nxdi`.
-        compiled: of `nxdi`, see `run_nxdi`.
+        preset: of `neuron`, see `run_nxdi`.
+        compiled: of `neuron`, see `run_nxdi`.
 
     Raises:
         ParityError: there is no such backend, or it cannot run here.
-        NeuronUnavailableError: `nxdi` without NxD and NxDI.
+        NeuronUnavailableError: `neuron` without NxD and NxDI.
     """
-    if backend != "nxdi" and (preset is not None or compiled is not None):
-        raise ParityError(f"backend {backend}: a preset and compiled graphs are of nxdi")
+    if backend != "neuron" and (preset is not None or compiled is not None):
+        raise ParityError(f"backend {backend}: a preset and compiled graphs are of neuron")
     chosen: torch.dtype = getattr(torch, dtype)
     if backend in ("cpu", "cuda"):
         if backend == "cuda" and not torch.cuda.is_available():
@@ -71,6 +71,6 @@ def run(
         raise ParityError(f"backend {backend}: greedy tokens come from the plain model (cpu or cuda)")
     if backend == "transformers":
         return run_transformers(load_transformers_model(checkpoint, chosen), inputs)
-    if backend == "nxdi":
+    if backend == "neuron":
         return run_nxdi(checkpoint, inputs, dtype, preset, compiled)
     raise ParityError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
@@ -19,7 +20,7 @@ from kimi_k2.plan.kernels import kernel_step, print_kernel_step
 from kimi_k2.plan.memory import TOWER, MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
-from kimi_k2.plan.target import GIB, Target
+from kimi_k2.plan.target import GIB, Target, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.sharding.plan import make_plan
 
@@ -69,6 +70,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),
         "kernels": kernel_step(config, target, sharding),
+        "uses_kernels": bool(target.kernels or target.decode_layers),
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
             "ttft": roofline(prefill, target.machine).bound,
@@ -76,6 +78,35 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         },
         "advice": advice(config, target, memory),
     }
+
+
+def plan(
+    model: str | Path,
+    preset: str = "trn2-tp64-ep1",
+    *,
+    max_model_len: int | None = None,
+    batch_size: int | None = None,
+    prompt_length: int | None = None,
+) -> dict[str, Any]:
+    """The report of `make_report` by names, as `kimi-k2 plan --json` prints it.
+
+    Args:
+        model: published name, or a directory with config.json.
+        preset: name of a file in configs/, or a path to one.
+        max_model_len: cache slots a sequence; the preset's if None, as for the next two.
+        batch_size: sequences.
+        prompt_length: tokens of the modelled prefill.
+
+    Raises:
+        ConfigError: there is no such model or preset, or a length is out of range.
+    """
+    config = KimiK2Config.load(model)
+    most = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > most:
+        raise ConfigError(
+            f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
+        )
+    return make_report(config, load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length))
 
 
 def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
@@ -100,6 +131,43 @@ def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
             "bound": modelled.bound,
         },
     }  # fmt: skip
+
+
+def print_answer(report: dict[str, Any], console: Console) -> None:
+    """Whether it fits, one TPOT with its kind, the three largest items, and what would make it fit."""
+    target, memory = report["target"], report["rank_memory"]
+    lengths = f"batch {target['batch']}, {target['context']:,} tokens"
+    console.print(
+        f"{target['name']}, {target['ranks']} ranks, {lengths}: {'fits' if memory['fits'] else 'does not fit'},"
+        f" {memory['needed'] / GIB:.1f} of {memory['usable'] / GIB:.1f} GiB a rank",
+        style="green" if memory["fits"] else "bold red", highlight=False,
+    )  # fmt: skip
+    for line in report["advice"]:
+        console.print(f"  it would fit with {line}", highlight=False)
+    tpot, kind = _tpot(report)
+    console.print(f"TPOT {tpot * 1e3:.2f} ms, {kind}", highlight=False)
+    scratch = sum(size for _, size in _scratch_rows(memory["scratch"]))
+    items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
+    largest = sorted(items.items(), key=lambda item: -item[1])[:3]
+    console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest), highlight=False)
+    console.print(
+        f"longest context that fits: {memory['longest_context']:,} tokens; --verbose has the rest", highlight=False
+    )
+
+
+def _tpot(report: dict[str, Any]) -> tuple[float, str]:
+    """Seconds and what kind of figure they are."""
+    slots = _contexts(report)
+    if report["uses_kernels"] and slots:
+        form = list(report["kernels"]["contexts"][slots[0]].values())[-1]
+        return form["tpot"], f"modelled: our kernels instruction by instruction, {int(slots[0]):,} tokens"
+    return report["modelled"]["tpot"], "modelled lower bound: bytes and collectives at peak rates"
+
+
+def _contexts(report: dict[str, Any]) -> list[str]:
+    """The counted context of the kernels that is nearest to the deployment's."""
+    counted = (report["kernels"] or {"contexts": {}})["contexts"]
+    return sorted(counted, key=lambda slots: abs(int(slots) - report["target"]["context"]))[:1]
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -175,8 +243,9 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     source = report["modelled"]["machine"]["source"]
     console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
-    if report["kernels"] is not None:
-        print_kernel_step(report["kernels"], console)
+    if report["uses_kernels"] and report["kernels"] is not None:
+        shown = {slots: report["kernels"]["contexts"][slots] for slots in _contexts(report)}
+        print_kernel_step(report["kernels"] | {"contexts": shown}, console)
 
 
 def _print_host(report: dict[str, Any], console: Console) -> None:

@@ -11,38 +11,20 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
-    DEFAULT_CONTEXT,
-    DEFAULT_DEPLOYMENT,
-    Backend,
-    BatchInvariant,
+    ChatSamplingOptions,
     Checkpoint,
-    ChunkSize,
-    Compiled,
-    ComputeDtype,
-    Context,
-    Deployed,
-    Device,
-    Download,
-    KeepQuantized,
-    KvCacheDtype,
-    MaxNewTokens,
-    OnCpu,
-    Seed,
-    Stop,
+    ModelOptions,
     Style,
     System,
-    Temperature,
     Thinking,
     Tools,
-    TopK,
-    TopP,
-    compute_defaults,
+    with_groups,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kimi_k2.cli.session import Session
+    from kimi_k2.api import KimiK2
     from kimi_k2.tokenization.message import ToolCall
 
 HELP = """\
@@ -59,8 +41,11 @@ HELP = """\
 A line that ends in \\ goes on in the next. Ctrl-C stops a reply."""
 
 
+@with_groups
 def chat(
     checkpoint: Checkpoint,
+    sampling: ChatSamplingOptions,
+    model: ModelOptions,
     system: System = None,
     tools: Tools = None,
     messages: Annotated[
@@ -68,67 +53,27 @@ def chat(
     ] = None,
     thinking: Thinking = True,
     style: Style = None,
-    max_new_tokens: MaxNewTokens = 1024,
-    temperature: Temperature = 0.6,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    stop: Stop = None,
-    dtype: ComputeDtype = None,
-    device: Device = "cpu",
-    keep_quantized: KeepQuantized = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    batch_invariant: BatchInvariant = False,
-    chunk_size: ChunkSize = None,
-    backend: Backend = "torch",
-    preset: Deployed = DEFAULT_DEPLOYMENT,
-    compiled: Compiled = None,
-    on_cpu: OnCpu = False,
-    context: Context = DEFAULT_CONTEXT,
-    download: Download = False,
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be typed besides messages.
 
-    Reasoning is shown dimmed. When the model calls a tool, you type its result.
+    Reasoning is shown dimmed. When the model calls a tool, you type its result. The KV cache is kept between turns:
+    only what is new is read, from where the template has changed what was said (as it does with earlier reasoning).
     """
-    if backend == "torch" and (compiled is not None or on_cpu):
-        raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
-    if backend == "neuron" and batch_invariant:
-        raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
-
-    import torch
     from rich.console import Console
 
-    from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.session import Neuron, open_session
-    from kimi_k2.config import KimiK2Config
-    from kimi_k2.engine.sampler import SamplingParams
+    from kimi_k2.api import KimiK2, compute_defaults
     from kimi_k2.errors import GenerationError
-    from kimi_k2.ops import registry
-    from kimi_k2.tokenization.eos import load_eos_token_ids
-    from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-    registry.set_batch_invariant(batch_invariant)
     console = Console()
-    directory = resolve_checkpoint(checkpoint, download=download)
-    config = KimiK2Config.from_pretrained(directory)
-    tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
-    params = SamplingParams(
-        max_new_tokens, temperature, top_p, top_k, seed, eos_token_ids=load_eos_token_ids(directory, config)
-    )
-    if max_new_tokens >= config.max_position_embeddings:
-        raise GenerationError(
-            f"max_new_tokens: expected fewer than max_position_embeddings ({config.max_position_embeddings})"
-        )
-    computed, stored = compute_defaults(device, dtype, keep_quantized)
-    options: dict[str, Any] = {"keep_quantized": stored, "stop": stop or (), "chunk_size": chunk_size}
-    options["kv_cache"] = kv_cache_dtype
-    where = device
-    if backend == "neuron":
-        options["neuron"] = Neuron(preset, compiled, on_cpu, context)
-        where = "NxD's CPU mode" if on_cpu else preset
-    compute = getattr(torch, computed)
-    with open_session(directory, config, tokenizer, params, dtype=compute, device=device, **options) as session:
+    options = model.options()
+    where = model.backend if model.backend != "neuron" else "NxD's CPU mode" if model.on_cpu else model.preset
+    computed = compute_defaults(model.backend, model.dtype, model.keep_quantized)[0]
+    with KimiK2.open(
+        checkpoint, params=sampling.params(), stop=sampling.stop or (), style=style, keep_cache=True, **options
+    ) as session:
+        most = session.config.max_position_embeddings
+        if sampling.max_new_tokens >= most:
+            raise GenerationError(f"max_new_tokens: expected fewer than max_position_embeddings ({most})")
         talk = Chat(session, console, thinking=thinking)
         if messages is not None:
             talk.load(str(messages))
@@ -136,8 +81,9 @@ def chat(
             talk.offer(str(tools))
         if system is not None:
             talk.system = system
+        tokenizer = session.tokenizer
         console.print(
-            f"[bold]{directory.name}[/bold], {computed} on {where}, chat style {tokenizer.chat_style.value}"
+            f"[bold]{checkpoint.name}[/bold], {computed} on {where}, chat style {tokenizer.chat_style.value}"
             f" ({tokenizer.style_reason}); /help shows what can be typed",
             highlight=False,
         )
@@ -153,7 +99,7 @@ class Chat:
         tools: definitions that the model is told of.
     """
 
-    def __init__(self, session: Session, console: Console, *, thinking: bool = True) -> None:
+    def __init__(self, session: KimiK2, console: Console, *, thinking: bool = True) -> None:
         self.session, self.console, self.thinking = session, console, thinking
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
@@ -253,8 +199,8 @@ class Chat:
 
     def _reply(self) -> list[ToolCall]:
         """One reply of the model, shown as it is made; returns its tool calls."""
+        from kimi_k2.api import Timing
         from kimi_k2.cli.display import TerminalView
-        from kimi_k2.cli.session import Timing
 
         prompt = self.session.prompt(self._conversation(), tools=self.tools or None, thinking=self.thinking)
         view, timing = TerminalView(self.console), Timing()
@@ -347,4 +293,12 @@ def _input(prompt: str) -> str:
     return input(f"\001\033[1;32m\002{prompt}\001\033[0m\002")
 
 
-COMMAND = Command("chat", chat, "Run a model")
+COMMAND = Command(
+    "chat",
+    chat,
+    "Run a model",
+    (
+        "kimi-k2 chat /models/Kimi-K2-Instruct-0905 --tools tools.json",
+        "kimi-k2 chat /models/Kimi-K2.5 --backend cuda --no-thinking",
+    ),
+)

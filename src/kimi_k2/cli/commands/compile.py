@@ -15,7 +15,7 @@ from kimi_k2.cli.options import parse_layers
 
 def compile_model(
     preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")],
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or a published model's name for --hlo-only.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
@@ -66,4 +66,12 @@ def compile_model(
             job.compile_all(chosen, model, out, typer.echo, **options)
 
 
-COMMAND = Command("compile", compile_model, "Deploy")
+COMMAND = Command(
+    "compile",
+    compile_model,
+    "Deploy",
+    (
+        "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-tp64-ep1 --out /presharded",
+        "kimi-k2 compile kimi-k2-instruct-0905 --preset trn2-tp64-ep1 --out /tmp/hlo --hlo-only",
+    ),
+)

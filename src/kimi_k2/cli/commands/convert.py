@@ -125,4 +125,13 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
         typer.echo(f"{label:12} {value}")
 
 
-COMMAND = Command("convert", convert, "Checkpoints")
+COMMAND = Command(
+    "convert",
+    convert,
+    "Checkpoints",
+    (
+        "kimi-k2 convert /models/Kimi-K2-Instruct-0905 /presharded --preset trn2-tp64-ep1",
+        "kimi-k2 convert /models/Kimi-K2-Thinking /ranks --target cuda --experts stored --tp 8",
+        "kimi-k2 convert kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --dry-run",
+    ),
+)

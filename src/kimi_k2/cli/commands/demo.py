@@ -30,4 +30,9 @@ def demo(
     raise typer.Exit(run_demo(out, model, new_tokens, seed))
 
 
-COMMAND = Command("demo", demo, "Run a model")
+COMMAND = Command(
+    "demo",
+    demo,
+    "Run a model",
+    ("kimi-k2 demo --model kimi-k2-thinking",),
+)

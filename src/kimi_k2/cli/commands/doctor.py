@@ -227,4 +227,9 @@ def _parts(missing: set[str]) -> list[Part]:
     return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]
 
 
-COMMAND = Command("doctor", doctor, "Run a model")
+COMMAND = Command(
+    "doctor",
+    doctor,
+    "Run a model",
+    ("kimi-k2 doctor --json",),
+)

@@ -10,45 +10,31 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
-    DEFAULT_CONTEXT,
-    DEFAULT_DEPLOYMENT,
-    Backend,
-    BatchInvariant,
     Checkpoint,
-    ChunkSize,
-    Compiled,
-    ComputeDtype,
-    Context,
-    Deployed,
-    Device,
-    Download,
     Images,
-    KeepQuantized,
-    KvCacheDtype,
-    MaxNewTokens,
-    OnCpu,
+    ModelOptions,
     Ranks,
-    Seed,
-    Stop,
+    SamplingOptions,
     Style,
     System,
-    Temperature,
     Thinking,
     Tools,
-    TopK,
-    TopP,
     Videos,
-    compute_defaults,
+    number,
+    with_groups,
 )
 
 if TYPE_CHECKING:
+    from kimi_k2.api import KimiK2, Prompt, Timing
     from kimi_k2.cli.display import View
-    from kimi_k2.cli.session import Prompt, Session, Timing
     from kimi_k2.engine.reply import Reply
 
 
+@with_groups
 def generate(
     checkpoint: Checkpoint,
+    sampling: SamplingOptions,
+    model: ModelOptions,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")
     ] = None,
@@ -63,27 +49,13 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
     thinking: Thinking = True,
     style: Style = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    stop: Stop = None,
+    n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities, of so many likeliest tokens too.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="With --json: also a line for every delta.")] = False,
-    dtype: ComputeDtype = None,
-    device: Device = "cpu",
-    keep_quantized: KeepQuantized = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    batch_invariant: BatchInvariant = False,
-    chunk_size: ChunkSize = None,
     ranks: Ranks = None,
-    backend: Backend = "torch",
-    preset: Deployed = DEFAULT_DEPLOYMENT,
-    compiled: Compiled = None,
-    on_cpu: OnCpu = False,
-    context: Context = DEFAULT_CONTEXT,
-    download: Download = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Say in which dtypes and by which kernels it was computed.")
     ] = False,
@@ -104,45 +76,19 @@ def generate(
         raise typer.BadParameter("--image and --video go with --prompt; a conversation names its own")
     if prompt and messages and len(messages) > 1:
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
-    if backend == "torch" and (compiled is not None or on_cpu):
-        raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
-    if backend == "neuron" and batch_invariant:
-        raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
-    if stream and not as_json:
-        raise typer.BadParameter("--stream goes with --json; text appears as it is made in any case")
+    if (stream or logprobs is not None) and not as_json:
+        raise typer.BadParameter("--stream and --logprobs go with --json; text appears as it is made in any case")
+    if n > 1 and sampling.temperature == 0:
+        raise typer.BadParameter("greedy replies to one prompt are the same: give a --temperature", param_hint="--n")
 
-    import torch
+    from kimi_k2.api import KimiK2, Timing
 
-    from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.session import Neuron, Timing, open_session
-    from kimi_k2.config import KimiK2Config
-    from kimi_k2.engine.sampler import SamplingParams
-    from kimi_k2.ops import registry
-    from kimi_k2.tokenization.eos import load_eos_token_ids
-    from kimi_k2.tokenization.tokenizer import KimiTokenizer
-
-    registry.set_batch_invariant(batch_invariant)
     texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
     conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
-    directory = resolve_checkpoint(checkpoint, download=download)
-    config = KimiK2Config.from_pretrained(directory)
-    tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        eos_token_ids=load_eos_token_ids(directory, config),
-    )
-    computed, stored = compute_defaults(device, dtype, keep_quantized)
-    options: dict[str, Any] = {"keep_quantized": stored, "ranks": ranks, "chunk_size": chunk_size}
-    options["kv_cache"] = kv_cache_dtype
-    if backend == "neuron":
-        options["neuron"] = Neuron(preset, compiled, on_cpu, context, len(conversations) or len(texts))
-    compute = getattr(torch, computed)
-    with open_session(
-        directory, config, tokenizer, params, dtype=compute, device=device, stop=stop or (), **options
+    options = model.options(batch_size=n * (len(conversations) or len(texts)))
+    params = sampling.params(logprobs=logprobs)
+    with KimiK2.open(
+        checkpoint, params=params, stop=sampling.stop or (), ranks=ranks, style=style, **options
     ) as session:
         if raw:
             prompts = [session.bare(text) for text in texts]
@@ -151,25 +97,28 @@ def generate(
                 session.prompt(conversation, tools=definitions or None, thinking=thinking)
                 for conversation, definitions in conversations
             ]
+        prompts, texts = ([one for one in found for _ in range(n)] for found in (prompts, texts))  # type: ignore[assignment]
         timing = Timing()
         if session.rank == 0:
-            _show(session, prompts, _view(prompts, texts, as_json=as_json, stream=stream), timing)
+            _show(session, prompts, _view(session, prompts, texts, as_json=as_json, stream=stream), timing)
             typer.echo(timing, err=True)
-            if verbose and backend == "torch":
-                typer.echo(_computed(session, stored or ranks is not None), err=True)
+            if verbose and model.backend != "neuron":
+                typer.echo(_computed(session, model, ranks is not None), err=True)
         else:
-            for _ in session.answer(prompts, lambda row, reply, deltas: None, timing):
+            for _ in session.answer(prompts, timing=timing):
                 pass
 
 
-def _computed(session: Session, stored: bool) -> str:
+def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
     """Dtypes and kernels of what the session ran."""
+    from kimi_k2.api import compute_defaults
     from kimi_k2.engine.generator import Generator
     from kimi_k2.ops import registry
 
     assert isinstance(session.generator, Generator)
     model = session.generator.model
     compute, cache = (str(one).removeprefix("torch.") for one in (model.dtype, model.kv_cache_dtype or model.dtype))
+    stored = ranks or compute_defaults(options.backend, options.dtype, options.keep_quantized)[1]
     held = "as stored" if stored else "dequantized"
     where = model.lm_head.weight.device
     return f"{compute} on {where}, weights {held}, KV cache {cache}\n{registry.explain()}"
@@ -194,14 +143,14 @@ def _conversations(
     return [(with_system(messages, system), definitions if given is None else given) for messages, definitions in found]
 
 
-def _view(prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:
+def _view(session: KimiK2, prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:
     from rich.console import Console
 
     from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
 
     console = Console()
     if as_json:
-        return JsonView(prompts, deltas=stream)
+        return JsonView(prompts, session.tokenizer, deltas=stream)
     if not console.is_terminal:
         return PlainView(len(prompts))
     if len(prompts) == 1:
@@ -209,7 +158,7 @@ def _view(prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: boo
     return PanelsView(console, texts or [str(number) for number in range(len(prompts))])
 
 
-def _show(session: Session, prompts: list[Prompt], view: View, timing: Timing) -> None:
+def _show(session: KimiK2, prompts: list[Prompt], view: View, timing: Timing) -> None:
     replies: dict[int, Reply] = {}
     try:
         for row, reply in session.answer(prompts, view.show, timing):
@@ -219,4 +168,13 @@ def _show(session: Session, prompts: list[Prompt], view: View, timing: Timing) -
         view.close(replies)
 
 
-COMMAND = Command("generate", generate, "Run a model")
+COMMAND = Command(
+    "generate",
+    generate,
+    "Run a model",
+    (
+        'kimi-k2 generate /models/Kimi-K2-Thinking -p "What is MLA?" --temperature 0.6 --max-new-tokens 256',
+        "kimi-k2 generate /models/Kimi-K2-Thinking --messages chat.json --tools tools.json --json",
+        "torchrun --nproc-per-node 8 --no-python kimi-k2 generate /models/Kimi-K2 --ranks /ranks --backend cuda -p Hi",
+    ),
+)

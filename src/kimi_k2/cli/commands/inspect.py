@@ -32,13 +32,23 @@ def inspect(
 ) -> None:
     """Check a checkpoint's headers against its config.json and show what it holds, without reading weights.
 
+    Of the output of `convert`: what it was made from and for how many ranks; `verify` reads its files.
+
     With --tp: which slice of which tensor goes to which rank; a published model's name will do for that.
     """
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.reader import CheckpointReader
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.sharding.manifest import MANIFEST
 
     directory = resolve_checkpoint(checkpoint, download=download)
+    if (directory / MANIFEST).is_file() and not (directory / "config.json").exists():
+        if tp is not None or tensors:
+            raise typer.BadParameter(
+                "these are of a checkpoint; here is the output of `convert`", param_hint="--tp, --tensors"
+            )
+        _print_ranks(directory, as_json)
+        return
     if tp is not None:
         from kimi_k2.cli.sharding import make_layout, print_sharding
 
@@ -57,6 +67,21 @@ def inspect(
         typer.echo(json.dumps(_contents(directory, config, reader, tensors), indent=1))
     else:
         _print_contents(directory, config, reader, tensors)
+
+
+def _print_ranks(directory: Path, as_json: bool) -> None:
+    """What the manifest of a conversion says."""
+    from kimi_k2.sharding.manifest import load_manifest
+
+    manifest = load_manifest(directory)
+    if as_json:
+        typer.echo(json.dumps(manifest, indent=1))
+        return
+    made = manifest["made_from"]
+    sizes, options = manifest["files"].values(), made["options"]
+    typer.echo(f"{directory}: output of `convert`, {len(sizes)} files, {sum(sizes) / 1e9:.3f} GB")
+    typer.echo(", ".join(f"{name} {value}" for name, value in options.items()))
+    typer.echo(f"made from {len(made['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
 
 
 def _parts(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
@@ -138,4 +163,13 @@ def _category(name: str) -> str:
     return "embedding and lm_head"
 
 
-COMMAND = Command("inspect", inspect, "Checkpoints")
+COMMAND = Command(
+    "inspect",
+    inspect,
+    "Checkpoints",
+    (
+        "kimi-k2 inspect /models/Kimi-K2-Thinking --tensors",
+        "kimi-k2 inspect /ranks",
+        "kimi-k2 inspect kimi-k2-instruct-0905 --tp 32 --ep 2 --layer 1",
+    ),
+)

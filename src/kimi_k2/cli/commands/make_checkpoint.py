@@ -60,4 +60,12 @@ def _parse_override(text: str) -> tuple[str, int | float]:
     raise typer.BadParameter(f"{field}: expected a number, got {value!r}")
 
 
-COMMAND = Command("make-checkpoint", make_checkpoint, "Checkpoints")
+COMMAND = Command(
+    "make-checkpoint",
+    make_checkpoint,
+    "Checkpoints",
+    (
+        "kimi-k2 make-checkpoint /tmp/tiny --model kimi-k2-thinking",
+        "kimi-k2 make-checkpoint /tmp/real --full --set num_hidden_layers=2 --set n_routed_experts=32",
+    ),
+)

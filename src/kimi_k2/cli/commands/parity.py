@@ -20,13 +20,13 @@ parity = typer.Typer(
 )
 
 BackendOption = Annotated[
-    Literal["cpu", "cuda", "transformers", "nxdi"], typer.Option("--backend", help="Who runs the model.")
+    Literal["cpu", "cuda", "neuron", "transformers"], typer.Option("--backend", help="Who runs the model.")
 ]
 PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="Deployment, for its experts' format and parallelism (nxdi).")
+    str | None, typer.Option("--preset", help="Deployment, for its experts' format and parallelism (neuron).")
 ]
 CompiledOption = Annotated[
-    Path | None, typer.Option(help="What `compile --capture-layers` wrote for it (nxdi); else NxD's CPU mode.")
+    Path | None, typer.Option(help="What `compile --capture-layers` wrote for it (neuron); else NxD's CPU mode.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")]
 
@@ -204,7 +204,7 @@ def tower_command(
 @parity.command("kernels")
 def kernels_command(
     directory: Annotated[Path, typer.Argument(help="For the emulator's inputs and results; kept if they are there.")],
-    model: Annotated[str, typer.Option(help="Published configuration, whose sizes the kernels get.")] = (
+    model: Annotated[str, typer.Argument(help="Published configuration, whose sizes the kernels get.")] = (
         "kimi-k2-instruct-0905"
     ),
     cores: Annotated[int, typer.Option(min=1, max=2, help="Physical cores of a logical one (LNC).")] = 2,
@@ -224,4 +224,12 @@ def kernels_command(
         raise typer.Exit(1)
 
 
-COMMAND = Command("parity", parity, "Measure and prove")
+COMMAND = Command(
+    "parity",
+    parity,
+    "Measure and prove",
+    (
+        "kimi-k2 parity capture /models/Kimi-K2-Thinking /golden --layers 0,1,30,60",
+        "kimi-k2 parity compare /golden /models/Kimi-K2-Thinking --backend transformers",
+    ),
+)

@@ -16,9 +16,9 @@ from kimi_k2.cli.options import Download, number, picture
 def plan(
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
     preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp64-ep1",
-    context: Annotated[int | None, typer.Option(min=1, help="Cache slots a sequence; the preset's by default.")] = None,
-    batch: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
-    prompt: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
+    max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None,
+    batch_size: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
+    prompt_length: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
     port: Annotated[
         bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")
     ] = False,
@@ -32,12 +32,13 @@ def plan(
     all_presets: Annotated[
         bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all of it.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of it as tables.")] = False,
     download: Download = False,
 ) -> None:
-    """Plan a deployment: memory a rank, host, bytes and operations a step, modelled times.
+    """Plan a deployment: whether it fits, a modelled time a token, the largest items; exit status 3 if it does not fit.
 
-    Reads config.json alone, and the index if there is one. Ends with status 3 if it does not fit.
+    Reads config.json alone, and the index if there is one. --verbose: memory a rank, host, bytes and operations a step.
     """
     from dataclasses import replace
 
@@ -48,7 +49,7 @@ def plan(
     from kimi_k2.plan.against_hlo import against_hlo
     from kimi_k2.plan.host import read_index
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
-    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_published, print_report
+    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_published, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
 
     directory = resolve_checkpoint(model, download=download, weights=False)
@@ -62,10 +63,12 @@ def plan(
             console.width = max(console.width, WIDTH)
             print_presets(rows, console)
         return
-    if context is not None and context > config.max_position_embeddings:
-        most = config.max_position_embeddings
-        raise ConfigError(f"expected at most max_position_embeddings ({most}), got {context}", field="context")
-    target = load_target(preset, config).with_lengths(context, batch, prompt)
+    most = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > most:
+        raise ConfigError(
+            f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
+        )
+    target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)
     report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}
@@ -74,7 +77,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
-        print_report(report, console)
+        (print_report if verbose else print_answer)(report, console)
         if published:
             print_published(console)
         if hlo is not None:
@@ -83,4 +86,12 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-COMMAND = Command("plan", plan, "Deploy")
+COMMAND = Command(
+    "plan",
+    plan,
+    "Deploy",
+    (
+        "kimi-k2 plan kimi-k2-instruct-0905 --preset trn2-tp64-ep1",
+        "kimi-k2 plan kimi-k2-thinking --preset h200-tp8 --max-model-len 131072 --verbose",
+    ),
+)

@@ -14,7 +14,7 @@ from kimi_k2.cli.options import BatchInvariant, KvCacheDtype, number
 def profile(
     preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
     model: Annotated[
-        str, typer.Option(help="Published name, or a directory with config.json.")
+        str, typer.Argument(help="Published name, or a directory with config.json.")
     ] = "kimi-k2-instruct-0905",
     weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
     layers: Annotated[
@@ -24,14 +24,14 @@ def profile(
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
     ] = False,
-    batch: Annotated[int | None, number(1, "Sequences, instead of the preset's.")] = None,
+    batch_size: Annotated[int | None, number(1, "Sequences, instead of the preset's.")] = None,
     context: Annotated[int | None, number(1, "Cached tokens, instead of the preset's.")] = None,
     contexts: Annotated[
         str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; instead of both.")
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     batch_invariant: BatchInvariant = False,
-    prompt: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
+    prompt_length: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
     routing: Annotated[
         str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
     ] = None,
@@ -40,25 +40,32 @@ def profile(
     launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
+    import torch
+
     from kimi_k2.bench.kernels.profile import Job
     from kimi_k2.bench.kernels.profile import profile as measure
     from kimi_k2.bench.kernels.routing import Routing
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.errors import DeviceError
     from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
 
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "profile: there is no CUDA device here; it times a Hopper GPU (`kimi-k2 doctor` says what is here)"
+        )
     registry.set_batch_invariant(batch_invariant)
     if kernels:
         registry.pin(kernels)
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)
     if deployment.hardware.target != "cuda":
         raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
-    if contexts and (batch or context):
+    if contexts and (batch_size or context):
         raise typer.BadParameter("gives the number of sequences and their tokens already", param_hint="--contexts")
-    even = (context or deployment.seq_len,) * (batch or deployment.batch_size)
+    even = (context or deployment.seq_len,) * (batch_size or deployment.batch_size)
     job = Job(
         contexts=_lengths(contexts) if contexts else even,
-        prompt=prompt,
+        prompt=prompt_length,
         layers=layers,
         weights=weights,
         stand_in=stand_in,
@@ -84,4 +91,12 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-COMMAND = Command("profile", profile, "Measure and prove")
+COMMAND = Command(
+    "profile",
+    profile,
+    "Measure and prove",
+    (
+        "kimi-k2 profile --preset h200-tp8 --stand-in --layers 12 --batch-size 16 --context 1024 --routing uniform",
+        "torchrun --nproc-per-node 8 --no-python kimi-k2 profile kimi-k2-thinking --preset h200-tp8 --weights /ranks",
+    ),
+)

@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import number
+from kimi_k2.cli.options import listed, listed_numbers
 
 
 def tune(
     model: Annotated[
-        str, typer.Option(help="Published name, or a directory with config.json.")
+        str, typer.Argument(help="Published name, or a directory with config.json.")
     ] = "kimi-k2-instruct-0905",
     shape: Annotated[
-        list[str] | None, typer.Option(help="A rank's part (TP8, EP8, TP2-EP4 ...); all of 1 to 8 ranks if not given.")
+        str | None,
+        typer.Option(metavar="A,B", help="Ranks' parts (TP8, EP8, TP2-EP4 ...); all of 1 to 8 ranks if not given."),
     ] = None,
-    tokens: Annotated[list[int] | None, number(1, "Token counts; 1 to 32768 if not given.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="1,2", help="Token counts; 1 to 32768 if not given.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the tuning files; the package's if not given.", file_okay=False)
     ] = None,
@@ -27,7 +28,11 @@ def tune(
     from kimi_k2.bench.kernels.tune import tune as tune_experts
     from kimi_k2.config import KimiK2Config
 
-    tune_experts(KimiK2Config.load(model), shape, tokens, out, typer.echo)
+    tune_experts(
+        KimiK2Config.load(model), listed(shape) or None, listed_numbers(tokens, "--tokens") or None, out, typer.echo
+    )
 
 
-COMMAND = Command("tune", tune, "Deploy")
+COMMAND = Command(
+    "tune", tune, "Deploy", ("kimi-k2 tune kimi-k2-thinking --shape TP8,EP8 --tokens 1,16,64 --out tuned",)
+)

@@ -27,4 +27,9 @@ def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert`
     typer.echo(f"{len(files)} files as the manifest says")
 
 
-COMMAND = Command("verify", verify, "Checkpoints")
+COMMAND = Command(
+    "verify",
+    verify,
+    "Checkpoints",
+    ("kimi-k2 verify /presharded",),
+)

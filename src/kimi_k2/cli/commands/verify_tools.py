@@ -34,4 +34,9 @@ def verify_tools(
         typer.echo(f"{name:32} {shown}")
 
 
-COMMAND = Command("verify-tools", verify_tools, "Measure and prove")
+COMMAND = Command(
+    "verify-tools",
+    verify_tools,
+    "Measure and prove",
+    ("kimi-k2 verify-tools http://localhost:8000/v1 requests.jsonl --out tools",),
+)

@@ -15,7 +15,7 @@ class _SweepByDefault(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         completing = ctx.resilient_parsing and not args
-        if not completing and (not args or args[0] not in {*self.commands, "--help"}):
+        if not completing and (not args or args[0] not in {*self.commands, "--help", "-h"}):
             args = ["sweep", *args]
         return super().parse_args(ctx, args)
 
@@ -33,4 +33,12 @@ bench.command()(kernels)
 bench.command()(experts)
 
 
-COMMAND = Command("bench", bench, "Measure and prove")
+COMMAND = Command(
+    "bench",
+    bench,
+    "Measure and prove",
+    (
+        "kimi-k2 bench /models/Kimi-K2-Thinking --backend cuda --batch-sizes 1,16 --prompt-lengths 1024 --out bench",
+        "kimi-k2 bench kernels --only mla,gate",
+    ),
+)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, number, picture
+from kimi_k2.cli.options import Checkpoint, listed, listed_numbers, number, picture
 
 
 def reader(
@@ -29,8 +29,8 @@ def context(
     """Decode step cost against context, 64 to 4096 tokens, absorbed MLA: a table and a plot."""
     import torch
 
+    from kimi_k2.api import load_model
     from kimi_k2.bench.context import measure, report
-    from kimi_k2.cli.loading import load_model
 
     torch.set_num_threads(threads)
     report(measure(load_model(checkpoint, attention_form="absorbed"), repeats=repeats), plot)
@@ -41,16 +41,16 @@ def convert(
     work: Annotated[Path, typer.Argument(help="Directory to write to; emptied after each job.", file_okay=False)],
     tp: Annotated[int, number(1, "As of `convert`.")] = 64,
     ep: Annotated[int, number(1, "As of `convert`.")] = 1,
-    jobs: Annotated[str | None, typer.Option(help="Comma-separated part of the jobs.")] = None,
+    jobs: Annotated[str | None, typer.Option(metavar="A,B", help="Jobs to run; all if not given.")] = None,
 ) -> None:
     """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run."""
     from kimi_k2.bench.convert import compare
 
-    compare(checkpoint, work, tp, ep, jobs.split(",") if jobs else None, typer.echo)
+    compare(checkpoint, work, tp, ep, listed(jobs) or None, typer.echo)
 
 
 def kernels(
-    only: Annotated[list[str] | None, typer.Option(help="Operations to run; all if not given.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="A,B", help="Operations to run; all if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time PyTorch and the peers that can be imported.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.", dir_okay=False)] = None,
     drawn: Annotated[int, number(0, "So many drawn batches of MLA decode instead of the standard rows.")] = 0,
@@ -59,23 +59,27 @@ def kernels(
     """Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed."""
     from kimi_k2.bench.kernels.table import run
 
-    if drawn and only and only != ["mla"]:
+    if drawn and only not in (None, "mla"):
         raise typer.BadParameter("draws batches of MLA decode: with --only mla or none", param_hint="--drawn")
-    run(only or [], peers, out, typer.echo, drawn=drawn, seed=seed)
+    run(listed(only), peers, out, typer.echo, drawn=drawn, seed=seed)
 
 
 def experts(
-    model: Annotated[str, typer.Option(help="Published name, or a directory with config.json.")] = (
+    model: Annotated[str, typer.Argument(help="Published name, or a directory with config.json.")] = (
         "kimi-k2-instruct-0905"
     ),
-    format_: Annotated[list[str] | None, typer.Option("--format", help="FP8, INT4, BF16; all if not given.")] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16; all if not given.")
+    ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="A rank's part; TP1 to TP8, EP4 and EP8 if not given.")
+        str | None, typer.Option(metavar="A,B", help="Ranks' parts; TP1 to TP8, EP4 and EP8 if not given.")
     ] = None,
     routing: Annotated[
-        list[str] | None, typer.Option(help="uniform, same or zipf:EXPONENT; five of them if not given.")
+        str | None, typer.Option(metavar="A,B", help="uniform, same or zipf:EXPONENT; five of them if not given.")
     ] = None,
-    tokens: Annotated[list[int] | None, number(1, "Token counts; powers of two to 65536 if not given.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="1,2", help="Token counts; powers of two to 65536 if not given.")
+    ] = None,
     replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
     out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
@@ -88,7 +92,8 @@ def experts(
     from kimi_k2.bench.kernels.experts import Selection, run
     from kimi_k2.config import KimiK2Config
 
-    given = {"formats": format_, "layouts": shape, "routings": routing, "tokens": tokens, "replays": replays}
+    names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
+    given = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
     chosen = {name: value for name, value in given.items() if value}
     selection = Selection(**chosen, with_peers=peers)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)

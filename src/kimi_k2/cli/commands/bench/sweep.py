@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import BatchInvariant, KeepQuantized, KvCacheDtype, Ranks, Seed, compute_defaults, number
+from kimi_k2.cli.options import (
+    BackendName,
+    BatchInvariant,
+    KeepQuantized,
+    KvCacheDtype,
+    Ranks,
+    Seed,
+    listed_numbers,
+    number,
+)
 
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
 
 def sweep(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or `tiny` for a synthetic one.")] = "tiny",
-    backend: Annotated[Literal["cpu", "cuda", "neuron"], typer.Option(help="Where to run.")] = "cpu",
+    backend: Annotated[BackendName, typer.Option(help="Who runs the model.")] = "cpu",
     out: Annotated[
         Path, typer.Option(help="Directory for sweep.json, tables, plots and report.html.", file_okay=False)
     ] = Path("bench"),
@@ -74,6 +83,7 @@ def sweep(
 
     import torch
 
+    from kimi_k2.api import compute_defaults
     from kimi_k2.bench.backend import NeuronBackend, TorchBackend
     from kimi_k2.bench.errors import SweepError
     from kimi_k2.bench.ranks import RanksBackend
@@ -168,12 +178,7 @@ def _on_cpu(settings: Settings, preset: Deployment) -> Deployment:
 
 
 def _numbers(field: str, text: str) -> tuple[int, ...]:
-    from kimi_k2.bench.errors import SweepError
-
-    try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise SweepError(f"{field}: expected numbers with commas between, got {text!r}") from None
+    return tuple(sorted(set(listed_numbers(text, f"--{field.replace('_', '-')}"))))
 
 
 def _print_stopwatch(settings: Settings, backend: Backend) -> None:

@@ -1,0 +1,385 @@
+"""The family from Python: `KimiK2` loads a model and answers, `convert` cuts a checkpoint for ranks.
+
+The commands `generate` and `chat` are these calls. `from kimi_k2 import KimiK2, convert, plan` imports nothing heavy
+before the first use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kimi_k2.checkpoint.hub import resolve_checkpoint
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.device import check_device
+from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.multimodal import encoded_rows
+from kimi_k2.engine.reply import Reply
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.engine.vision import VisionEncoder
+from kimi_k2.errors import ConfigError, GenerationError, MediaError
+from kimi_k2.media.patches import Media
+from kimi_k2.media.prompt import MediaProcessor, media_parts
+from kimi_k2.model.cache import kv_cache_dtype as cache_dtype
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
+from kimi_k2.parallel.ranks import load_ranks
+from kimi_k2.parallel.vision import data_parallel
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.progress import ByteProgress
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.sharding.verify import verify_vision
+from kimi_k2.sharding.vision_file import VISION_FILE
+from kimi_k2.tokenization.eos import load_eos_token_ids
+from kimi_k2.tokenization.message import Delta, opens_reasoning
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+Show = Callable[[int, Reply, list[Delta]], None]
+Messages = Sequence[dict[str, Any]]
+
+
+def compute_defaults(backend: str, dtype: str | None, keep_quantized: bool | None) -> tuple[str, bool]:
+    """Compute dtype, and whether weights are held as stored: what our kernels take on a GPU, where it is not said."""
+    on_gpu = backend == "cuda"
+    chosen = dtype or ("bfloat16" if on_gpu else "float32")
+    return chosen, on_gpu and chosen == "bfloat16" if keep_quantized is None else keep_quantized
+
+
+def load_model(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
+    """`KimiK2ForCausalLM.from_pretrained` with a progress bar."""
+    with CheckpointReader(checkpoint, KimiK2Config.from_pretrained(checkpoint).tensor_prefix) as reader:
+        total = reader.total_bytes
+    try:
+        with ByteProgress("loading", total) as bar:
+            return KimiK2ForCausalLM.from_pretrained(
+                checkpoint, on_tensor=lambda _, count: bar.advance(count), **options
+            )
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"the weights have {total / 1e9:.1f} GB as they are stored, more once they are dequantized")
+        raise
+
+
+def convert(checkpoint: str | Path, output: str | Path, preset: str) -> dict[str, Any]:
+    """Cut a checkpoint into one file a rank of a deployment; the same call resumes an interrupted run.
+
+    Args:
+        checkpoint: directory, or the name of one in the Hugging Face cache.
+        output: directory to write.
+        preset: name of a file in configs/, or a path to one.
+
+    Returns:
+        The manifest: files with their bytes, checksums, and the error of the experts' conversion.
+
+    Raises:
+        KimiK2Error: (subclasses) as the command `convert` does.
+    """
+    source = resolve_checkpoint(checkpoint)
+    layout: Layout = Deployment.load(preset).layout(KimiK2Config.load(source))
+    return Presharder(source, Path(output), layout).run()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a reply answers.
+
+    Attributes:
+        ids: token ids.
+        options: of its Reply: the tools, whether <think> is open, whether there is anything to parse.
+        media: its images and video chunks, in the order of their tokens.
+    """
+
+    ids: list[int]
+    options: dict[str, Any]
+    media: tuple[Media, ...] = ()
+
+
+@dataclass
+class Timing:
+    """Seconds of each step; the first is the prefill."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.seconds[0]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds a later token; 0 if there was none."""
+        return sum(self.seconds[1:]) / max(len(self.seconds) - 1, 1)
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft:.3f} s, TPOT {self.tpot:.4f} s, {len(self.seconds)} steps"
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """A checkpoint's processor and vision tower, loaded when the first image comes.
+
+    Attributes:
+        ranks: output of `convert`, whose tower is read instead of the checkpoint's; ranks share the images.
+        device: of the tower.
+    """
+
+    checkpoint: Path
+    config: KimiK2Config
+    tokenizer: KimiTokenizer
+    dtype: torch.dtype
+    device: str | torch.device = "cpu"
+    ranks: Path | None = None
+
+    @cached_property
+    def processor(self) -> MediaProcessor:
+        """Raises MediaError for a member without a tower."""
+        return MediaProcessor.from_pretrained(self.checkpoint, self.tokenizer, self.config)
+
+    @cached_property
+    def encoder(self) -> VisionEncoder:
+        """The tower, over all ranks if there are several."""
+        if self.ranks is None:
+            return VisionEncoder(VisionModel.from_pretrained(self.checkpoint, dtype=self.dtype, device=self.device))
+        verify_vision(self.ranks)
+        model = VisionModel.from_file(self.ranks / VISION_FILE, self.config, dtype=self.dtype, device=self.device)
+        return data_parallel(model) if dist.is_initialized() else VisionEncoder(model)
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """Which NxDI model to load.
+
+    Attributes:
+        preset: name or path of the deployment.
+        compiled: what `compile` wrote; None only in CPU mode.
+        on_cpu: NxD's CPU mode.
+        length: tokens a sequence in CPU mode.
+        batch_size: sequences at once in CPU mode.
+    """
+
+    preset: str
+    compiled: Path | None = None
+    on_cpu: bool = False
+    length: int = 1024
+    batch_size: int = 1
+
+    def load(self, checkpoint: Path, dtype: str) -> NeuronApplication:
+        """The application; `dtype` is that of CPU mode, compiled graphs have their own.
+
+        Raises:
+            ConfigError: it is not said which, or both are.
+        """
+        if (self.compiled is not None) == self.on_cpu:
+            raise ConfigError("the neuron backend needs either --compiled (from `kimi-k2 compile`) or --on-cpu")
+        preset = Deployment.load(self.preset)
+        if self.on_cpu:
+            preset = cpu_deployment(preset, length=self.length, batch_size=self.batch_size, dtype=dtype)
+        return NeuronApplication.load(checkpoint, preset, self.compiled)
+
+
+@dataclass(frozen=True)
+class KimiK2:
+    """A loaded model that answers: text, conversations with tools, images and videos.
+
+    Attributes:
+        generator: makes the tokens.
+        tokenizer, config: of the checkpoint.
+        params: how tokens are chosen where a call does not say otherwise; its end tokens are the checkpoint's.
+        stop: strings that end a reply.
+        chunk_size: tokens of a prompt that are read at a time; None for what is best.
+        rank: of this process; ranks above 0 make the same steps and show nothing.
+        eyes: what reads and encodes images; None where the backend takes none.
+    """
+
+    generator: Generator | NeuronApplication
+    tokenizer: KimiTokenizer
+    config: KimiK2Config
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    chunk_size: int | None = None
+    rank: int = 0
+    eyes: Eyes | None = None
+
+    @classmethod
+    def from_pretrained(cls, checkpoint: str | Path, **options: Any) -> KimiK2:
+        """Load a checkpoint into this process.
+
+        Args:
+            checkpoint: directory, or a name such as `moonshotai/Kimi-K2-Instruct-0905` in the Hugging Face cache.
+            options: `backend`, `dtype`, `keep_quantized`, `kv_cache_dtype`, `download`, `style` and what else `open`
+                takes.
+
+        Raises:
+            KimiK2Error: (subclasses) as loading does; `ranks` is refused, which `open` takes.
+        """
+        if options.get("ranks") is not None:
+            raise ConfigError("several processes have an end together: use `with KimiK2.open(...)`", field="ranks")
+        with cls.open(checkpoint, **options) as model:
+            return model
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        checkpoint: str | Path,
+        *,
+        backend: str = "cpu",
+        dtype: str | None = None,
+        keep_quantized: bool | None = None,
+        kv_cache_dtype: str = "auto",
+        download: bool = False,
+        style: str | None = None,
+        params: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        chunk_size: int | None = None,
+        ranks: Path | None = None,
+        neuron: Neuron | None = None,
+        keep_cache: bool = False,
+    ) -> Iterator[KimiK2]:
+        """Load the model, or this process's part of it.
+
+        Args:
+            checkpoint: directory or cached name; with `ranks` its configuration and tokenizer alone.
+            backend: `cpu`, `cuda` or `neuron`.
+            dtype: of activations and float weights; bfloat16 on a GPU, else float32.
+            keep_quantized: hold weights as they are stored; the default on a GPU in bfloat16.
+            kv_cache_dtype: see `model.cache.kv_cache_dtype`.
+            download: fetch what the Hugging Face cache lacks.
+            style: chat format; None for what the checkpoint says.
+            params, stop, chunk_size: see KimiK2.
+            ranks: output of `convert --target cuda`, of which this process takes its file.
+            neuron: the NxDI model that the backend `neuron` loads.
+            keep_cache: see `Generator`: for one conversation after another turn.
+
+        Raises:
+            KimiK2Error: (subclasses) as loading does.
+        """
+        directory = resolve_checkpoint(checkpoint, download=download)
+        config = KimiK2Config.from_pretrained(directory)
+        tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
+        params = replace(params or SamplingParams(), eos_token_ids=load_eos_token_ids(directory, config))
+        name, stored = compute_defaults(backend, dtype, keep_quantized)
+        compute: torch.dtype = getattr(torch, name)
+        options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+        if backend == "neuron":
+            if neuron is None:
+                raise ConfigError("expected which NxDI model", field="neuron")
+            rank = int(os.environ.get("RANK", "0"))
+            yield cls(neuron.load(directory, name), tokenizer, config, params, rank=rank, **options)
+        elif ranks is None:
+            check_device(backend)
+            model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
+            model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
+            eyes = Eyes(directory, config, tokenizer, compute, backend)
+            yield cls(Generator(model, keep=keep_cache), tokenizer, config, params, eyes=eyes, **options)
+        else:
+            with load_ranks(ranks, directory, config, compute, backend) as part:
+                part.generator.model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
+                place = part.generator.model.lm_head.weight.device
+                eyes = Eyes(directory, config, tokenizer, compute, place, ranks)
+                yield cls(part.generator, tokenizer, config, params, rank=part.number, eyes=eyes, **options)
+
+    def generate(self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), **sampling: Any) -> list[Reply]:
+        """Continue texts as they are, without the chat template.
+
+        Args:
+            prompts: one text or several, which make a batch.
+            stop: strings that end a reply, besides the model's own.
+            sampling: fields of SamplingParams: max_new_tokens, temperature, top_p, ...
+
+        Returns:
+            A Reply each: `text`, `finish_reason`, `tokens`.
+        """
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        return self._replies([self.bare(text) for text in texts], stop, sampling)
+
+    def chat(
+        self,
+        messages: str | Messages,
+        *,
+        tools: Messages | None = None,
+        thinking: bool = True,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> Reply:
+        """Answer a conversation; `reply.message` has content, reasoning and tool calls apart.
+
+        Args:
+            messages: OpenAI-style; a text is one message of the user.
+            tools: OpenAI-style definitions.
+            thinking: whether K2.5 and K2.6 reason before they answer.
+            stop, sampling: as of `generate`.
+        """
+        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self._replies([self.prompt(talk, tools=tools, thinking=thinking)], stop, sampling)[0]
+
+    def _replies(self, prompts: Sequence[Prompt], stop: Sequence[str], sampling: dict[str, Any]) -> list[Reply]:
+        unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
+        if unknown:
+            raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
+        call = replace(self, params=replace(self.params, **sampling), stop=(*self.stop, *stop))
+        return [reply for _, reply in sorted(call.answer(prompts), key=lambda pair: pair[0])]
+
+    def prompt(self, messages: Messages, **options: Any) -> Prompt:
+        """A conversation as tokens; options as for `ChatTemplate.render_segments` (tools, thinking).
+
+        Raises:
+            MediaError: it has images or videos that cannot be read, or the model takes none.
+        """
+        if any(media_parts(messages)):
+            if self.eyes is None:
+                raise MediaError("this backend takes text only")
+            made = self.eyes.processor(messages, **options)
+            reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(made.segments)}
+            return Prompt(made.ids, reply, made.media)
+        segments = self.tokenizer.render_segments(messages, **options)
+        reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(segments)}
+        return Prompt(self.tokenizer.encode_segments(segments), reply)
+
+    def bare(self, text: str) -> Prompt:
+        """Text as it is, without the chat template."""
+        return Prompt(self.tokenizer.encode(text), {"parse": False})
+
+    def answer(
+        self, prompts: Sequence[Prompt], show: Show = lambda *_: None, timing: Timing | None = None
+    ) -> Iterator[tuple[int, Reply]]:
+        """Generate until every sequence has ended; replies come, with their rows, in the order in which they end.
+
+        Args:
+            prompts: of one batch.
+            show: told of every token: its row, the reply, and what it adds.
+            timing: gets every step's seconds.
+        """
+        end_ids = self.params.eos_token_ids
+        replies = [Reply(self.tokenizer, end_ids, stop=self.stop, **prompt.options) for prompt in prompts]
+        running = dict(enumerate(replies))
+        ids = [prompt.ids for prompt in prompts]
+        options: dict[str, Any] = {"chunk_size": self.chunk_size}
+        if self.eyes is not None and any(prompt.media for prompt in prompts):
+            options["media"] = encoded_rows(self.eyes.encoder, prompts)
+        for step in self.generator.stream(ids, self.params, **options):
+            if timing is not None:
+                timing.seconds.append(step.seconds)
+            for row, reply in list(running.items()):
+                token = step.tokens[row]
+                if token is not None:
+                    if step.logprobs:
+                        reply.logprobs.append((token, step.logprobs[row]))
+                    show(row, reply, reply.feed(token))
+                if reply.finish_reason is not None:
+                    yield row, running.pop(row)
+            if not running:
+                return
+        for row, reply in running.items():
+            show(row, reply, reply.finish())
+            yield row, reply
