@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,9 +19,30 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, runner, support
 
+HERE = Path(plugin.__file__).parent
+MODEL = ("attention", "model", "prompt_graphs", "ranks", "recorder")
+WORKER = ("decode_steps", *MODEL)
 
-def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
-    """Modules with the names that we need but one; and what gets registered in them."""
+
+def taken_of_vllm(*modules: str) -> list[tuple[str, str]]:
+    """Modules and names that ours import, sorted."""
+    trees = [ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8")) for module in modules]
+    found = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
+    named = {(one.module, alias.name) for one in found for alias in one.names if one.module is not None}
+    return sorted(one for one in named if one[0].startswith("vllm"))
+
+
+class Anything(type):
+    """The type of classes that have every attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object()
+
+
+def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str, platform: str = "vllm.platforms.cpu") -> list[str]:
+    """Modules with all names that ours import but one; and what gets registered in them."""
     registered: list[str] = []
 
     class Registry:
@@ -29,34 +53,107 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str) -> list[str]:
             registered.append(architecture)
             cls.models[architecture] = SimpleNamespace(class_name=target.rpartition(":")[2])
 
-    config = "vllm.model_executor.models.config"
-    for module, name in [*support.NEEDED, (config, "VerifyAndUpdateConfig"), (config, "MODELS_CONFIG_MAP")]:
+    class CPUWorker:
+        def compile_or_warm_up_model(self) -> str:
+            return "warm"
+
+    on_cpu = {"is_cuda": lambda _: False, "is_cpu": lambda _: True, "__module__": platform}
+    given = {
+        "ModelRegistry": Registry,
+        "MODELS_CONFIG_MAP": {},
+        "CPUWorker": CPUWorker,
+        "current_platform": type("Platform", (), on_cpu)(),
+        "VerifyAndUpdateConfig": type("Stock", (), {"verify_and_update_config": lambda config: None}),
+    }
+    for module, name in taken_of_vllm(*(path.stem for path in HERE.glob("*.py"))):
         parts = module.split(".")
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])
-            if not isinstance(sys.modules.get(path), ModuleType) or not hasattr(sys.modules[path], "fake"):
+            if not hasattr(sys.modules.get(path), "fake"):
                 made = ModuleType(path)
                 made.fake = True  # type: ignore[attr-defined]
                 made.__path__ = []
                 monkeypatch.setitem(sys.modules, path, made)
         if name != without:
-            named: dict[str, object] = {
-                "ModelRegistry": Registry,
-                "VerifyAndUpdateConfig": object,
-                "MODELS_CONFIG_MAP": {},
-            }
-            setattr(sys.modules[module], name, named.get(name, object()))
-    monkeypatch.setattr(support, "AS_TEXT", ())
+            setattr(sys.modules[module], name, given[name] if name in given else Anything(name, (), {}))
+    monkeypatch.setattr(plugin, "BASE_WORKERS", {"cpu": ("json.decoder", "class JSONDecoder(")})
     return registered
 
 
-def test_names_of_what_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    registered = fake_vllm(monkeypatch, without="MLAAttentionSpec")
+@pytest.fixture
+def fresh() -> Iterator[Callable[[str], Any]]:
+    """Imports modules of the plugin anew, and forgets them."""
+    package = sys.modules[plugin.__package__ or ""]
+    before = {name: module for name, module in sys.modules.items() if name.startswith(f"{package.__name__}.")}
+    attributes = dict(vars(package))
+
+    def imported(name: str) -> Any:
+        for module in (*WORKER, "registered", "worker"):
+            sys.modules.pop(f"{package.__name__}.{module}", None)
+            vars(package).pop(module, None)
+        return importlib.import_module(f"{package.__name__}.{name}")
+
+    yield imported
+    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    vars(package).clear()
+    vars(package).update(attributes)
+
+
+@pytest.mark.parametrize("gone", sorted({name for _, name in taken_of_vllm(*MODEL) if not name.startswith("Deepseek")}))
+def test_the_model_is_vllms_without_a_name(
+    gone: str, fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_vllm(monkeypatch, without=gone)
+    with caplog.at_level(logging.WARNING):
+        module = fresh("registered")
+    stock = sys.modules["vllm.model_executor.models.deepseek_v2"]
+    assert module.KimiK2ForVllm is stock.DeepseekV3ForCausalLM
+    assert module.KimiK25TextForVllm is stock.DeepseekV2ForCausalLM
+    assert caplog.text.count("all operations are vLLM's, since it has changed: ") == 1
+    assert gone in caplog.text
+
+
+def test_the_model_is_ours(fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(monkeypatch, without="")
+    assert [fresh("registered").KimiK2ForVllm.__module__, plugin.ARCHITECTURES["DeepseekV3ForCausalLM"]] == [
+        "kimi_k2.serving.vllm.model",
+        "KimiK2ForVllm",
+    ]
+
+
+@pytest.mark.parametrize("gone", sorted({name for _, name in taken_of_vllm("decode_steps")}))
+def test_steps_are_vllms_without_a_name(
+    gone: str, fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_vllm(monkeypatch, without=gone)
+    with caplog.at_level(logging.WARNING):
+        assert fresh("worker").KimiK2Worker().compile_or_warm_up_model() == "warm"
+    assert caplog.text.count("decode steps are prepared by vLLM, since it has changed: ") == 1
+    assert gone in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["ModelRegistry", "current_platform", "MODELS_CONFIG_MAP"])
+def test_registration_without_a_name(
+    gone: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered = fake_vllm(monkeypatch, without=gone)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert registered == []
-    assert "all operations are vLLM's, since it has changed" in caplog.text
-    assert caplog.text.count("vllm.v1.kv_cache_interface.MLAAttentionSpec") == 1
+    of_steps = gone == "MODELS_CONFIG_MAP"
+    assert registered == (list(plugin.ARCHITECTURES) if of_steps else [])
+    assert ("decode steps are prepared by vLLM" if of_steps else "all operations are vLLM's") in caplog.text
+    assert gone in caplog.text
+
+
+def test_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fake_vllm(monkeypatch, without="")
+    monkeypatch.setattr(plugin, "BASE_WORKERS", {"cpu": ("json.decoder", "class Gone(")})
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "since it has changed: json.decoder: class Gone" in caplog.text
+    assert not sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP
 
 
 def test_all_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,27 +169,34 @@ def test_all_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
     assert offered == sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP
 
 
-def test_without_its_table_of_configurations(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The model is ours; steps are prepared by vLLM."""
-    registered = fake_vllm(monkeypatch, without="MODELS_CONFIG_MAP")
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
-    assert registered == list(plugin.ARCHITECTURES)
-    assert "decode steps are prepared by vLLM" in caplog.text
+def test_another_platform_keeps_its_models_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-neuron's, on a CPU too."""
+    registered = fake_vllm(monkeypatch, without="", platform="vllm_neuron.vllm.platform")
+    plugin.register()
+    assert registered == []
+    assert not sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "gone"),
+    "changed",
     [
-        ("json.decoder", "class JSONDecoder(", []),
-        ("json.decoder", "class Gone(", ["json.decoder: class Gone"]),
-        ("json.gone", "class JSONDecoder(", ["json.gone: class JSONDecoder"]),
+        {"n_group": 8, "topk_group": 4, "n_routed_experts": 256, "model_type": "deepseek_v3", "vocab_size": 129280},
+        {"num_nextn_predict_layers": 1},
+        {"rope_interleave": False},
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "fmt": "e4m3"}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}},
     ],
+    ids=lambda changed: next(reversed(changed)),
 )
-def test_what_is_looked_at_as_text(monkeypatch: pytest.MonkeyPatch, module: str, text: str, gone: list[str]) -> None:
+def test_models_that_are_not_ours_keep_vllms_worker(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(monkeypatch, without="")
-    monkeypatch.setattr(support, "AS_TEXT", ((module, text),))
-    assert support.changed() == gone
+    plugin.register()
+    config = sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP["DeepseekV3ForCausalLM"]
+    for given, worker in ((changed, "auto"), ({}, plugin.WORKER)):
+        one = deployment(hf_text_config=model(**given), worker_cls="auto", device_type="cpu", dtype=torch.float32)
+        config.verify_and_update_config(one)
+        assert one.worker_cls == worker
+        assert (support.refusal(one, one.hf_text_config) is None) == (not given)
 
 
 def test_parsers_managers_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,7 +367,6 @@ def test_first_runner_where_the_second_would_be(
     monkeypatch.setenv(runner.ENVIRONMENT, "")  # so that what is set below is undone
     monkeypatch.delenv(runner.ENVIRONMENT)
     table = sys.modules["vllm.model_executor.models.config"]
-    table.VerifyAndUpdateConfig = type("Stock", (), {"verify_and_update_config": lambda config: None})  # type: ignore[attr-defined]
     plugin.register()
     one = of_second({}, worker_cls="auto")
     with caplog.at_level(logging.INFO):

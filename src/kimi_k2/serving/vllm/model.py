@@ -33,7 +33,10 @@ class _Ours:
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
         """Our model, or vLLM's own where ours cannot serve the deployment."""
         hf_config = vllm_config.model_config.hf_text_config
-        reason = refusal(vllm_config, hf_config)
+        try:
+            reason = refusal(vllm_config, hf_config)
+        except AttributeError as error:
+            reason = f"its configuration has changed: {error}"
         if reason is None:
             return super().__new__(cls)
         logger.info("kimi-k2: all operations are vLLM's: %s", reason)

@@ -6,8 +6,9 @@ import importlib
 import logging
 from typing import Any
 
+from kimi_k2.errors import KimiK2Error
+from kimi_k2.serving.paged.support import config_of, lacking
 from kimi_k2.serving.vllm.runner import choose_runner
-from kimi_k2.serving.vllm.support import changed
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
@@ -17,28 +18,43 @@ ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalL
 # Architectures that configurations with a model of ours name: K2.5's own has its text from the second above.
 WITH_WORKER = (*ARCHITECTURES, "KimiK25ForConditionalGeneration")
 WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
+# What ours is derived from, by platform; its import would be slow.
+BASE_WORKERS = {
+    "cuda": ("vllm.v1.worker.gpu_worker", "class Worker("),
+    "cpu": ("vllm.v1.worker.cpu_worker", "class CPUWorker("),
+}
 
 
 def register() -> None:
-    """Have vLLM serve the Kimi-K2 family with our model; other models of these architectures stay vLLM's."""
-    lacking = changed()
-    if lacking:
-        logger.warning("kimi-k2: all operations are vLLM's, since it has changed; gone: %s", ", ".join(lacking))
+    """Have vLLM serve the Kimi-K2 family with our model; other models of these architectures stay vLLM's.
+
+    On a platform that is neither vLLM's own for CUDA nor for CPUs nothing is touched: it may have models of its own.
+    """
+    try:
+        from vllm.model_executor.models.registry import ModelRegistry
+        from vllm.platforms import current_platform
+
+        kind = "cuda" if current_platform.is_cuda() else "cpu" if current_platform.is_cpu() else None
+        if kind is None or not type(current_platform).__module__.startswith("vllm.platforms."):
+            return
+        for architecture, name in ARCHITECTURES.items():
+            target = f"kimi_k2.serving.vllm.registered:{name}"
+            if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
+                ModelRegistry.register_model(architecture, target)
+    except (ImportError, AttributeError) as error:
+        logger.warning("kimi-k2: all operations are vLLM's, since it has changed: %s", error)
         return
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    _offer_worker()
-    for architecture, name in ARCHITECTURES.items():
-        target = f"kimi_k2.serving.vllm.model:{name}"
-        if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
-            ModelRegistry.register_model(architecture, target)
+    _offer_worker(kind)
 
 
-def _offer_worker() -> None:
+def _offer_worker(kind: str) -> None:
     """Have vLLM's configuration of these models name our worker and its runner, where the user names none."""
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP as CONFIGS
         from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+        if gone := lacking((), [BASE_WORKERS[kind]]):
+            raise ImportError(*gone)
     except ImportError as error:
         logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return
@@ -53,11 +69,22 @@ def _offer_worker() -> None:
             @classmethod
             def verify_and_update_config(cls, vllm_config: Any) -> None:
                 super().verify_and_update_config(vllm_config)
-                choose_runner(vllm_config)
-                if vllm_config.parallel_config.worker_cls == "auto":
-                    vllm_config.parallel_config.worker_cls = WORKER
+                _choose_worker(vllm_config)
 
         CONFIGS[name] = WithWorker
+
+
+def _choose_worker(vllm_config: Any) -> None:
+    """Name our worker for a model of the family; others of its architectures keep vLLM's."""
+    try:
+        config_of(vllm_config.model_config.hf_text_config)
+        choose_runner(vllm_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = WORKER
+    except KimiK2Error:
+        return
+    except AttributeError as error:
+        logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
 
 
 def register_parsers() -> None:

@@ -7,31 +7,12 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
+from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 
-# Names in vLLM that the model's class stands on. A module whose import would be slow is looked at as text.
-NEEDED = (
-    ("vllm.distributed.parallel_state", "get_tp_group"),
-    ("vllm.forward_context", "get_forward_context"),
-    ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
-    ("vllm.model_executor.models.registry", "ModelRegistry"),
-    ("vllm.utils.torch_utils", "weak_ref_tensor"),
-    ("vllm.v1.attention.backend", "AttentionBackend"),
-    ("vllm.v1.attention.backend", "AttentionCGSupport"),
-    ("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
-    ("vllm.v1.attention.backends.utils", "split_decodes_and_prefills"),
-    ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
-)
 ON_GPU = "KIMI_K2_VLLM_GPU"
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
-AS_TEXT = (("vllm.model_executor.models.deepseek_v2", "class DeepseekV3ForCausalLM("),)
-
-
-def changed() -> list[str]:
-    """What this vLLM lacks of what we stand on, `module.name` each."""
-    return lacking(NEEDED, AS_TEXT)
 
 
 def layout_of(vllm_config: Any) -> Layout:

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
-
-from kimi_k2.serving.vllm.decode_steps import DecodeSteps, decode_steps
-from kimi_k2.serving.vllm.model import _Ours
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
+logger = logging.getLogger("vllm.kimi_k2")
+
 
 class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy here
     """For `ParallelConfig.worker_cls`; see `plugin`."""
 
-    _steps: DecodeSteps | None = None
+    _steps: Any = None  # `DecodeSteps`; the module is imported late, as it stands on names that vLLM may lose
 
     def compile_or_warm_up_model(self) -> Any:
         """Behind vLLM's own graphs, those of decode steps."""
         done = super().compile_or_warm_up_model()
-        modules = self.model_runner.get_model().modules()
-        ours = next((module for module in modules if isinstance(module, _Ours)), None)
-        if ours is not None:
-            with torch.inference_mode():
-                self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner)
+        try:
+            from kimi_k2.serving.vllm.decode_steps import decode_steps
+            from kimi_k2.serving.vllm.model import _Ours
+
+            modules = self.model_runner.get_model().modules()
+            ours = next((module for module in modules if isinstance(module, _Ours)), None)
+            if ours is not None:
+                with torch.inference_mode():
+                    self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner)
+        except (ImportError, AttributeError) as error:
+            logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return done
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
         """A step; None where `sample_tokens` is to end it."""
         rows = None if self._steps is None else self._steps.rows(scheduler_output)
-        if self._steps is None or rows is None:
+        if rows is None:
             return super().execute_model(scheduler_output)
         with self.annotate_profile(scheduler_output):
             self._steps.run(scheduler_output, rows)
