@@ -302,6 +302,16 @@ def test_pages_of_a_version_that_does_not_say_who_chose_them() -> None:
     assert support.refusal(one, model()) == "pages of 16 tokens, the kernels take 64"
 
 
+def test_what_vllm_adds_to_a_configuration() -> None:
+    added = {"total_num_heads": 64, "total_num_kv_heads": 64}
+    for name in ("kimi-k2-instruct-0905", "kimi-k2-thinking"):
+        own = KimiK2Config.load(name).to_hf_dict()["quantization_config"]
+        given = model(quantization_config=own | added, **({"rms_norm_eps": 1e-5} if "thinking" in name else {}))
+        assert support.refusal(deployment(device_type="cpu", dtype=torch.float32), given) is None
+    given = model(quantization_config=own | {"heads": 64})
+    assert "quantization_config.heads" in str(support.refusal(deployment(device_type="cpu"), given))
+
+
 def test_ranks_that_do_not_divide_the_model() -> None:
     assert "3" in str(support.refusal(deployment(tensor_parallel_size=3, device_type="cpu"), model()))
 

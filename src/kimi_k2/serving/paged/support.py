@@ -17,6 +17,9 @@ from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.serving.paged.heads import kernel_heads
 
+# To a checkpoint's quantization, while it loads.
+ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
+
 
 def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]] = ()) -> list[str]:
     """What of an engine is gone, `module.name` each.
@@ -52,7 +55,11 @@ def config_of(hf_config: Any) -> KimiK2Config:
     Raises:
         ConfigError: it is no member of the family.
     """
-    return KimiK2Config.from_dict(hf_config.to_dict())
+    raw = hf_config.to_dict()
+    for key in ("quantization_config", "compression_config"):
+        if isinstance(raw.get(key), dict):
+            raw[key] = {name: value for name, value in raw[key].items() if name not in ADDED_BY_VLLM}
+    return KimiK2Config.from_dict(raw)
 
 
 def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: int | None, hopper: bool) -> str | None:
