@@ -1,6 +1,10 @@
 """Every malformed checkpoint with every command, each in a process of its own, with its CPU time and memory.
 
     python test/robustness/measure.py [MATCH]
+    python test/robustness/measure.py --mechanisms [FIRST [COUNT]]
+
+The second form draws checkpoints by mechanism, from seed FIRST (0) on, COUNT (300) of them, times six commands. It
+compares time and memory with the same command on the sound checkpoint, and what it prints too.
 
 A process is a fork of this one, which has imported everything: its time is what the command takes beyond the start of
 Python. Memory is its peak, imports included. Prints what is wrong, and the worst figures.
@@ -9,12 +13,17 @@ Python. Memory is its peak, imports included. Prints what is wrong, and the wors
 from __future__ import annotations
 
 import os
+import random
+import re
 import resource
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +33,16 @@ import kinds_of_tokenizers
 import torch
 from damage import Kind, private_copy
 from drawn import mutate
-from run_commands import COMMANDS, Ending, run
+from mechanisms import MECHANISMS, drawn
+from run_commands import COMMANDS, SIX, Ending, run
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 SECONDS, MEMORY, DRAWN = 2.0, 400e6, 100
+TIMEOUT = 60
+# Of a drawn mechanism, beyond the same command on the sound checkpoint.
+MORE_SECONDS, MORE_MEMORY = 5.0, 500e6
 
 
 class Run(NamedTuple):
@@ -42,14 +55,19 @@ class Run(NamedTuple):
     fault: str | None
 
 
-def in_child(command: str, checkpoint: Path, work: Path) -> tuple[Ending, float, int]:
-    """How a command ends in a fork, its CPU seconds and its peak memory in bytes."""
+def in_child(
+    command: str, checkpoint: Path, work: Path, meanwhile: Callable[[], object] | None = None
+) -> tuple[Ending, float, int]:
+    """How a command ends in a fork, its CPU seconds and its peak memory in bytes; killed after a minute."""
     said = work / "said"
     child = os.fork()
     if not child:
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        os.dup2(os.open(work / "typed", os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0)
+        signal.alarm(TIMEOUT)
         try:
             status = run(command, checkpoint, work / "out")
         except BaseException:
@@ -57,6 +75,8 @@ def in_child(command: str, checkpoint: Path, work: Path) -> tuple[Ending, float,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    if meanwhile is not None:
+        meanwhile()
     _, status, used = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
     ending = Ending(command, code, said.read_text(errors="replace"))
@@ -91,9 +111,65 @@ def all_runs(bases: dict[str, Path], work: Path, match: str) -> Iterator[Run]:
             yield one._replace(name=f"drawn {seed}, {base}, {done[0]}")
 
 
+def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> None:
+    """Each seed's fault with six commands, beside the sound checkpoint."""
+    sound: dict[tuple[str, str], tuple[Ending, float, int]] = {}
+    for base, directory in bases.items():
+        for command in SIX:
+            checkpoint = private_copy(directory, work / "checkpoint")  # errors and tables name the same path
+            sound[base, command] = in_child(command, checkpoint, work)
+            assert sound[base, command][0].status == 0, sound[base, command][0]
+            shutil.rmtree(checkpoint)
+    faults, accepted, worst, largest, refused = list[str](), list[str](), 0.0, 0.0, 0
+    for seed in range(first, first + count):
+        base = sorted(bases)[seed // len(MECHANISMS) % len(bases)]
+        fault = drawn(seed, bases[base])
+        for command in SIX:
+            checkpoint = private_copy(bases[base], work / "checkpoint")
+            fault.damage(checkpoint)
+            meanwhile = None if fault.meanwhile is None else partial(_later, seed, fault.meanwhile, checkpoint)
+            ending, seconds, peak = in_child(command, checkpoint, work, meanwhile)
+            subprocess.run(["rm", "-rf", checkpoint], check=True)
+            good, usual, held = sound[base, command]
+            worst, largest = max(worst, seconds - usual), max(largest, peak - held)
+            refused += ending.status != 0
+            what = ending.unclean() if ending.status else None
+            if ending.status == 0 and fault.refused is not None:
+                if command[0] in fault.refused:
+                    what = f"accepted: {ending.said[-300:]!r}"
+                elif _shown(ending) != _shown(good):
+                    what = f"says something else: {ending.said[-300:]!r}"
+            elif ending.status and fault.refused is not None and command[0] not in fault.refused:
+                what = f"refused: {ending.said[-300:]!r}"
+            elif ending.status == 0 and fault.refused is None and _shown(ending) != _shown(good):
+                accepted.append(f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}")
+            if seconds - usual > MORE_SECONDS or peak - held > MORE_MEMORY:
+                what = f"{seconds:.1f} s, {peak / 1e6:.0f} MB ({usual:.1f} s, {held / 1e6:.0f} MB sound); {what}"
+            if what:
+                faults.append(f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}: {what}")
+                print(faults[-1], flush=True)
+    print("\n".join(["accepted, with another result:", *accepted]))
+    print(
+        f"{count} checkpoints, {count * len(SIX)} runs, {refused} refused, {len(faults)} faults; at most"
+        f" {worst:.2f} s and {largest / 1e6:.0f} MB more than on the sound checkpoint"
+    )
+
+
+def _later(seed: int, damage: Callable[[Path], object], checkpoint: Path) -> None:
+    time.sleep(random.Random(-seed).uniform(0, 0.3))
+    damage(checkpoint)
+
+
+def _shown(ending: Ending) -> str:
+    """What it says, without times."""
+    return re.sub(r"TTFT.*", "", ending.said)
+
+
 def main() -> None:
     """Run and report."""
     torch.set_num_threads(1)
+    mechanisms = "--mechanisms" in sys.argv
+    numbers = [int(word) for word in sys.argv[2:4]] if mechanisms else []
     match = sys.argv[1] if len(sys.argv) > 1 else ""
     work = Path(tempfile.mkdtemp(prefix="kimi-k2-malformed-"))
     try:
@@ -102,8 +178,14 @@ def main() -> None:
         write_synthetic_checkpoint(bases["bf16"], with_format(tiny_config("kimi-k2-instruct"), "bf16"), seed=1)
         write_synthetic_checkpoint(bases["thinking"], tiny_config("kimi-k2-thinking"), seed=2)
         write_synthetic_checkpoint(bases["k2.5"], tiny_config("kimi-k2.5"), seed=3)
-        for command in COMMANDS:  # imports what commands import when they run
+        (work / "typed").write_text("Hi\n")
+        sys.stdin = (work / "typed").open()
+        for command in SIX:  # imports what commands import when they run
+            sys.stdin.seek(0)
             assert run(command, bases["fp8"], work / command) == 0
+        if mechanisms:
+            by_mechanism(bases, work, *(numbers + [0, 300][len(numbers) :]))
+            return
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         start, found = time.time(), []
         for one in all_runs(bases, work, match):

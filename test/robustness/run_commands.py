@@ -16,11 +16,17 @@ COMMANDS = {
     "convert": ["convert", "{checkpoint}", "{out}", "--tp", "2"],
     "generate": ["generate", "{checkpoint}", "-p", "Hi", "--max-new-tokens", "1"],
 }
+# By the letters of `mechanisms.READ_BY`.
+SIX = COMMANDS | {
+    "plan": ["plan", "{checkpoint}", "--preset", "h200-tp1"],
+    "dialogue": ["chat", "{checkpoint}", "--max-new-tokens", "1"],
+    "a capture": ["parity", "capture", "{checkpoint}", "{out}", "--prompt-length", "4", "--steps", "1"],
+}
 
 
 def run(command: str, checkpoint: Path, out: Path) -> int:
     """Exit status of a command, run in this process."""
-    words = [word.format(checkpoint=checkpoint, out=out) for word in COMMANDS[command]]
+    words = [word.format(checkpoint=checkpoint, out=out) for word in SIX[command]]
     try:
         main(arguments=words)
     except SystemExit as exit_:

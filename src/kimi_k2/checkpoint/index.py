@@ -83,6 +83,8 @@ def stated_size(index: Mapping[str, Any]) -> int | None:
     """
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, bool):
+        return None
     return int(total) if isinstance(total, (int, float)) and math.isfinite(total) and total >= 0 else None
 
 

@@ -1,0 +1,270 @@
+"""Drawn damage by mechanism: what a file is, its size, its encoding, a number, a reference, or what happens meanwhile.
+
+A seed draws one checkpoint's fault together with what each command must make of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from damage import CONFIG, INDEX, Damage, header, own
+
+VOCABULARY, TOKENIZER = "tiktoken.model", "tokenizer_config.json"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+# Which commands read a file, by first letter: inspect, plan, convert, generate, dialogue (chat), and a capture.
+WEIGHTS, TEXT = "icgda", "gd"
+READ_BY = {CONFIG: "ipcgda", INDEX: "ipcgda", VOCABULARY: TEXT, TOKENIZER: TEXT, TEMPLATE: TEXT, GENERATION: TEXT}
+MECHANISMS = ("file type", "size", "encoding", "number", "reference", "concurrency")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A fault.
+
+    Attributes:
+        mechanism: one of MECHANISMS.
+        name: what was drawn.
+        damage: done before a command runs.
+        refused: the commands that must refuse it; the others must end as on the sound checkpoint. None where either is
+            right: a refusal, or whatever the changed checkpoint says.
+        meanwhile: done while the command runs.
+    """
+
+    mechanism: str
+    name: str
+    damage: Damage
+    refused: str | None
+    meanwhile: Damage | None = None
+
+
+def drawn(seed: int, directory: Path) -> Drawn:
+    """The fault of a seed, for a checkpoint that is like the one in `directory`."""
+    draw = random.Random(seed)
+    mechanism = MECHANISMS[seed % len(MECHANISMS)]
+    shards = sorted(path.name for path in directory.glob("*.safetensors"))
+    makers: dict[str, Callable[[random.Random, list[str]], Drawn]] = {
+        "file type": _file_type, "size": _size, "encoding": _encoding,
+        "number": _number, "reference": _reference, "concurrency": _concurrency,
+    }  # fmt: skip
+    return makers[mechanism](draw, shards)
+
+
+def _readers(name: str) -> str:
+    return READ_BY.get(name, WEIGHTS)
+
+
+def _instead(make: Callable[[Path], object], name: str) -> Damage:
+    def change(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
+
+    return change
+
+
+def _bound(path: Path) -> None:
+    # A socket's name has at most 108 bytes.
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def _link_to(target: str) -> Callable[[Path], object]:
+    return lambda path: path.symlink_to(target)
+
+
+def _file_type(draw: random.Random, shards: list[str]) -> Drawn:
+    name = draw.choice([*READ_BY, *shards])
+    devices = ("/dev/zero", "/dev/urandom", "/dev/full", "/dev/null", "/dev/tty", "/proc/kmsg", "/proc/self/mem",
+               "/proc/kcore", "/proc/self/environ", "/sys/power/state")  # fmt: skip
+    kinds: dict[str, Callable[[Path], object]] = {
+        "a pipe": os.mkfifo,
+        "a socket": _bound,
+        "a directory": Path.mkdir,
+        "a link to nothing": lambda path: path.symlink_to("nothing"),
+        "a loop of links": lambda path: path.symlink_to(path.name),
+        "a link to its directory": lambda path: path.symlink_to("."),
+        **{f"a link to {device}": _link_to(device) for device in devices},
+    }
+    kind = draw.choice(list(kinds))
+    return Drawn("file type", f"{name} {kind}", _instead(kinds[kind], name), _readers(name))
+
+
+def _edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:
+    def change(directory: Path) -> None:
+        path = own(directory / name)
+        path.write_bytes(edit(path.read_bytes()))
+
+    return change
+
+
+def _resized(name: str, size: int) -> Damage:
+    return lambda directory: os.truncate(own(directory / name), size)
+
+
+def _size(draw: random.Random, shards: list[str]) -> Drawn:
+    name = draw.choice([*READ_BY, *shards])
+    way = draw.choice(["empty", "cut", "longer", "sparse 300 MB", "sparse 1 TB", "twice"])
+    part = draw.random()
+    damages: dict[str, Damage] = {
+        "empty": _resized(name, 0),
+        "cut": _edited(name, lambda data: data[: int(part * (len(data) - 2))]),
+        "longer": _edited(name, lambda data: data + b"\0" * (1 + int(part * 5000))),
+        "sparse 300 MB": _resized(name, 300_000_000),
+        "sparse 1 TB": _resized(name, 2**40),
+        "twice": _edited(name, lambda data: data + data),
+    }
+    # A part of a template, or one twice, is a template.
+    free = name == TEMPLATE and way in ("cut", "longer", "twice")
+    return Drawn("size", f"{name} {way} {part:.3f}", damages[way], None if free else _readers(name))
+
+
+def _encoding(draw: random.Random, shards: list[str]) -> Drawn:
+    name = draw.choice(list(READ_BY))
+    place = draw.random()
+
+    def inserted(what: bytes) -> Callable[[bytes], bytes]:
+        return lambda data: data[: int(place * len(data))] + what + data[int(place * len(data)) :]
+
+    is_json = name.endswith(".json")
+    # Whether it is wrong; None where it may be.
+    ways: dict[str, tuple[Callable[[bytes], bytes], bool | None]] = {
+        "UTF-16": (lambda data: data.decode().encode("utf-16"), True),
+        "UTF-32": (lambda data: data.decode().encode("utf-32"), True),
+        "EBCDIC": (lambda data: data.decode().encode("cp500", "replace"), True),
+        "a byte that is no UTF-8": (inserted(b"\xff"), True),
+        "an overlong form": (inserted(b"\xc0\xaf"), True),
+        "lines that end as on Windows": (lambda data: data.replace(b"\n", b"\r\n"), False),
+    }
+    if is_json:
+        ways |= {
+            "a byte order mark": (lambda data: b"\xef\xbb\xbf" + data, True),
+            "a NUL": (inserted(b"\0"), True),
+            "nested 100,000 deep": (lambda data: b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", True),
+            "a comment": (lambda data: b"// says\n" + data, True),
+            "other spaces": (lambda data: json.dumps(json.loads(data), indent=7).encode(), False),
+            "escapes": (lambda data: json.dumps(json.loads(data), ensure_ascii=True).encode(), False),
+            "half a surrogate as a name": (lambda data: b'{"\\ud800": 1,' + data.lstrip()[1:], None),
+        }
+    way = draw.choice(list(ways))
+    edit, refused = ways[way]
+    if name == TEMPLATE and way in ("EBCDIC", "lines that end as on Windows"):
+        refused = None  # text of a template, which reaches the prompt
+    must = None if refused is None else _readers(name) if refused else ""
+    return Drawn("encoding", f"{name} {way} {place:.3f}", _edited(name, edit), must)
+
+
+NUMBERS: list[Any] = [
+    math.nan, math.inf, -math.inf, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, 1e-300, 5e-324, -0.0, 0.5,
+    "1", "", True, None, [1], {"a": 1}, "²", "0x10", "1e3",
+]  # fmt: skip
+
+
+def _number(draw: random.Random, shards: list[str]) -> Drawn:
+    """A number of a JSON file or a header becomes another thing; whether that is wrong depends on which it is."""
+    name = draw.choice([CONFIG, CONFIG, CONFIG, INDEX, GENERATION, TOKENIZER, shards[0], shards[-1]])
+    value, at = draw.choice(NUMBERS), draw.random()
+
+    def change(raw: Any) -> None:
+        found: list[tuple[Any, Any]] = []
+        waiting = [raw]
+        while waiting:
+            one = waiting.pop()
+            for key, below in one.items() if isinstance(one, dict) else enumerate(one):
+                if isinstance(below, (dict, list)):
+                    waiting.append(below)
+                elif isinstance(below, (int, float)) and not isinstance(below, bool):
+                    found.append((one, key))
+        if found:
+            holder, key = found[int(at * len(found))]
+            holder[key] = value
+
+    def in_json(directory: Path) -> None:
+        path = own(directory / name)
+        raw = json.loads(path.read_text())
+        change(raw)
+        path.write_text(json.dumps(raw))
+
+    damage = header(change, name) if name in shards else in_json
+    return Drawn("number", f"{name} {at:.4f}: {str(value)[:20]!r}", damage, None)
+
+
+def _reference(draw: random.Random, shards: list[str]) -> Drawn:
+    """A name that leads elsewhere."""
+    wrong: list[Any] = [
+        "model-²-of-3.safetensors", "model-٣-of-3.safetensors", "../model.safetensors", "/dev/zero", "./" + shards[0],
+        shards[0].upper(), shards[0] + "\0", "", ".", "..", "con.safetensors", "model-9-of-9.safetensors",
+        "tiktoken.model", "a/b.safetensors", "é" * 200 + ".safetensors", "\ud800.safetensors", 3, None, [shards[0]],
+        "https://huggingface.co/x.safetensors", "model-1-of-3.safetensors.partial", "-.safetensors", "*.safetensors",
+    ]  # fmt: skip
+    to, at = draw.choice(wrong), draw.random()
+    way = draw.choice(["a shard's name", "a shard's name", "another shard", "a tensor's name", "shards exchanged"])
+
+    def in_index(edit: Callable[[dict[str, Any], str], object]) -> Damage:
+        def change(directory: Path) -> None:
+            path = own(directory / INDEX)
+            raw = json.loads(path.read_text())
+            names = sorted(raw["weight_map"])
+            edit(raw["weight_map"], names[int(at * len(names))])
+            path.write_text(json.dumps(raw))
+
+        return change
+
+    def exchanged(directory: Path) -> None:
+        first, second = directory / shards[0], directory / shards[-1]
+        first.rename(directory / "held")
+        second.rename(first)
+        (directory / "held").rename(second)
+
+    def elsewhere(weight_map: dict[str, Any], name: str) -> None:
+        weight_map[name] = next(shard for shard in shards if shard != weight_map[name])
+
+    ways: dict[str, tuple[Damage, str | None]] = {
+        "a shard's name": (in_index(lambda names, one: names.update({one: to})), WEIGHTS),
+        "another shard": (in_index(elsewhere), WEIGHTS),
+        "a tensor's name": (in_index(lambda names, one: names.update({f"{one}.x": names.pop(one)})), WEIGHTS),
+        "shards exchanged": (exchanged, WEIGHTS),
+    }
+    damage, refused = ways[way]
+    if way == "a shard's name" and not isinstance(to, str):
+        refused = "ipcgda"  # the plan counts the shards that the index names
+    return Drawn("reference", f"{way} {at:.3f} {to!r}"[:80], damage, refused)
+
+
+def _concurrency(draw: random.Random, shards: list[str]) -> Drawn:
+    """Another process at work; either end is right, but for a wrong one."""
+    name = draw.choice([CONFIG, INDEX, VOCABULARY, *shards, *shards])
+    way = draw.choice(
+        ["removed", "replaced by a shorter one", "replaced by a pipe", "longer", "made anew", "unreadable"]
+    )
+
+    def replaced(directory: Path, content: Callable[[Path, Path], object]) -> None:
+        (directory / "new").unlink(missing_ok=True)
+        content(directory / name, directory / "new")
+        (directory / "new").replace(directory / name)
+
+    def shorter(old: Path, new: Path) -> None:
+        new.write_bytes(old.read_bytes()[:-100])
+
+    meanwhile: dict[str, Damage] = {
+        "removed": lambda directory: (directory / name).unlink(missing_ok=True),
+        "replaced by a shorter one": lambda directory: replaced(directory, shorter),
+        "replaced by a pipe": lambda directory: replaced(directory, lambda old, new: os.mkfifo(new)),
+        "longer": lambda directory: own(directory / name).open("ab").write(b"\0" * 100),
+        "made anew": lambda directory: replaced(directory, shutil.copyfile),
+        "unreadable": lambda directory: own(directory / name).chmod(0),
+    }
+    way = draw.choice(list(meanwhile))
+    return Drawn("concurrency", f"{name} {way}", lambda directory: None, None, meanwhile[way])
