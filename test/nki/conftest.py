@@ -1,5 +1,5 @@
 """The emulator stands in for `nki` before any kernel is imported."""
 
-from kimi_k2.nki import install
+from nki_emulator import install
 
 install()

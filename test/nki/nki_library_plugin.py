@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 
 from kimi_k2.neuron.standins import InertModule
-from kimi_k2.nki import install
-from kimi_k2.nki.dtypes import NUMPY, name_of, narrow, size_of, widen
-from kimi_k2.nki.launch import Kernel
-from kimi_k2.nki.settings import settings
+from nki_emulator import install
+from nki_emulator.dtypes import NUMPY, name_of, narrow, size_of, widen
+from nki_emulator.launch import Kernel
+from nki_emulator.settings import settings
 
 # Reporting, remote hosts and the compiler: imported by their test framework, not used here.
 _INERT = (

@@ -14,8 +14,8 @@ import nki.language as nl
 import numpy as np
 import pytest
 
-from kimi_k2.nki import errors
-from kimi_k2.nki.ranks import run_as_rank, run_on_ranks
+from nki_emulator import errors
+from nki_emulator.ranks import run_as_rank, run_on_ranks
 
 RANKS = 4
 

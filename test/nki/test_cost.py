@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_k2.nki.cost import Cost, cost_of
 from kimi_k2.nki.kernels.experts import selective_experts
 from kimi_k2.nki.kernels.router import noaux_tc_router
-from kimi_k2.nki.launch import Kernel
-from kimi_k2.nki.rates import Rates
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.cost import Cost, cost_of
+from nki_emulator.launch import Kernel
+from nki_emulator.rates import Rates
+from nki_emulator.tensor import NkiTensor
 
 
 def costed(body: object, *arrays: object, rates: Rates | None = None) -> Cost:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.tensor import NkiTensor
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kimi_k2.nki import kernels
-from kimi_k2.nki.errors import NkiError
+from nki_emulator.errors import NkiError
 
 from . import test_attention_kernels as attention
 from . import test_experts_kernel as experts

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kimi_k2.nki.dtypes import NUMPY, narrow, widen
+from nki_emulator.dtypes import NUMPY, narrow, widen
 
 
 def values_of(exponent_bits: int, fraction_bits: int) -> dict[int, Fraction]:

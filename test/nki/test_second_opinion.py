@@ -20,7 +20,7 @@ import nki.language as nl
 import numpy as np
 import pytest
 
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.tensor import NkiTensor
 
 ROOT = os.environ.get("TRITON_VIZ")
 pytestmark = pytest.mark.skipif(ROOT is None, reason="needs TRITON_VIZ, a checkout of triton-viz")
@@ -64,8 +64,8 @@ def ours(operation: Callable[..., None], out: tuple[Any, ...], arrays: list[Any]
         nisa.dma_copy(result, target)
         return result
 
-    from kimi_k2.nki.launch import argument
-    from kimi_k2.nki.storage import Region
+    from nki_emulator.launch import argument
+    from nki_emulator.storage import Region
 
     return kernel([argument(array, Region.private_hbm) for array in arrays])
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from kimi_k2.nki import step_counts
-from kimi_k2.nki.launch import Kernel
-from kimi_k2.nki.limits import SBUF_PARTITION_BYTES
-from kimi_k2.nki.rates import TRAINIUM2
-from kimi_k2.nki.schedule import critical_path, ends_of
 from kimi_k2.nki.step import Layers, Stage, at, described, one_after_the_other
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.launch import Kernel
+from nki_emulator.limits import SBUF_PARTITION_BYTES
+from nki_emulator.rates import TRAINIUM2
+from nki_emulator.schedule import critical_path, ends_of
+from nki_emulator.tensor import NkiTensor
 
 
 def test_stored_counts_are_those_of_the_kernels() -> None:

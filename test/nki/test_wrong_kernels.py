@@ -11,8 +11,8 @@ import nki.language as nl
 import numpy as np
 import pytest
 
-from kimi_k2.nki import errors
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator import errors
+from nki_emulator.tensor import NkiTensor
 
 Body = Callable[[NkiTensor], None]
 

@@ -17,7 +17,7 @@ import torch
 from faults import Patch, edited
 from steps import run
 
-from kimi_k2.nki import ranks as nki_ranks
+from nki_emulator import ranks as nki_ranks
 
 tiles = environment.contrib("attention_tiles")
 whole, early = environment.contrib("decode_layers"), environment.contrib("early_qkv_a")

@@ -12,7 +12,7 @@ import cpu_worker
 import torch
 from steps import run
 
-from kimi_k2.nki.launch import Kernel
+from nki_emulator.launch import Kernel
 
 
 def main() -> None:

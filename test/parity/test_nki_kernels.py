@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kimi_k2.cli.app import app
 from kimi_k2.errors import CheckpointError
-from kimi_k2.nki import install
 from kimi_k2.parity.kernels import CASES, TENSORS, compare_kernels
+from nki_emulator import install
 
 
 def test_kernels_are_recorded_compared_and_a_wrong_result_is_named(tmp_path: Path) -> None:

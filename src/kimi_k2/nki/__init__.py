@@ -1,9 +1,1 @@
-"""An emulator of NKI (Neuron Kernel Interface) in NumPy: kernels for Trainium2 run, and are checked, without one.
-
-`install()` makes `nki`, `nki.isa`, `nki.language` and `nki.collectives` importable where the real ones are not. What is
-documented, what is not and was inferred, and what is absent: docs/nki.md.
-"""
-
-from kimi_k2.nki.install import install
-
-__all__ = ["install"]
+"""Kimi-K2's kernels in NKI, and what a decode step on them costs by the emulator's model (docs/nki.md)."""

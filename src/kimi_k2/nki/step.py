@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from kimi_k2.nki.core import Instruction
-from kimi_k2.nki.cost import Cost, cost_of_trace, counts_of
-from kimi_k2.nki.launch import Kernel
-from kimi_k2.nki.rates import Rates
-from kimi_k2.nki.schedule import critical_path, ends_of
-from kimi_k2.nki.storage import Region
+from nki_emulator.core import Instruction
+from nki_emulator.cost import Cost, cost_of_trace, counts_of
+from nki_emulator.launch import Kernel
+from nki_emulator.rates import Rates
+from nki_emulator.schedule import critical_path, ends_of
+from nki_emulator.storage import Region
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from kimi_k2.nki import step_sizes as sizes
-from kimi_k2.nki.install import install
-from kimi_k2.nki.rates import TRAINIUM2
 from kimi_k2.nki.step import Layers, Stage, at, described
 from kimi_k2.nki.step_sizes import DOWNS, EXPERTS, HIDDEN, RANKS, ROPE, ExpertShape, Form
+from nki_emulator.install import install
+from nki_emulator.rates import TRAINIUM2
 
 FILE = Path(__file__).with_name("step_counts.json")
 SCHEMA = "kimi-k2/nki-step/3"

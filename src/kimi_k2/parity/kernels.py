@@ -23,8 +23,8 @@ from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import read_json
-from kimi_k2.nki import install
 from kimi_k2.parity.trace import ParityError
+from nki_emulator import install
 
 CASES, TENSORS = "kernels.json", "kernels.safetensors"
 EXPERTS = 16  # tables of a rank, of which the 8 chosen ones are read

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.dtypes import NUMPY
-from kimi_k2.nki.install import install
 from kimi_k2.nki.kernels import MODULES
-from kimi_k2.nki.launch import Kernel, argument
-from kimi_k2.nki.storage import Region
+from nki_emulator.dtypes import NUMPY
+from nki_emulator.install import install
+from nki_emulator.launch import Kernel, argument
+from nki_emulator.storage import Region
 
 PREFIX = "kimi_k2.nki."
 CHOICES = 8  # experts of a token

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.nki.rates import TRAINIUM2
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
 from kimi_k2.plan.memory import local_bytes
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import ShardingPlan
+from nki_emulator.rates import TRAINIUM2
 
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80, 15  # percent of the DMA engines' peak; microseconds of a collective
 _OTHER_COLLECTIVES = 4  # of the embedding, the first layer's down projections, and sampling

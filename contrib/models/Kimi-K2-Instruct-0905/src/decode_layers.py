@@ -17,7 +17,7 @@ from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERV
 from torch import Tensor, nn
 
 from kimi_k2.nki.kernels import MODULES
-from kimi_k2.nki.ranks import run_as_rank
+from nki_emulator.ranks import run_as_rank
 
 from .attention_tiles import kernel_rotation
 from .kernels import NkiKernel, Result, emulated_fp8, torch_tensor

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.nki import install
 from kimi_k2.nki.kernels import MODULES
+from nki_emulator import install
 
 MOST_TOKENS = 128
 MOST_HEADS = 128

@@ -210,8 +210,8 @@ def kernels_command(
     cores: Annotated[int, typer.Option(min=1, max=2, help="Physical cores of a logical one (LNC).")] = 2,
 ) -> None:
     """Run each NKI kernel of a decode step here and on the emulator; exit status 1 if one differs."""
-    from kimi_k2.nki import install
     from kimi_k2.parity.kernels import TOLERANCE, compare_kernels, recorded
+    from nki_emulator import install
 
     recorded(directory, model, cores)
     where = "the emulator again: no nki is importable here" if install() else "nki"

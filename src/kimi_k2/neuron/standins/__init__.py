@@ -55,6 +55,8 @@ class Inert:
 class InertModule(ModuleType):
     """A module in which every name exists."""
 
+    is_standin = True  # which `nki_emulator.install` may replace
+
     def __getattr__(self, name: str) -> Inert:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -62,6 +64,8 @@ class InertModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    is_standin = True
+
     def __init__(self, roots: set[str]) -> None:
         self.roots = roots
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_k2.nki.limits import PARTITIONS, PSUM_PARTITION_BYTES, SBUF_PARTITION_BYTES
+from nki_emulator.limits import PARTITIONS, PSUM_PARTITION_BYTES, SBUF_PARTITION_BYTES
 
 Bytes = NDArray[np.uint8]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kimi_k2.nki.errors import UnwrittenError
+from nki_emulator.errors import UnwrittenError
 
 
 class VirtualRegister:

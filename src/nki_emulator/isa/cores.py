@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call
-from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError
-from kimi_k2.nki.isa.constants import dma_engine as dma_engines
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.isa.constants import nc_version
-from kimi_k2.nki.registers import VirtualRegister
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call
+from nki_emulator.errors import DtypeError, NkiError, PlaceError
+from nki_emulator.isa.constants import dma_engine as dma_engines
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.isa.constants import nc_version
+from nki_emulator.registers import VirtualRegister
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 
 def sendrecv(

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call, form_of
-from kimi_k2.nki.dtypes import PACKED, narrow, widen
-from kimi_k2.nki.errors import DtypeError
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.isa.operands import choose_engine, same_sizes, shaped
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call, form_of
+from nki_emulator.dtypes import PACKED, narrow, widen
+from nki_emulator.errors import DtypeError
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.isa.operands import choose_engine, same_sizes, shaped
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 
 def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: Any = engines.unknown, name: str | None = None) -> None:

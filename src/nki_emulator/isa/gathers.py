@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call
-from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError
-from kimi_k2.nki.isa.operands import rows, same_sizes, shaped
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call
+from nki_emulator.errors import DtypeError, NkiError, PlaceError
+from nki_emulator.isa.operands import rows, same_sizes, shaped
+from nki_emulator.tensor import NkiTensor
 
 _CORE = 16  # partitions of one of the eight GpSimd cores
 
@@ -185,7 +185,7 @@ def nonzero_with_count(
 
 def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> None:
     """Not on the way of any kernel here: the layout over partitions is documented for one case only."""
-    raise NkiError("nki.isa.topk", "operation", "max8 and nc_find_index8: topk is not emulated (docs/nki.md)")
+    raise NkiError("nki.isa.topk", "operation", "max8 and nc_find_index8: topk is not emulated (README.md)")
 
 
 def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = None) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call, resolve, rows_within
-from kimi_k2.nki.dtypes import widen
-from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError, UnsupportedError
-from kimi_k2.nki.isa.constants import dge_mode as dge_modes
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.isa.constants import oob_mode as oob_modes
-from kimi_k2.nki.ops import OPERATORS
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call, resolve, rows_within
+from nki_emulator.dtypes import widen
+from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnsupportedError
+from nki_emulator.isa.constants import dge_mode as dge_modes
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.isa.constants import oob_mode as oob_modes
+from nki_emulator.ops import OPERATORS
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 _PERMUTATIONS = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call
-from kimi_k2.nki.dtypes import INTEGERS, NUMPY
-from kimi_k2.nki.errors import DtypeError, NkiError
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.isa.constants import reduce_cmd as commands
-from kimi_k2.nki.isa.operands import (
+from nki_emulator.access import Call
+from nki_emulator.dtypes import INTEGERS, NUMPY
+from nki_emulator.errors import DtypeError, NkiError
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.isa.constants import reduce_cmd as commands
+from nki_emulator.isa.operands import (
     apply,
     choose_engine,
     need_integers,
@@ -22,9 +22,9 @@ from kimi_k2.nki.isa.operands import (
     shaped,
     vector_operand,
 )
-from kimi_k2.nki.ops import OPERATORS, Operator
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.ops import OPERATORS, Operator
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 _WIDE_INTEGERS = ("int32", "uint32")
 # The pairs of operators that the Scalar Engine of Trainium2 has in tensor_scalar.
@@ -251,7 +251,7 @@ def affine_select(
     name: str | None = None,
 ) -> None:
     """on_true_tile where an affine expression compares true with 0, on_false_value elsewhere."""
-    from kimi_k2.nki.isa.copies import affine
+    from nki_emulator.isa.copies import affine
 
     call = Call("affine_select", "gpsimd")
     call.tile("dst", dst), call.tile("on_true_tile", on_true_tile)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kimi_k2.nki.core import Instruction
-from kimi_k2.nki.launch import Kernel
-from kimi_k2.nki.rates import TRAINIUM2, Rates, descriptors, hbm_bytes, seconds
-from kimi_k2.nki.schedule import ends_of
+from nki_emulator.core import Instruction
+from nki_emulator.launch import Kernel
+from nki_emulator.rates import TRAINIUM2, Rates, descriptors, hbm_bytes, seconds
+from nki_emulator.schedule import ends_of
 
 
 @dataclass

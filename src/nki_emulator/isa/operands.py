@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call
-from kimi_k2.nki.dtypes import INTEGERS, Array
-from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.ops import Operator
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call
+from nki_emulator.dtypes import INTEGERS, Array
+from nki_emulator.errors import DtypeError, NkiError, PlaceError
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.ops import Operator
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 
 def choose_engine(operation: str, asked: Any, default: str, allowed: tuple[str, ...]) -> str:

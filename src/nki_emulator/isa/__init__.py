@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kimi_k2.nki.errors import NkiError as NkiValidationError
-from kimi_k2.nki.errors import UnsupportedError
-from kimi_k2.nki.isa.constants import (
+from nki_emulator.errors import NkiError as NkiValidationError
+from nki_emulator.errors import UnsupportedError
+from nki_emulator.isa.constants import (
     dge_mode,
     dma_engine,
     engine,
@@ -24,8 +24,8 @@ from kimi_k2.nki.isa.constants import (
     unknown_engine,
     vector_engine,
 )
-from kimi_k2.nki.isa.copies import iota, memset, tensor_copy, tensor_copy_predicated
-from kimi_k2.nki.isa.cores import (
+from nki_emulator.isa.copies import iota, memset, tensor_copy, tensor_copy_predicated
+from nki_emulator.isa.cores import (
     core_barrier,
     get_nc_sub_version,
     get_nc_version,
@@ -35,8 +35,8 @@ from kimi_k2.nki.isa.cores import (
     register_store,
     sendrecv,
 )
-from kimi_k2.nki.isa.dma import dma_compute, dma_copy, dma_transpose
-from kimi_k2.nki.isa.elementwise import (
+from nki_emulator.isa.dma import dma_compute, dma_copy, dma_transpose
+from nki_emulator.isa.elementwise import (
     activation,
     activation_reduce,
     affine_select,
@@ -47,7 +47,7 @@ from kimi_k2.nki.isa.elementwise import (
     tensor_scalar,
     tensor_tensor,
 )
-from kimi_k2.nki.isa.gathers import (
+from nki_emulator.isa.gathers import (
     local_gather,
     max8,
     nc_find_index8,
@@ -58,8 +58,8 @@ from kimi_k2.nki.isa.gathers import (
     sequence_bounds,
     topk,
 )
-from kimi_k2.nki.isa.matmul import nc_matmul, nc_transpose
-from kimi_k2.nki.isa.reductions import (
+from nki_emulator.isa.matmul import nc_matmul, nc_transpose
+from nki_emulator.isa.reductions import (
     bn_aggr,
     bn_stats,
     tensor_partition_reduce,
@@ -68,7 +68,7 @@ from kimi_k2.nki.isa.reductions import (
     tensor_scalar_reduce,
     tensor_tensor_scan,
 )
-from kimi_k2.nki.registers import VirtualRegister
+from nki_emulator.registers import VirtualRegister
 
 # Of NeuronCore-v4 (Trainium3), or of random numbers.
 ABSENT = (
@@ -89,9 +89,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     where = "of Trainium3 or of random numbers" if name in ABSENT else "unknown"
-    raise UnsupportedError(
-        f"nki.isa.{name}", "operation", "one of Trainium2 that the emulator has (docs/nki.md)", where
-    )
+    raise UnsupportedError(f"nki.isa.{name}", "operation", "one of Trainium2 that the emulator has (README.md)", where)
 
 
 __all__ = [

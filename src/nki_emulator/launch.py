@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.core import Core, Instruction, current, enter, inside_kernel
-from kimi_k2.nki.dtypes import NUMPY, Array, name_of
-from kimi_k2.nki.errors import CapacityError, DeadlockError, NkiError, UnwrittenError
-from kimi_k2.nki.ranks import Ranks
-from kimi_k2.nki.settings import settings
-from kimi_k2.nki.storage import ALONE, CAPACITY, Region, Storage
-from kimi_k2.nki.tensor import NkiTensor, row_major
+from nki_emulator.core import Core, Instruction, current, enter, inside_kernel
+from nki_emulator.dtypes import NUMPY, Array, name_of
+from nki_emulator.errors import CapacityError, DeadlockError, NkiError, UnwrittenError
+from nki_emulator.ranks import Ranks
+from nki_emulator.settings import settings
+from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
+from nki_emulator.tensor import NkiTensor, row_major
 
 
 class _Aborted(BaseException):

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.errors import NkiError
-from kimi_k2.nki.limits import PARTITIONS
-from kimi_k2.nki.storage import ALONE, Region, Storage
+from nki_emulator.errors import NkiError
+from nki_emulator.limits import PARTITIONS
+from nki_emulator.storage import ALONE, Region, Storage
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Access:
     @property
     def nbytes(self) -> int:
         """Bytes moved."""
-        from kimi_k2.nki.dtypes import size_of
+        from nki_emulator.dtypes import size_of
 
         return self.free_size * self.partitions * size_of(self.dtype)
 

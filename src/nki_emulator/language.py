@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.core import Tile, current
-from kimi_k2.nki.dtypes import NUMPY, PACKED, name_of, size_of
-from kimi_k2.nki.errors import CapacityError, DtypeError, PlaceError, ShapeError, UnsupportedError
-from kimi_k2.nki.limits import PARTITIONS, PSUM_BANK_BYTES, TileSize
-from kimi_k2.nki.ops import OPERATORS
-from kimi_k2.nki.registers import VirtualRegister
-from kimi_k2.nki.storage import ALONE, CAPACITY, Region, Storage
-from kimi_k2.nki.tensor import DynamicSlice, NkiTensor, row_major
+from nki_emulator.core import Tile, current
+from nki_emulator.dtypes import NUMPY, PACKED, name_of, size_of
+from nki_emulator.errors import CapacityError, DtypeError, PlaceError, ShapeError, UnsupportedError
+from nki_emulator.limits import PARTITIONS, PSUM_BANK_BYTES, TileSize
+from nki_emulator.ops import OPERATORS
+from nki_emulator.registers import VirtualRegister
+from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
+from nki_emulator.tensor import DynamicSlice, NkiTensor, row_major
 
 sbuf, psum = Region.sbuf, Region.psum
 hbm = private_hbm = Region.private_hbm
@@ -29,7 +29,7 @@ tensor = NkiTensor
 
 
 class _Objects(type):
-    """A field of a dataclass that is not given is None: nki-library's own classes leave some out (docs/nki.md)."""
+    """A field of a dataclass that is not given is None: nki-library's own classes leave some out (README.md)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if is_dataclass(cls):
@@ -142,7 +142,7 @@ def ones(shape: Sequence[int], dtype: Any, buffer: Region = sbuf, name: str = ""
 
 def full(shape: Sequence[int], value: float, dtype: Any, buffer: Region = sbuf, name: str = "") -> NkiTensor:
     """A new tensor of one value."""
-    from kimi_k2.nki.isa.copies import memset
+    from nki_emulator.isa.copies import memset
 
     made = ndarray(shape, dtype, buffer, name)
     if buffer.on_chip:
@@ -155,7 +155,7 @@ def full(shape: Sequence[int], value: float, dtype: Any, buffer: Region = sbuf, 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     """A tile in SBUF with the values of a tensor in HBM."""
-    from kimi_k2.nki.isa.dma import dma_copy
+    from nki_emulator.isa.dma import dma_copy
 
     shape = src.shape if src.ndim > 1 else (1, *src.shape)
     tile = ndarray(shape, src.dtype if dtype is None else dtype)
@@ -165,14 +165,14 @@ def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
 
 def store(dst: NkiTensor, value: NkiTensor) -> None:
     """Write a tile to HBM."""
-    from kimi_k2.nki.isa.dma import dma_copy
+    from nki_emulator.isa.dma import dma_copy
 
     dma_copy(dst, value)
 
 
 def shared_constant(constant: Any) -> NkiTensor:
     """A constant of the program, in shared HBM."""
-    from kimi_k2.nki.launch import argument
+    from nki_emulator.launch import argument
 
     array = np.load(constant) if isinstance(constant, str) else np.asarray(constant)
     found: NkiTensor = argument(array, shared_hbm)
@@ -181,7 +181,7 @@ def shared_constant(constant: Any) -> NkiTensor:
 
 def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None = None) -> NkiTensor:
     """An identity matrix in SBUF."""
-    from kimi_k2.nki.access import Call
+    from nki_emulator.access import Call
 
     made = ndarray((n, n), dtype, sbuf, "identity") if dst is None else dst
     Call("shared_identity_matrix", "dma", prefix="nki.language.").write("dst", made, np.eye(n, dtype=np.float32))
@@ -238,7 +238,7 @@ def _number(value: Any) -> int:
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values."""
-    from kimi_k2.nki.access import Call
+    from nki_emulator.access import Call
 
     values = Call("device_print", "dma", prefix="nki.language.").read32("tensor", tensor)
     print(print_prefix, values)  # noqa: T201 - what the function is for
@@ -276,7 +276,7 @@ globals().update(_names())
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise UnsupportedError(f"nki.language.{name}", "name", "one that the emulator has (docs/nki.md)")
+    raise UnsupportedError(f"nki.language.{name}", "name", "one that the emulator has (README.md)")
 
 
 __all__ = ["PSUM_BANK_BYTES", *[name for name in globals() if not name.startswith("_")]]

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kimi_k2.nki.errors import DeadlockError
-from kimi_k2.nki.turns import Turns
+from nki_emulator.errors import DeadlockError
+from nki_emulator.turns import Turns
 
 # Given ranks and what this one brings, what each of them brings.
 Gather = Callable[[Sequence[int], Any], list[Any]]

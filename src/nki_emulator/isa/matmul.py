@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call, open_window
-from kimi_k2.nki.dtypes import FP8, Array
-from kimi_k2.nki.errors import DtypeError, NkiError, PlaceError, UnwrittenError
-from kimi_k2.nki.isa.constants import engine as engines
-from kimi_k2.nki.isa.constants import matmul_perf_mode
-from kimi_k2.nki.isa.operands import choose_engine, rows, shaped
-from kimi_k2.nki.limits import MOVING_COLUMNS, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_COLUMNS
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call, open_window
+from nki_emulator.dtypes import FP8, Array
+from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnwrittenError
+from nki_emulator.isa.constants import engine as engines
+from nki_emulator.isa.constants import matmul_perf_mode
+from nki_emulator.isa.operands import choose_engine, rows, shaped
+from nki_emulator.limits import MOVING_COLUMNS, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_COLUMNS
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 _INPUTS = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"})
 _WIDE = ("float32", "tfloat32")
@@ -159,6 +159,6 @@ def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: Any = engines.unknown,
     )
     values = rows(call.read("data", data)).T
     if dst.dtype != data.dtype:
-        # The documentation wants equal dtypes; nki-library transposes BF16 into float32 (docs/nki.md).
+        # The documentation wants equal dtypes; nki-library transposes BF16 into float32 (README.md).
         values = np.ascontiguousarray(rows(call.read32("data", data)).T)
     call.write("dst", dst, shaped(np.ascontiguousarray(values), dst))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kimi_k2.nki.core import Access, Core, Instruction, current
-from kimi_k2.nki.dtypes import NUMPY, Array, narrow, size_of, widen
-from kimi_k2.nki.errors import (
+from nki_emulator.core import Access, Core, Instruction, current
+from nki_emulator.dtypes import NUMPY, Array, narrow, size_of, widen
+from nki_emulator.errors import (
     DtypeError,
     NkiError,
     OverwrittenError,
@@ -19,10 +19,10 @@ from kimi_k2.nki.errors import (
     ShapeError,
     UnwrittenError,
 )
-from kimi_k2.nki.registers import VirtualRegister
-from kimi_k2.nki.settings import settings
-from kimi_k2.nki.storage import ALONE, Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.registers import VirtualRegister
+from nki_emulator.settings import settings
+from nki_emulator.storage import ALONE, Region
+from nki_emulator.tensor import NkiTensor
 
 # Unsigned integers as wide as an element, to look at the map of written bytes an element at a time.
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from kimi_k2.errors import KernelError
 
-
-class NkiError(KernelError):
+class NkiError(Exception):
     """A kernel breaks a rule of NKI or of the hardware.
 
     Attributes:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kimi_k2.nki.dtypes import size_of
-from kimi_k2.nki.errors import ShapeError
-from kimi_k2.nki.storage import Region, Storage
+from nki_emulator.dtypes import size_of
+from nki_emulator.errors import ShapeError
+from nki_emulator.storage import Region, Storage
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class NkiTensor:
         start = offset or 0
         narrow = math.prod(cast.shape[1:])
         if cast.buffer.on_chip and cast.dtype == self.dtype and narrow != cast.row and strides[0] == narrow:
-            # On a slice the partition step may be the slice's own width, if it is dense (docs/nki.md).
+            # On a slice the partition step may be the slice's own width, if it is dense (README.md).
             if not cast.is_contiguous():
                 raise self._fail("ap", "a dense slice, for a pattern in its own width", self.get_pattern())
             start = start // narrow * cast.row + start % narrow

@@ -2,7 +2,7 @@
 
 Contract: aws-neuron-sdk `nki/api/nki/collectives/__init__.py` (NKI 0.7.0). Tensors lie all in HBM or all in SBUF. In
 SBUF each core of LNC=2 exchanges its own tile with the same core of the other ranks; in HBM both cores call, and it is
-one collective (docs/nki.md).
+one collective (README.md).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call, box
-from kimi_k2.nki.core import current
-from kimi_k2.nki.dtypes import Array, widen
-from kimi_k2.nki.errors import DeadlockError, DtypeError, NkiError, PlaceError
-from kimi_k2.nki.language import NKIObject
-from kimi_k2.nki.launch import abort_if
-from kimi_k2.nki.ops import Operator
-from kimi_k2.nki.registers import VirtualRegister
-from kimi_k2.nki.storage import Region
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.access import Call, box
+from nki_emulator.core import current
+from nki_emulator.dtypes import Array, widen
+from nki_emulator.errors import DeadlockError, DtypeError, NkiError, PlaceError
+from nki_emulator.language import NKIObject
+from nki_emulator.launch import abort_if
+from nki_emulator.ops import Operator
+from nki_emulator.registers import VirtualRegister
+from nki_emulator.storage import Region
+from nki_emulator.tensor import NkiTensor
 
 _REDUCTIONS = ("add", "minimum", "maximum")
 _Combine = Callable[[list[Array], int], Array]

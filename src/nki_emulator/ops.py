@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.dtypes import Array
+from nki_emulator.dtypes import Array
 
 _F32 = np.float32
 

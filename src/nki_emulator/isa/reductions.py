@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k2.nki.access import Call
-from kimi_k2.nki.errors import NkiError
-from kimi_k2.nki.isa.constants import reduce_cmd as commands
-from kimi_k2.nki.isa.elementwise import accumulate
-from kimi_k2.nki.isa.operands import (
+from nki_emulator.access import Call
+from nki_emulator.errors import NkiError
+from nki_emulator.isa.constants import reduce_cmd as commands
+from nki_emulator.isa.elementwise import accumulate
+from nki_emulator.isa.operands import (
     apply,
     need_integers,
     need_operator,
@@ -21,8 +21,8 @@ from kimi_k2.nki.isa.operands import (
     shaped,
     vector_operand,
 )
-from kimi_k2.nki.limits import BN_STATS_COLUMNS
-from kimi_k2.nki.tensor import NkiTensor
+from nki_emulator.limits import BN_STATS_COLUMNS
+from nki_emulator.tensor import NkiTensor
 
 
 def tensor_reduce(

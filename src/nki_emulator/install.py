@@ -11,14 +11,14 @@ from typing import Any
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`nki.jit`: a kernel that runs on the emulator; options of the compiler are taken and left aside."""
-    from kimi_k2.nki.launch import Kernel
+    from nki_emulator.launch import Kernel
 
     return (lambda inner: Kernel(inner)) if function is None else Kernel(function)
 
 
 def simulate(kernel: Any) -> Any:
     """`nki.simulate`: the kernel itself, which runs here anyway."""
-    from kimi_k2.nki.launch import Kernel
+    from nki_emulator.launch import Kernel
 
     return kernel if isinstance(kernel, Kernel) else Kernel(kernel)
 
@@ -26,7 +26,7 @@ def simulate(kernel: Any) -> Any:
 def install(*, force: bool = False) -> bool:
     """Register the emulator as `nki`; returns whether it did (False: a real `nki` is importable, and is left alone).
 
-    A stand-in that only serves imports (kimi_k2.neuron.standins) is replaced.
+    A stand-in that only serves imports, which says so by `is_standin` on its module and loader, is replaced.
 
     Args:
         force: take the place of a real `nki` too, which nothing in the process must have imported.
@@ -35,15 +35,15 @@ def install(*, force: bool = False) -> bool:
     if present is not None:
         if getattr(present, "is_emulator", None) is True:
             return True
-        if type(present).__name__ != "InertModule" and not force:
+        if getattr(present, "is_standin", None) is not True and not force:
             return False
     elif not force and _real_nki():
         return False
-    from kimi_k2.nki import collectives, isa, language
-    from kimi_k2.nki.dtypes import NUMPY, PACKED
-    from kimi_k2.nki.isa import constants
+    from nki_emulator import collectives, isa, language
+    from nki_emulator.dtypes import NUMPY, PACKED
+    from nki_emulator.isa import constants
 
-    root = ModuleType("nki", "NKI on the emulator of kimi_k2.nki.")
+    root = ModuleType("nki", "NKI on nki_emulator.")
     root.__path__ = []
     typing = ModuleType("nki.typing")
     typing.tensor = language.NkiTensor  # type: ignore[attr-defined]
@@ -71,4 +71,4 @@ def _real_nki() -> bool:
         found = importlib.util.find_spec("nki.isa")
     except (ImportError, ValueError):
         return False
-    return found is not None and type(found.loader).__module__ != "kimi_k2.neuron.standins"
+    return found is not None and getattr(found.loader, "is_standin", None) is not True

@@ -2,7 +2,7 @@
 
 Sources: aws-neuron-sdk `nki/api/nki.api.shared.rst` (names and layouts), `rounding-modes.rst` (round to nearest, ties
 to even), `EVRF051.rst` and the Llama-3.1-405B tutorial (FP8 e4m3 of Trainium2 is the IEEE-754 form: largest value 240,
-exponent 15 is Inf and NaN). Float to integer is undocumented; see docs/nki.md.
+exponent 15 is Inf and NaN). Float to integer is undocumented; see README.md.
 """
 
 from __future__ import annotations

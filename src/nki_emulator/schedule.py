@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from kimi_k2.nki.core import Access, Instruction
-from kimi_k2.nki.rates import Rates, seconds
+from nki_emulator.core import Access, Instruction
+from nki_emulator.rates import Rates, seconds
 
 _DONE = 1e-12  # seconds; a transfer that has less left is done
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kimi_k2.nki.core import Access, Instruction
-from kimi_k2.nki.storage import Region
+from nki_emulator.core import Access, Instruction
+from nki_emulator.storage import Region
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rates:
         dma_latency: seconds from the trigger to the first byte.
         descriptor_bytes: what a descriptor costs beyond its own bytes. Assumed: with 512 a run of 256 bytes reaches
             33 % of the peak, 2 KiB 80 % and 4 KiB 89 %; the guide names these knees without figures.
-        collective_seconds: of a collective, whatever its size. Assumed: docs/nki.md quotes what is published.
+        collective_seconds: of a collective, whatever its size. Assumed: published figures differ.
     """
 
     hertz: tuple[tuple[str, float], ...] = (
