@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import logging
 import os
@@ -63,6 +64,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str, platform: str = "vl
         "MODELS_CONFIG_MAP": {},
         "CPUWorker": CPUWorker,
         "current_platform": type("Platform", (), on_cpu)(),
+        "EngineArgs": type("EngineArgs", (), {"create_engine_config": lambda self: self.additional_config}),
         "VerifyAndUpdateConfig": type("Stock", (), {"verify_and_update_config": lambda config: None}),
     }
     for module, name in taken_of_vllm(*(path.stem for path in HERE.glob("*.py"))):
@@ -293,6 +295,46 @@ def test_gpus_that_are_ours() -> None:
 )
 def test_reasons_on_a_gpu(changed: dict[str, Any], sizes: dict[str, int], reason: str) -> None:
     assert support.refusal(deployment(**changed), model(**sizes)) == reason
+
+
+def test_arguments_that_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked on the command line is in the configuration of every process."""
+    fake_vllm(monkeypatch, without="")
+    plugin.register()
+    stock = sys.modules["vllm.engine.arg_utils"].EngineArgs
+    noted = dataclasses.make_dataclass(
+        "Given", [("attention_backend", str, None), ("additional_config", dict, None)], bases=(stock,)
+    )
+    given, own = noted(attention_backend="TRITON_MLA"), {"more": 1}
+    one = deployment(device_type="cpu", dtype=torch.float32, additional_config=given.create_engine_config())
+    assert support.refusal(one, model()) == "--attention-backend TRITON_MLA"
+    assert noted(additional_config=own).create_engine_config() == own
+
+
+@pytest.mark.parametrize(("asked", "reason"), [("fp8", None), ("mxfp8", "--quantization mxfp8")])
+def test_quantization_of_the_checkpoint(asked: str, reason: str | None) -> None:
+    noted = {"kimi_k2": {"quantization": [asked]}}
+    one = deployment(device_type="cpu", dtype=torch.float32, additional_config=noted)
+    assert support.refusal(one, model()) == reason
+
+
+@pytest.mark.parametrize("name", support.VLLMS_VARIABLES)
+def test_variables_that_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = deployment(device_type="cpu", dtype=torch.float32)
+    for value, reason in (("0", None), ("1", f"{name}=1")):
+        monkeypatch.setenv(name, value)
+        assert support.refusal(one, model()) == reason
+
+
+@pytest.mark.parametrize(("cache", "ours"), [("auto", False), ("bfloat16", True)])
+def test_a_checkpoint_that_asks_for_an_fp8_cache(cache: str, ours: bool) -> None:
+    raw = KimiK2Config.load("kimi-k2-thinking").to_hf_dict()
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    raw["quantization_config"]["kv_cache_scheme"] = scheme
+    one = deployment(device_type="cpu", dtype=torch.float32, cache_dtype=cache)
+    reason = support.refusal(one, SimpleNamespace(to_dict=lambda: raw))
+    assert (reason is None) == ours
+    assert ours or "a cache in FP8, as the checkpoint has it" in str(reason)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -16,6 +16,7 @@ from kimi_k2.serving.paged.layer import Held, PagedLayer
 from kimi_k2.serving.paged.model import PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
+from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import layout_of, refusal
 
@@ -67,6 +68,8 @@ class _Ours:
         self._vllm_config, self._recorded = vllm_config, False
         self._graphs: PromptGraphs | None = None
         logger.info("%s", started(self.plain, "vLLM", VLLM_DOES))
+        if unused := noted(vllm_config, "unused"):
+            logger.info("kimi-k2: of no effect, as our model is not compiled: %s", ", ".join(unused))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors of a checkpoint, also while others serve; see `PagedModel.load`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from typing import Any
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import config_of, lacking
+from kimi_k2.serving.vllm import flags
 from kimi_k2.serving.vllm.runner import choose_runner
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
@@ -41,10 +43,35 @@ def register() -> None:
             target = f"kimi_k2.serving.vllm.registered:{name}"
             if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
                 ModelRegistry.register_model(architecture, target)
+        _note_arguments()
     except (ImportError, AttributeError) as error:
         logger.warning("kimi-k2: all operations are vLLM's, since it has changed: %s", error)
         return
     _offer_worker(kind)
+
+
+def _note_arguments() -> None:
+    """Have vLLM's configuration say, under a key of ours, what its arguments ask of a model (`flags`).
+
+    Of the configuration itself one cannot tell: many of its values are computed, and other versions have other fields.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+    if getattr(stock, "of_kimi_k2", False):  # once a process
+        return
+
+    @functools.wraps(stock)
+    def create(self: Any, *given: Any, **named: Any) -> Any:
+        held = self.additional_config
+        if held is None or isinstance(held, dict):
+            held = {name: value for name, value in (held or {}).items() if name != flags.NOTED}
+            noted = flags.judged(self)
+            self.additional_config = held | ({flags.NOTED: noted} if any(noted.values()) else {})
+        return stock(self, *given, **named)
+
+    create.of_kimi_k2 = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create
 
 
 def _offer_worker(kind: str) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
+from kimi_k2.serving.vllm import flags
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 
 ON_GPU = "KIMI_K2_VLLM_GPU"
+# Of vLLM's, which change what its model computes or how.
+VLLMS_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
 
 
@@ -36,6 +39,8 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         ("LoRA", vllm_config.lora_config is not None),
         ("speculative decoding", vllm_config.speculative_config is not None),
         (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
+        *((f"{name}={os.environ.get(name)}", os.environ.get(name, "0") not in ("0", "")) for name in VLLMS_VARIABLES),
+        *((argument, True) for argument in flags.noted(vllm_config, "vllm")),
     ):
         if holds:
             return reason
@@ -44,6 +49,13 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         make_plan(config, layout_of(vllm_config))
     except KimiK2Error as error:
         return str(error)
+    if config.kv_cache_fp8 and cache.cache_dtype == "auto":
+        return "a cache in FP8, as the checkpoint has it (--kv-cache-dtype bfloat16 is ours)"
+    raw = hf_config.to_dict()
+    own = (raw.get("quantization_config") or raw.get("compression_config") or {}).get("quant_method")
+    for method in flags.noted(vllm_config, "quantization"):
+        if method != own:
+            return f"--quantization {method}"
     return None if str(vllm_config.device_config.device_type) == "cpu" else _refusal_of_gpu(vllm_config, config)
 
 
