@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from parser_cases import as_tuples, call, section, tool
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
-from kimi_k2.tokenization import sandbox
+from kimi_k2.tokenization import renderer, template
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
 from kimi_k2.tokenization.message import MessageStream, parse_message
 from kimi_k2.tokenization.special_tokens import special_tokens
@@ -28,8 +30,8 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": "hi <|im_end|>"}]
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tenth of a second of CPU time, and no more than 64 MB, whatever a template tries."""
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
+    """A tenth of a second of CPU time, and no more than 64 MB here, whatever a template tries in its process."""
+    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.1)
     tracemalloc.start()
     yield
     peak = tracemalloc.get_traced_memory()[1]
@@ -38,64 +40,31 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 GROW = "{% set n = namespace(v='ab') %}{% for i in range(60) %}"
+LIMIT = "more than 0.1 s of CPU time|too much memory"
 HOSTILE = {
-    "long range": ("{% for i in range(10**12) %}{% endfor %}", "range of more than 100000 numbers"),
-    "range beyond 64 bits": ("{% for i in range(0, 10**30, 3) %}{% endfor %}", "range of more than"),
-    "loops in loops": (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "of CPU time"),
-    "loop over text": (
-        "{% set t = 'ab' * 10**6 %}{% for i in t %}{% for j in t %}{% endfor %}{% endfor %}", "of CPU time"),
-    "lazy filters": ("{% for i in range(99999) %}{{ range(99999)|map('upper')|join|length }}{% endfor %}", "CPU time"),
+    "long range": ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+    "range beyond 64 bits": ("{% for i in range(0, 10**30, 3) %}{% endfor %}", "too large"),
+    "loops in loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", LIMIT),
+    "lazy filters": ("{% for i in range(99999) %}{{ range(99999)|map('upper')|join|length }}{% endfor %}", LIMIT),
     "macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "too deeply"),
     "macro that calls itself twice": (
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "CPU time"),
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", LIMIT),
     "recursive loop": (
         "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "too deeply"),
-    "long text": ("{{ 'a' * 10**10 }}", "makes something of more than"),
-    "long list": ("{{ ([0] * 10**10)|length }}", "makes something of more than"),
-    "long number": ("{{ 10**(10**10) }}", "number of more than 4096 bits"),
-    "numbers that grow": (
-        "{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "4096 bits"),
-    "text that doubles": (GROW + "{% set n.v = n.v + n.v %}{% endfor %}", "makes something of more than"),
-    "text that doubles by ~": (GROW + "{% set n.v = n.v ~ n.v %}{% endfor %}", "makes something of more than"),
-    "text that doubles by join": (GROW + "{% set n.v = [n.v, n.v]|join %}{% endfor %}", "makes something of more than"),
-    "text that doubles by a method": (
-        GROW + "{% set n.v = ''.join([n.v, n.v]) %}{% endfor %}", "makes something of more than"),
-    "text that doubles by replace": (
-        GROW + "{% set n.v = n.v|replace('a', 'aa') %}{% endfor %}", "makes something of more than"),
-    "text that doubles by the method": (
-        GROW + "{% set n.v = n.v.replace('a', 'aa') %}{% endfor %}", "makes something of more than"),
-    "text that doubles in a block": (
-        GROW + "{% set b %}{{ n.v }}{{ n.v }}{% endset %}{% set n.v = b %}{% endfor %}", "something of more than"),
-    "text that doubles in a macro": (
-        "{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}" + GROW + "{% set n.v = m(n.v) %}{% endfor %}", "more than"),
+    "long text": ("{{ 'a' * 10**10 }}", "too much memory"),
+    "long list": ("{{ ([0] * 10**10)|length }}", "too much memory"),
+    "long number": ("{{ 10**(10**10) }}", LIMIT),
+    "text that doubles": (GROW + "{% set n.v = n.v + n.v %}{% endfor %}", LIMIT),
     "lists that hold themselves twice": (
-        GROW + "{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}", "more than"),
-    "tuples that hold themselves twice": (
-        GROW + "{% set n.v = (n.v, n.v) %}{% endfor %}{{ n.v }}", "more than"),
-    "dicts that hold themselves twice": (
-        GROW + "{% set n.v = {'a': n.v, 'b': n.v} %}{% endfor %}{{ n.v|tojson }}", "more than"),
-    "dict() that holds itself twice": (
-        GROW + "{% set n.v = dict(a=n.v, b=n.v) %}{% endfor %}{{ n.v|tojson }}", "more than"),
-    "output without end": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "makes something of more than"),
-    "many long texts": (
-        "".join(f"{{% set t{i} = 'a' * 10**6 %}}" for i in range(99)), "makes too much on its way"),
-    "many long lists": (
-        "".join(f"{{% set t{i} = ('汉a' * 10**5).split('a') %}}" for i in range(99)), "too much on its way|CPU time"),
-    "search from the end": (
-        "{{ ('a' * 10**6).rfind('ab' + 'a' * 10**5) }}", "looks for 100002 characters in 1000000"),
-    "strip of many characters": (
-        "{{ ('a' * 10**6).strip('b' * 10**6 + 'a') }}", "looks for 1000001 characters in 1000000"),
-    "trim of many characters": ("{{ ('a' * 10**6)|trim('b' * 10**6 + 'a') }}", "looks for 1000001 characters"),
-    "comments to strip": ("{{ ('<!---->' * 10**5)|striptags }}", "No filter named 'striptags'"),
-    "wide format": ("{{ '%999999999d' % 1 }}", "width of four digits"),
-    "wide format by argument": ("{{ '%*d' % (999999999, 1) }}", "width of four digits"),
-    "str.format": ("{{ '{:>999999999}'.format(1) }}", "unsafe"),
-    "ljust": ("{{ 'a'.ljust(10**9) }}", "unsafe"),
-    "center": ("{{ 'a'|center(10**9) }}", "No filter named 'center'"),
-    "indented JSON": ("{{ messages|tojson(indent=10**9) }}", "expected an indent of 0 to 16"),
-    "indent": ("{% set t = 'a\\n' * 10**5 %}{{ t|indent(10**6) }}", "makes something of more than"),
-    "lipsum": ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+        GROW + "{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}", LIMIT),
+    "output without end": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", LIMIT),
+    "strip of many characters": ("{{ ('a' * 10**6).strip('b' * 10**6 + 'a') }}", LIMIT),
+    "membership in a long list": (
+        "{% set long = range(100000, 200000)|list %}{{ range(100000)|select('in', long)|list|length }}", LIMIT),
+    "wide format": ("{{ '%999999999d' % 1 }}", "too much memory"),
+    "str.format": ("{{ '{:>999999999}'.format(1) }}", "too much memory"),
+    "ljust": ("{{ 'a'.ljust(10**9) }}", "too much memory"),
+    "indented JSON": ("{{ messages|tojson(indent=10**9) }}", "too much memory"),
     "division by zero": ("{{ 1 / 0 }}", "division by zero"),
     "undefined name": ("{{ x.y.z }}", "'x' is undefined"),
     "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
@@ -117,7 +86,7 @@ DEEP = {
     "sums": "{{ " + "1 + " * 10_000 + "1 }}",
     "ifs": "{% if true %}" * 2000 + "{% endif %}" * 2000,
     "fors": "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
-    "long": " " * (sandbox.MAX_SOURCE + 1),
+    "long": " " * (template.MAX_SOURCE + 1),
     "much": "{{ x }}" * 20_000,
 }
 
@@ -132,8 +101,49 @@ def test_a_hostile_template_in_a_checkpoint(tmp_path: Path, short_patience: None
     write_synthetic_vocabulary(tmp_path, 512)
     (tmp_path / "chat_template.jinja").write_text("{% for i in range(10**12) %}{% endfor %}")
     tokenizer = KimiTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: cannot be rendered: range of more than"):
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: cannot be rendered: Range too big"):
         tokenizer.encode_chat(USER)
+
+
+def test_one_long_call_into_c(short_patience: None) -> None:
+    """Quadratic in the message's distinct characters, and deaf to everything but the system."""
+    content = "".join(chr(0x4E00 + index) for index in range(20_000))
+    with pytest.raises(TokenizerError, match=r"it takes more than 0\.16 s of CPU time"):
+        ChatTemplate("{{ messages[0].content.encode('punycode') }}", NAMES).render_segments(
+            [{"role": "user", "content": content}]
+        )
+
+
+def test_much_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "MAX_WRITTEN", 2**16)
+    with pytest.raises(TokenizerError, match=r"it writes more than 6\d{4} bytes"):
+        ChatTemplate("{{ 'a' * 70000 }}", NAMES).render_segments(USER)
+    assert ChatTemplate("{{ 'a' * 7 }}", NAMES).render_segments(USER)[0].text == "a" * 7
+
+
+def test_the_process_is_not_shared_with_a_fork() -> None:
+    """Two that read one pipe would get each other's prompts."""
+    rendered = ChatTemplate("{{ messages[0].content }}", NAMES)
+    rendered.render_segments(USER)
+    child = os.fork()
+    if not child:
+        good = all(rendered.render_segments([{"role": "user", "content": f"child {i}"}])[0].text == f"child {i}"
+                   for i in range(200))  # fmt: skip
+        renderer.close()
+        os._exit(0 if good else 1)
+    texts = [rendered.render_segments([{"role": "user", "content": f"{i}"}])[0].text for i in range(200)]
+    assert texts == [f"{i}" for i in range(200)]
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_share_the_process() -> None:
+    rendered = ChatTemplate("{{ messages[0].content }}", NAMES)
+
+    def render(index: int) -> str:
+        return rendered.render_segments([{"role": "user", "content": f"{index}" * 1000}])[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(render, range(100))) == [f"{index}" * 1000 for index in range(100)]
 
 
 @pytest.mark.parametrize(("file", "content", "says"), [

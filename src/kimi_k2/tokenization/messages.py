@@ -13,6 +13,8 @@ from kimi_k2.errors import TokenizerError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_PARTS = ("image", "image_url")
 VIDEO_PARTS = ("video", "video_url")
+# Clients' names for an assistant's reasoning; the first that is there counts.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
 
@@ -24,8 +26,8 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     IDX counts the tool calls from 0 over the conversation. A result whose call is not there (a history that was cut)
     keeps its id if that has the trained form, and later calls count on from there; another id gets that form if the
-    result has a `name`. Fields that are None are left out, except `content`, which is always there: text, a list of
-    parts, or None.
+    result has a `name`. As in transformers, fields that are None are left out, and reasoning is there under the names
+    that templates read. All is plain data: a medium that is no text becomes the name of its type.
 
     Raises:
         TokenizerError: naming the message and the field that is missing or malformed.
@@ -96,23 +98,52 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
         raise _error(index, "tool_call_id", f"expected text, got {shown(message.get('tool_call_id'))}")
     if role == "assistant":
         _check_assistant(message, index)
-    return {**{key: value for key, value in message.items() if value is not None}, "content": content}
+    made = {
+        key: plain_data(value, f"message {index}: field '{key}'") for key, value in message.items() if value is not None
+    }
+    reasoning = next((made[name] for name in REASONING_FIELDS if name in made), None)
+    return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+
+
+def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
+    """A copy in JSON's types alone (and tuples): a template must not get at the methods of other objects.
+
+    Raises:
+        TokenizerError: something in it is of another type and no medium, which becomes the name of its type.
+    """
+    if value is None or type(value) in (bool, str, int, float):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, Mapping):
+        is_medium = is_medium or _is_medium(value)
+        return {plain_data(key, where): plain_data(item, where, is_medium=is_medium) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        made = [plain_data(item, where, is_medium=is_medium) for item in value]
+        return tuple(made) if isinstance(value, tuple) else made
+    if is_medium:
+        return f"<{type(value).__name__}>"
+    raise TokenizerError(f"{where}: expected JSON's text, numbers, lists and objects, got {type(value).__name__}")
 
 
 def _check_part(part: Any, index: int, where: str) -> None:
     if not isinstance(part, Mapping):
         raise _error(index, where, f"expected a part of text, image or video, got {type(part).__name__}")
-    is_media = part.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS) or any(
-        kind in part for kind in (*IMAGE_PARTS, *VIDEO_PARTS)
-    )
-    if not is_media and not isinstance(part.get("text"), str):
+    if not _is_medium(part) and not isinstance(part.get("text"), str):
         raise _error(index, where, f"expected a part of text, image or video, got type {shown(part.get('type'))}")
 
 
+def _is_medium(part: Mapping[Any, Any]) -> bool:
+    return part.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS) or any(
+        kind in part for kind in (*IMAGE_PARTS, *VIDEO_PARTS)
+    )
+
+
 def _check_assistant(message: Message, index: int) -> None:
-    reasoning = message.get("reasoning_content")
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise _error(index, "reasoning_content", f"expected text, got {shown(reasoning)}")
+    for name in REASONING_FIELDS:
+        if message.get(name) is not None and not isinstance(message[name], str):
+            raise _error(index, name, f"expected text, got {shown(message[name])}")
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise _error(index, "tool_calls", f"expected a list, got {shown(calls)}")

@@ -1,0 +1,157 @@
+"""Templates rendered in a process of their own, which the operating system ends at a limit of time or memory.
+
+A template is a program of whoever made the checkpoint. Jinja's sandbox keeps it from Python, not from loops in loops,
+from `'a' * 10**10`, or from one call into C that takes minutes; only the system can end those. The process imports
+Jinja and nothing else of weight, is started when the first template comes, and serves all of this process's templates.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import marshal
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import IO, Any
+
+from kimi_k2.errors import TokenizerError
+
+# CPU time of one rendering, beside a second for each million characters of input. A published template takes about
+# 0.1 s for a thousand messages.
+MAX_SECONDS = 1.0
+# Bytes of memory beside what Python and Jinja take (on Linux), and beside so many for each of input.
+MAX_MEMORY, MEMORY_A_BYTE = 2**28, 128
+# Bytes of what it writes, beside so many times its input.
+MAX_WRITTEN, WRITTEN_A_BYTE = 2**23, 16
+# Before a request: seconds, bytes of memory, bytes of the request.
+HEAD = struct.Struct("=dqq")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a template wrote.
+
+    Attributes:
+        text: all of it.
+        own: begins and ends of what comes from the template's own source, ascending.
+    """
+
+    text: str
+    own: list[tuple[int, int]]
+
+
+class _Renderer:
+    """The process, started when it is needed and again after it was ended; threads take turns."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """A fork of this process must not talk to the same one."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, seconds: float, memory: int, most: int, request: bytes) -> dict[str, Any] | int:
+        """The reply to a request, or the status with which the process ended.
+
+        Raises:
+            TokenizerError: the reply has more than `most` bytes.
+        """
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(HEAD.pack(seconds, memory, len(request)) + request)
+                process.stdin.flush()
+                size = int.from_bytes(_read(process.stdout, 8), "big")
+                if size > most:
+                    raise TokenizerError(f"it writes more than {most} bytes")
+                reply: dict[str, Any] = json.loads(_read(process.stdout, size))
+            except (EOFError, BrokenPipeError):
+                return process.wait()
+            except BaseException:  # the rest of a reply must not be taken for the next one's
+                _end(process)
+                raise
+            return reply
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from kimi_k2.tokenization import rendering; rendering.serve()"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's ^C is not for it
+            )
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            _end(self._process)
+
+
+_RENDERER = _Renderer()
+
+
+@atexit.register
+def close() -> None:
+    """End the process; another one is started when it is needed."""
+    _RENDERER.close()
+
+
+def render(
+    source: str,
+    variables: dict[str, Any] | None = None,
+    *,
+    own: dict[str, str] | None = None,
+    seconds: float = MAX_SECONDS,
+) -> Rendered:
+    """Render a template, or, without variables, only compile it.
+
+    Args:
+        source: Jinja source.
+        variables: plain data: text, numbers, None, and lists, tuples and objects of them.
+        own: more variables, text that counts as the template's own.
+        seconds: CPU time that it may take, where that is less than MAX_SECONDS.
+
+    Raises:
+        TokenizerError: it goes beyond a limit, nests too deeply, or fails in any way a template can fail.
+    """
+    try:
+        request = marshal.dumps((source, variables, own or {}))
+    except ValueError:  # deeper than 2000
+        raise TokenizerError("messages or tools: nested too deeply") from None
+    seconds = min(seconds, MAX_SECONDS) + len(request) * 1e-6
+    reply = _RENDERER.ask(
+        seconds, MAX_MEMORY + MEMORY_A_BYTE * len(request), MAX_WRITTEN + WRITTEN_A_BYTE * len(request), request
+    )
+    if reply == -signal.SIGPROF:
+        raise TokenizerError(f"it takes more than {seconds:.2g} s of CPU time")
+    if isinstance(reply, int):
+        raise TokenizerError(f"it ended its process with status {reply}")
+    if "error" in reply:
+        raise TokenizerError(reply["error"])
+    return Rendered(reply["text"], [(begin, end) for begin, end in reply["own"]])
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    content = stream.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
