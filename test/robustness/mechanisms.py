@@ -121,7 +121,7 @@ def _size(draw: random.Random, shards: list[str]) -> Drawn:
     damages: dict[str, Damage] = {
         "empty": _resized(name, 0),
         "cut": _edited(name, lambda data: data[: int(part * (len(data) - 2))]),
-        "longer": _edited(name, lambda data: data + b"\0" * (1 + int(part * 5000))),
+        "longer": _edited(name, lambda data: data + b"\0" * (1 + int(part * 200))),
         "sparse 300 MB": _resized(name, 300_000_000),
         "sparse 1 TB": _resized(name, 2**40),
         "twice": _edited(name, lambda data: data + data),
