@@ -124,6 +124,7 @@ def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> 
     for seed in range(first, first + count):
         base = sorted(bases)[seed // len(MECHANISMS) % len(bases)]
         fault = drawn(seed, bases[base])
+        print(f"{seed}: {base}, {fault.mechanism}: {fault.name}", file=sys.stderr, flush=True)
         for command in SIX:
             checkpoint = private_copy(bases[base], work / "checkpoint")
             fault.damage(checkpoint)
