@@ -210,17 +210,23 @@ def test_parsers_managers_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert caplog.text.count("no parser kimi_k2_stream") == 2
 
 
-def test_parsers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_parsers_by_name(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(monkeypatch, without="")
     named: list[tuple[str, ...]] = []
     for package, manager in (("tool_parsers", "ToolParserManager"), ("reasoning", "ReasoningParserManager")):
         module = ModuleType(f"vllm.{package}")
         setattr(module, manager, SimpleNamespace(register_lazy_module=lambda *given: named.append(given)))
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("KIMI_K2_PARSERS", switch)
     plugin.register_parsers()
     assert named == [
-        ("kimi_k2_stream", "kimi_k2.serving.vllm.tool_parser", "KimiK2StreamToolParser"),
-        ("kimi_k2_stream", "kimi_k2.serving.vllm.reasoning_parser", "KimiK2StreamReasoningParser"),
+        (known, f"kimi_k2.serving.vllm.{module}", name)
+        for module, name in (
+            ("tool_parser", "KimiK2StreamToolParser"),
+            ("reasoning_parser", "KimiK2StreamReasoningParser"),
+        )
+        for known in ("kimi_k2_stream", "kimi_k2")[: 1 + (switch == "1")]
     ]
     for _, module_name, name in named:
         path = Path(plugin.__file__).with_name(f"{module_name.rpartition('.')[2]}.py")

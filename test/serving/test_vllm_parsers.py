@@ -59,6 +59,15 @@ def test_thread(name: str, through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -
         function(**arguments)
 
 
+def test_vllms_name_is_ours(through_vllm: Any) -> None:
+    from vllm.parser import ParserManager
+
+    for name in ("kimi_k2", "kimi_k2_stream"):
+        composed = ParserManager.get_parser(name, name, True)
+        assert composed.tool_parser_cls.__name__ == "KimiK2StreamToolParser"
+        assert composed.reasoning_parser_cls.__name__ == "KimiK2StreamReasoningParser"
+
+
 def test_every_thread_of_the_list_is_there() -> None:
     source = inspect.getsource(reported)
     for thread in ("vllm#38579", "vllm#41739", "vllm#50768", "vllm#24478", "vllm#37184", "sglang#23363"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,15 @@ from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.serving.paged.heads import kernel_heads
 
+# Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
+PARSER, ENGINES_PARSER, PARSERS = "kimi_k2_stream", "kimi_k2", "KIMI_K2_PARSERS"
 # To a checkpoint's quantization, while it loads.
 ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
+
+
+def parser_names() -> list[str]:
+    """By which our parsers can be asked for."""
+    return [PARSER, *([] if os.environ.get(PARSERS) == "0" else [ENGINES_PARSER])]
 
 
 def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]] = ()) -> list[str]:

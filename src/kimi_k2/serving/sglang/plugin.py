@@ -6,11 +6,10 @@ import importlib
 import logging
 from typing import Any
 
+from kimi_k2.serving.paged.support import PARSER, parser_names
 from kimi_k2.serving.sglang.support import ARCHITECTURES, BACKEND, STEP, changed, overrides, without_graphs_of_prompts
 
 logger = logging.getLogger("sglang.kimi_k2")
-
-PARSER = "kimi_k2_stream"
 
 
 def register() -> None:
@@ -25,7 +24,7 @@ def register_parser() -> None:
         names = importlib.import_module("sglang.srt.function_call.parser_names").TOOL_CALL_PARSER_NAMES
         parser = importlib.import_module("sglang.srt.function_call.function_call_parser").FunctionCallParser
         detector = importlib.import_module("kimi_k2.serving.sglang.detector").KimiK2StreamDetector
-        parser.ToolCallParserEnum[PARSER] = detector
+        parser.ToolCallParserEnum.update(dict.fromkeys(parser_names(), detector))
     except (ImportError, AttributeError) as error:
         logger.warning("kimi-k2: no parser %s, since SGLang has changed: %s", PARSER, error)
         return

@@ -8,13 +8,12 @@ import logging
 from typing import Any
 
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.serving.paged.support import config_of, lacking
+from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_names
 from kimi_k2.serving.vllm import flags
 from kimi_k2.serving.vllm.runner import choose_runner
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
-PARSER = "kimi_k2_stream"
 # vLLM's names of architectures: K2's configurations say the first; vLLM's K2.5 asks for the second for its text.
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
 # Architectures that configurations with a model of ours name: K2.5's own has its text from the second above.
@@ -115,7 +114,7 @@ def _choose_worker(vllm_config: Any) -> None:
 
 
 def register_parsers() -> None:
-    """Offer this project's parsers to vLLM. What a version of vLLM lacks is named, and left out."""
+    """Offer this project's parsers to vLLM, by vLLM's own name too. What a version lacks is named, and left out."""
     _register_parser("tool_parsers", "ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
     _register_parser("reasoning", "ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")
 
@@ -124,6 +123,7 @@ def _register_parser(package: str, manager: str, module: str, name: str) -> None
     """Name a parser that vLLM imports when somebody asks for it."""
     try:
         managing = getattr(importlib.import_module(f"vllm.{package}"), manager)
-        managing.register_lazy_module(PARSER, f"kimi_k2.serving.vllm.{module}", name)
+        for known in parser_names():
+            managing.register_lazy_module(known, f"kimi_k2.serving.vllm.{module}", name)
     except (ImportError, AttributeError) as error:
         logger.warning("kimi-k2: no parser %s, since vLLM has changed: %s", PARSER, error)
