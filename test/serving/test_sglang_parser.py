@@ -35,7 +35,8 @@ def parser() -> Any:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
 
-    from kimi_k2.serving.sglang.plugin import PARSER, register
+    from kimi_k2.serving.paged.support import PARSER
+    from kimi_k2.serving.sglang.plugin import register
 
     register()
     register()

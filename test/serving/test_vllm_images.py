@@ -19,7 +19,7 @@ import pytest
 
 from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.media.patches import Media
 from kimi_k2.media.video import process_frames
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -31,30 +31,14 @@ if importlib.util.find_spec("vllm") is None:
 WORKER = Path(__file__).with_name("vllm_images.py")
 NEW_TOKENS = 24
 OURS = "operations are ours, plain ones, since this is a CPU"
-# As published but for the patches of an image, which vLLM's trial run fills with a picture of 3000 x 3000 pixels.
-PROCESSOR = {
-    "in_patch_limit": 400, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": 2,
-    "fixed_output_tokens": None, "patch_limit_on_one_side": 512, "in_patch_limit_each_frame": 100,
-    "in_patch_limit_video": None, "sample_fps": 2.0, "max_num_frames_each_video": None,
-    "temporal_merge_kernel_size": 4, "timestamp_mode": "hh:mm:ss.fff",
-}  # fmt: skip
+# vLLM's trial run has a picture of 3000 x 3000 pixels.
+PROCESSOR = MediaConfig(max_patches=400, max_patches_a_frame=100).to_published_dict()
 
 
 def write_checkpoint(directory: Path, fmt: str) -> None:
-    """Tiny K2.5; the tower's sizes under transformers' names too: vLLM reads those, or takes the defaults."""
+    """Tiny K2.5 with fewer patches an image."""
     write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2.5"), fmt), seed=4)
-    config = json.loads((directory / "config.json").read_text())
-    tower = config["vision_config"]
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
-        tower[name] = tower[f"vt_{name}"]
-    for name in ("height", "width", "time"):
-        tower[f"pos_emb_{name}"] = tower[f"init_pos_emb_{name}"]
-    config["projection_hidden_size"] = tower["vt_hidden_size"]
-    config["image_token_id"] = config["media_placeholder_token_id"]
-    # As published; vLLM's server reads both.
-    config |= {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": PROCESSOR}))
+    (directory / IMAGE_FILE).write_text(json.dumps({"media_proc_cfg": PROCESSOR}))
 
 
 def draw_images(directory: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from kimi_k2.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from kimi_k2.media.config import MediaConfig
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.synthetic.checkpoint import shard_plan, write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -53,6 +54,22 @@ def test_real_model_has_the_published_tensors() -> None:
         ("mlp.gate.e_score_correction_bias", torch.float32, (384,)),
     ):
         assert shapes[f"{root}.{name}"] == (dtype, shape)
+
+
+def test_k25_as_transformers_and_engines_read_it(checkpoints: dict[str, Path]) -> None:
+    """The tower's sizes under transformers' names, which engines read, and the processor's file."""
+    from transformers import Kimi_K25Config
+
+    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    theirs = Kimi_K25Config.from_pretrained(checkpoints["k2.5"])
+    assert config.vision is not None
+    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "pos_emb_height"):
+        assert getattr(theirs.vision_config, name) == getattr(config.vision, name)
+    assert theirs.projection_hidden_size == config.vision.hidden_size
+    assert theirs.image_token_id == config.vision.image_token_id
+    processor = json.loads((checkpoints["k2.5"] / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    assert processor["in_patch_limit"] == 16384
+    assert MediaConfig.from_pretrained(checkpoints["k2.5"]) == MediaConfig()
 
 
 def test_real_k25_has_the_published_language_model() -> None:

@@ -24,6 +24,13 @@ _PUBLISHED = {
     "patch_size": "patch_size",
     "merge_kernel_size": "merge_size",
 }
+# What published files also say, and vLLM's processor asks for.
+_PUBLISHED_ONLY = {
+    "fixed_output_tokens": None,
+    "in_patch_limit_video": None,
+    "max_num_frames_each_video": None,
+    "timestamp_mode": "hh:mm:ss.fff",
+}
 
 
 class MediaConfig(BaseModel):
@@ -70,6 +77,11 @@ class MediaConfig(BaseModel):
             if getattr(config, field) > 4 * MEDIA_TOKENS:
                 raise ConfigError(f"expected at most {4 * MEDIA_TOKENS}", field=field, file=directory)
         return config
+
+    def to_published_dict(self) -> dict[str, Any]:
+        """`media_proc_cfg` of a published preprocessor_config.json."""
+        held = {theirs: getattr(self, ours) for theirs, ours in _PUBLISHED.items()}
+        return held | _PUBLISHED_ONLY | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:

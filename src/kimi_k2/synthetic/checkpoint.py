@@ -16,6 +16,7 @@ from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.files import read_json
+from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.synthetic.config import IM_END, hf_config
 from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
@@ -99,6 +100,8 @@ def _write(
     _claim(directory, recipe)
     write_synthetic_vocabulary(directory, config.vocab_size)
     write_chat_template(directory, ChatStyle(config.chat_style or ChatStyle.INSTRUCT))
+    if config.vision is not None:
+        write_json(directory / IMAGE_FILE, {"media_proc_cfg": MediaConfig().to_published_dict()})
     weights = SyntheticWeights(config, seed)
     plan = shard_plan(config, shards)
     weight_map: dict[str, str] = {}

@@ -91,8 +91,13 @@ def hf_config(config: KimiK2Config) -> dict[str, Any]:
     if "quantization_config" in plain:
         outer["quantization_config"] = plain["quantization_config"]
     if config.vision is not None:
-        outer["vision_config"] = {**config.vision.to_hf_dict(), "text_hidden_size": config.hidden_size}
-        outer["media_placeholder_token_id"] = config.vision.image_token_id
-        if config.vision.video_token_id is not None:
-            outer["video_token_id"] = config.vision.video_token_id
+        vision = config.vision
+        # Under transformers' names too: vLLM reads these, or takes its defaults.
+        transformers = vision.model_dump(mode="json", exclude={"image_token_id", "video_token_id"})
+        outer["vision_config"] = {**transformers, **vision.to_hf_dict(), "text_hidden_size": config.hidden_size}
+        outer["projection_hidden_size"] = vision.hidden_size
+        outer["media_placeholder_token_id"] = outer["image_token_id"] = vision.image_token_id
+        outer |= {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
+        if vision.video_token_id is not None:
+            outer["video_token_id"] = vision.video_token_id
     return outer
