@@ -129,7 +129,7 @@ class KimiK2Config(BaseModel):
     quantization: SerializeAsAny[StoredFormat] | None = None
     kv_cache_fp8: bool = False  # the checkpoint asks for an e4m3 KV cache: compressed-tensors' kv_cache_scheme
     tensor_prefix: Literal["", "language_model."] = ""
-    chat_style: Literal["instruct", "thinking", "k2.5"] | None = None
+    chat_style: Literal["instruct", "thinking", "k2.5", "k2.7"] | None = None
     vision: VisionConfig | None = None
 
     @model_validator(mode="after")

@@ -102,8 +102,34 @@ def test_k26_preserves_all_reasoning_on_request() -> None:
     assert old.startswith("<think>old</think>one<|im_end|>")
     assert new.startswith("<think>new</think>")
     silent = apply_chat_template(history(), style=ChatStyle.K25, preserve_thinking=True, thinking=False)
-    assert "old" not in silent
-    assert "new" not in silent
+    assert "<think>old</think>" in silent  # as published: what is asked to be kept is kept
+    assert silent.endswith("<think></think>")
+
+
+def test_k27_preserves_reasoning_unless_told_otherwise() -> None:
+    assert "<think>old</think>" in apply_chat_template(history(), style=ChatStyle.K27)
+    assert "<think>old</think>" not in apply_chat_template(history(), style=ChatStyle.K27, preserve_thinking=False)
+
+
+def test_k25_has_no_system_prompt_of_its_own() -> None:
+    assert apply_chat_template([{"role": "user", "content": "hi"}], style="k2.5") == (
+        "<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
+    )
+
+
+def test_reasoning_has_two_names() -> None:
+    messages = history()
+    messages[3]["reasoning"] = messages[3].pop("reasoning_content")
+    for style in ("thinking", "k2.5"):
+        assert "<think>new</think>" in apply_chat_template(messages, style=style)
+    messages[3]["reasoning_content"] = "other"
+    assert "<think>new</think>" in apply_chat_template(messages, style="k2.5")
+
+
+def test_parts_go_by_their_type() -> None:
+    """Dumps of pydantic and Arrow have all fields, most of them null."""
+    part = {"type": "text", "text": "hi", "image_url": None, "video_url": None, "image": "kept.png"}
+    assert "<|im_middle|>hi<|im_end|>" in apply_chat_template([{"role": "user", "content": [part]}], style="k2.5")
 
 
 def test_k25_declares_tools_in_typescript() -> None:
@@ -141,7 +167,9 @@ IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 @pytest.mark.parametrize("style", ChatStyle)
 def test_images_are_media_tokens(part: dict[str, Any], style: ChatStyle) -> None:
     message: dict[str, Any] = {"role": "user", "content": [part, {"type": "text", "text": "<|media_pad|>What?"}, part]}
-    assert f"user<|im_middle|>{IMAGE}<|media_pad|>What?{IMAGE}<|im_end|>" in apply_chat_template([message], style=style)
+    assert f"user<|im_middle|>{IMAGE}\n<|media_pad|>What?{IMAGE}\n<|im_end|>" in apply_chat_template(
+        [message], style=style
+    )
     markup = [segment.text for segment in render_segments([message], style=style) if segment.markup]
     assert markup.count("<|media_pad|>") == 2
 

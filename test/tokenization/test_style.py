@@ -72,7 +72,7 @@ def test_other_templates() -> None:
 @pytest.mark.parametrize(("name", "style"), [
     ("moonshotai/Kimi-K2-Instruct", "instruct"), ("Kimi-K2-Instruct-0905", "instruct"), ("kimi_k2", "instruct"),
     ("moonshotai/Kimi-K2-Thinking", "thinking"), ("kimi-k2-thinking-bf16", "thinking"), ("Kimi-K2-Base", "instruct"),
-    ("Kimi-K2.5", "k2.5"), ("kimi-k2.6-NVFP4", "k2.5"), ("Kimi-K2.7-Code", "k2.5"), ("kimi_k25", "k2.5"),
+    ("Kimi-K2.5", "k2.5"), ("kimi-k2.6-NVFP4", "k2.5"), ("Kimi-K2.7-Code", "k2.7"), ("kimi_k25", "k2.5"),
     ("models--moonshotai--Kimi-K2-Thinking", "thinking"), ("deepseek_v3", None), ("checkpoint-500", None), ("", None),
 ])  # fmt: skip
 def test_names(name: str, style: str | None) -> None:
@@ -84,6 +84,8 @@ def test_names(name: str, style: str | None) -> None:
     ("out", {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}, "k2.5"),
     ("out", {"text_config": {"chat_style": "thinking"}}, "thinking"),
     ("out", {"chat_style": 3}, "instruct"),
+    ("Kimi-K2.7-Code", {"model_type": "kimi_k25"}, "k2.7"),
+    ("Kimi-K2-Instruct", {"model_type": "kimi_k25"}, "k2.5"),
     ("out", [1], "instruct"),
     ("Kimi-K2-Thinking-BF16", {"model_type": "kimi_k2", "quantization_config": None}, "thinking"),
     ("Kimi-K2-Instruct-INT4", {"quantization_config": {"quant_method": "compressed-tensors"}}, "instruct"),
@@ -110,7 +112,7 @@ def test_the_override_wins(tmp_path: Path) -> None:
     other = KimiTokenizer.from_pretrained(tmp_path, style="k2.5")
     assert (other.chat_style, other.style_reason) == ("k2.5", "given by the caller")
     assert other.render_segments(USER)[-1].text == "<think>"
-    with pytest.raises(TokenizerError, match=r"expected one of instruct, thinking, k2\.5, got 'gpt'"):
+    with pytest.raises(TokenizerError, match=r"expected one of instruct, thinking, k2\.5, k2\.7, got 'gpt'"):
         KimiTokenizer.from_pretrained(tmp_path, style="gpt")
 
 

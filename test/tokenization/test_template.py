@@ -132,7 +132,7 @@ def test_the_built_in_template_stands_alone_in_transformers(
 
     options: dict[str, Any] = {"thinking": thinking, "preserve_thinking": preserve_thinking}
     definitions = checked_tools(tools)
-    typescript = typescript_declaration(definitions) if style is ChatStyle.K25 else None
+    typescript = typescript_declaration(definitions) if style.is_k25 else None
     theirs: Any = render_jinja_template(
         [normalized(messages)],
         tools=definitions or None,

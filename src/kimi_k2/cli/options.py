@@ -158,8 +158,15 @@ Tools = Annotated[
     Path | None, typer.Option("--tools", help="Tool definitions, OpenAI-style JSON.", exists=True, dir_okay=False)
 ]
 Thinking = Annotated[bool, typer.Option(help="Whether K2.5 and K2.6 reason before they answer.")]
+PreserveThinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--preserve-thinking/--drop-thinking",
+        help="Keep the reasoning of all turns (K2.6 and newer); by default as the member has it, on for K2.7-Code.",
+    ),
+]
 Style = Annotated[
-    Literal["instruct", "thinking", "k2.5"] | None,
+    Literal["instruct", "thinking", "k2.5", "k2.7"] | None,
     typer.Option("--style", help="Chat format; by default what the checkpoint's template or name says."),
 ]
 

@@ -18,7 +18,7 @@ from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import Media
 from kimi_k2.media.video import process_video
-from kimi_k2.tokenization.messages import IMAGE_PARTS, VIDEO_PARTS, Message
+from kimi_k2.tokenization.messages import IMAGE_PARTS, VIDEO_PARTS, Message, part_kind
 from kimi_k2.tokenization.special_tokens import (
     MEDIA_BEGIN,
     MEDIA_CONTENT,
@@ -159,9 +159,9 @@ def media_parts(messages: Sequence[Message]) -> Iterator[tuple[str, Any, str]]:
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for number, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-            if isinstance(part, Mapping) and (kind := _kind(part)):
+            if isinstance(part, Mapping) and (kind := part_kind(part)):
                 names = IMAGE_PARTS if kind == "image" else VIDEO_PARTS
-                source = next((part[name] for name in (*names, "url", "path") if name in part), None)
+                source = next((part[name] for name in (*names, "url", "path") if part.get(name) is not None), None)
                 if isinstance(source, Mapping):
                     source = source.get("url")
                 yield kind, source, f"message {index}: content[{number}]"
@@ -174,18 +174,11 @@ def without_sources(messages: Sequence[Message]) -> list[dict[str, Any]]:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, (list, tuple)):
             parts = [
-                {"type": kind} if isinstance(part, Mapping) and (kind := _kind(part)) else part for part in content
+                {"type": kind} if isinstance(part, Mapping) and (kind := part_kind(part)) else part for part in content
             ]
             message = {**message, "content": parts}
         bare.append(message)
     return bare
-
-
-def _kind(part: Mapping[str, Any]) -> str | None:
-    for kind, names in (("image", IMAGE_PARTS), ("video", VIDEO_PARTS)):
-        if part.get("type") in names or any(name in part for name in names):
-            return kind
-    return None
 
 
 def _content(source: Any, kind: str, where: str) -> tuple[str, Any]:

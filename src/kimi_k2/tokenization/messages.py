@@ -117,7 +117,7 @@ def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
-        is_medium = is_medium or _is_medium(value)
+        is_medium = is_medium or part_kind(value) is not None
         return {plain_data(key, where): plain_data(item, where, is_medium=is_medium) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         made = [plain_data(item, where, is_medium=is_medium) for item in value]
@@ -130,14 +130,17 @@ def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
 def _check_part(part: Any, index: int, where: str) -> None:
     if not isinstance(part, Mapping):
         raise _error(index, where, f"expected a part of text, image or video, got {type(part).__name__}")
-    if not _is_medium(part) and not isinstance(part.get("text"), str):
+    if part_kind(part) is None and not isinstance(part.get("text"), str):
         raise _error(index, where, f"expected a part of text, image or video, got type {shown(part.get('type'))}")
 
 
-def _is_medium(part: Mapping[Any, Any]) -> bool:
-    return part.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS) or any(
-        kind in part for kind in (*IMAGE_PARTS, *VIDEO_PARTS)
-    )
+def part_kind(part: Mapping[Any, Any]) -> str | None:
+    """`image` or `video` for a part that is one by its `type`, or, without a type, by what it holds."""
+    for kind, names in (("image", IMAGE_PARTS), ("video", VIDEO_PARTS)):
+        given = part.get("type")
+        if given in names if given else any(part.get(name) for name in names):
+            return kind
+    return None
 
 
 def _check_assistant(message: Message, index: int) -> None:

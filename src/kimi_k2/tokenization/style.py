@@ -2,7 +2,7 @@
 
 The stored number format says nothing about it: K2-Thinking can be stored in BF16 and K2-Instruct in INT4. What counts,
 in this order: the caller's word, what the checkpoint's own chat template writes, `chat_style` in its config.json (our
-presets have it), the model's name in config.json, the directory's name.
+presets have it), the model's name in config.json, the directory's name, `model_type`, which several members share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.files import read_object
 
+_K27 = re.compile(r"k2[._p-]?7(?!\d)")
 _K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
 _KIMI = re.compile(r"kimi[._-]?k2")
 
@@ -25,18 +26,26 @@ class ChatStyle(StrEnum):
     """Which member of the family: they differ in how reasoning and tools are shown.
 
     INSTRUCT (K2-Instruct, 0905) shows no reasoning. THINKING (K2-Thinking) writes <think> in assistant turns, and the
-    model opens its reasoning itself. K25 (K2.5, K2.6, K2.7-Code) opens it in the prompt and declares tools in
-    TypeScript.
+    model opens its reasoning itself. K25 (K2.5, K2.6) opens it in the prompt, declares tools in TypeScript and has no
+    system prompt of its own. K27 (K2.7-Code) is as K25, but keeps the reasoning of all turns unless told otherwise.
     """
 
     INSTRUCT = "instruct"
     THINKING = "thinking"
     K25 = "k2.5"
+    K27 = "k2.7"
+
+    @property
+    def is_k25(self) -> bool:
+        """Whether this is K2.5 or a later member."""
+        return self in (ChatStyle.K25, ChatStyle.K27)
 
     @classmethod
     def for_name(cls, name: str) -> ChatStyle | None:
         """The style of a model's name, such as `moonshotai/Kimi-K2-Thinking`; None if it says nothing."""
         lowered = name.lower()
+        if _K27.search(lowered):
+            return cls.K27
         if _K25.search(lowered):
             return cls.K25
         if not _KIMI.search(lowered):
@@ -82,17 +91,17 @@ def choose_style(
         given = holder.get("chat_style")
         if given in list(ChatStyle):
             return StyleChoice(ChatStyle(given), "chat_style in config.json")
+    is_k25 = any(holder.get("model_type") in ("kimi_k25", "kimi_k2_5") for holder in holders)
     # A name that transformers wrote may be a local path: its last part counts.
-    for field in ("_name_or_path", "model_type"):
-        for holder in holders:
-            name = holder.get(field)
-            style = ChatStyle.for_name(_last_part(name)) if isinstance(name, str) and name != "kimi_k2" else None
-            if style is not None:
-                return StyleChoice(style, f"{field} {name!r} in config.json")
-    for name in _directory_names(directory):
+    paths = [path for holder in holders if isinstance(path := holder.get("_name_or_path"), str)]
+    names = [(_last_part(path), f"_name_or_path {path!r} in config.json") for path in paths]
+    names += [(name, f"the directory's name {name!r}") for name in _directory_names(directory)]
+    for name, reason in names:
         style = ChatStyle.for_name(name)
-        if style is not None:
-            return StyleChoice(style, f"the directory's name {name!r}")
+        if style is not None and (style.is_k25 or not is_k25):
+            return StyleChoice(style, reason)
+    if is_k25:
+        return StyleChoice(ChatStyle.K25, "model_type in config.json, which K2.5, K2.6 and K2.7 share")
     return StyleChoice(ChatStyle.INSTRUCT, "nothing names another style")
 
 

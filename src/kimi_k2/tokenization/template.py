@@ -28,7 +28,7 @@ _PROBE_SECONDS = 0.25
 # A conversation of which every style writes something else.
 _PROBE: list[Message] = [
     {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
+    {"role": "assistant", "content": "b", "reasoning_content": "why"},
     {"role": "user", "content": "c"},
 ]
 
@@ -96,13 +96,12 @@ class ChatTemplate:
     def style(self) -> ChatStyle | None:
         """The style of what the template writes: where it writes <think>; None if it refuses a plain conversation."""
         try:
-            markup = [
-                segment.text for segment in self.render_segments(_PROBE, seconds=_PROBE_SECONDS) if segment.markup
-            ]
+            segments = self.render_segments(_PROBE, seconds=_PROBE_SECONDS)
         except TokenizerError:
             return None
+        markup = [segment.text for segment in segments if segment.markup]
         if markup and markup[-1] == THINK:
-            return ChatStyle.K25
+            return ChatStyle.K27 if any("why" in segment.text for segment in segments) else ChatStyle.K25
         return ChatStyle.THINKING if THINK in markup else ChatStyle.INSTRUCT
 
     def render_segments(
@@ -142,7 +141,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            typescript = typescript_declaration(definitions) if ChatStyle(style) is ChatStyle.K25 else None
+            typescript = typescript_declaration(definitions) if ChatStyle(style).is_k25 else None
         except RecursionError:
             raise TokenizerError("messages or tools: nested too deeply") from None
         # What the caller leaves open is not there, as in transformers.

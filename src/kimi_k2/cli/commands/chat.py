@@ -14,6 +14,7 @@ from kimi_k2.cli.options import (
     ChatSamplingOptions,
     Checkpoint,
     ModelOptions,
+    PreserveThinking,
     Style,
     System,
     Thinking,
@@ -52,6 +53,7 @@ def chat(
         Path | None, typer.Option("--messages", help="Continue this conversation (OpenAI-style JSON).", exists=True)
     ] = None,
     thinking: Thinking = True,
+    preserve_thinking: PreserveThinking = None,
     style: Style = None,
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be typed besides messages.
@@ -74,7 +76,7 @@ def chat(
         most = session.config.max_position_embeddings
         if sampling.max_new_tokens >= most:
             raise GenerationError(f"max_new_tokens: expected fewer than max_position_embeddings ({most})")
-        talk = Chat(session, console, thinking=thinking)
+        talk = Chat(session, console, thinking=thinking, preserve_thinking=preserve_thinking)
         if messages is not None:
             talk.load(str(messages))
         if tools is not None:
@@ -99,8 +101,11 @@ class Chat:
         tools: definitions that the model is told of.
     """
 
-    def __init__(self, session: KimiK2, console: Console, *, thinking: bool = True) -> None:
-        self.session, self.console, self.thinking = session, console, thinking
+    def __init__(
+        self, session: KimiK2, console: Console, *, thinking: bool = True, preserve_thinking: bool | None = None
+    ) -> None:
+        self.session, self.console = session, console
+        self.thinking = {"thinking": thinking, "preserve_thinking": preserve_thinking}
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] = []
@@ -202,7 +207,7 @@ class Chat:
         from kimi_k2.api import Timing
         from kimi_k2.cli.display import TerminalView
 
-        prompt = self.session.prompt(self._conversation(), tools=self.tools or None, thinking=self.thinking)
+        prompt = self.session.prompt(self._conversation(), tools=self.tools or None, **self.thinking)
         view, timing = TerminalView(self.console), Timing()
         reply = None
         for _, reply in self.session.answer([prompt], view.show, timing):

@@ -13,6 +13,7 @@ from kimi_k2.cli.options import (
     Checkpoint,
     Images,
     ModelOptions,
+    PreserveThinking,
     Ranks,
     SamplingOptions,
     Style,
@@ -48,6 +49,7 @@ def generate(
     tools: Tools = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
     thinking: Thinking = True,
+    preserve_thinking: PreserveThinking = None,
     style: Style = None,
     n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1,
     logprobs: Annotated[
@@ -94,7 +96,12 @@ def generate(
             prompts = [session.bare(text) for text in texts]
         else:
             prompts = [
-                session.prompt(conversation, tools=definitions or None, thinking=thinking)
+                session.prompt(
+                    conversation,
+                    tools=definitions or None,
+                    thinking=thinking,
+                    preserve_thinking=preserve_thinking,
+                )
                 for conversation, definitions in conversations
             ]
         prompts, texts = ([one for one in found for _ in range(n)] for found in (prompts, texts))  # type: ignore[assignment]
