@@ -21,7 +21,7 @@ from kimi_k2.checkpoint.hub import resolve_checkpoint
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.device import check_device
-from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.multimodal import encoded_rows
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams

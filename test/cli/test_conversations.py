@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_k2.cli import app
-from kimi_k2.engine.generate import Step
-from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.generate import Generator, Step
 from kimi_k2.errors import GenerationError, KimiK2Error
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 

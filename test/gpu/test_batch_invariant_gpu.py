@@ -373,10 +373,11 @@ def test_prompts_in_drawn_chunks(model: KimiK2ForCausalLM, cached: torch.dtype) 
     reads = {}
     for batch in (1, 2, 4):
         reads[batch] = PromptStep(DecodeStep(model, new_cache(model, batch, 1024, dtype=cached), graph=True))
+    recorders = {read: read.step.record for read in reads.values()}
     for _ in range(DRAWN):
         read = rng.choice(list(reads.values()))
         chosen = [rng.randrange(len(prompts)) for _ in range(read.cache.data.shape[1])]
-        read.step.graph = rng.random() < 0.7
+        read.step.record = recorders[read] if rng.random() < 0.7 else None
         chunk = rng.choice([None, None, 16, 64, 100, 129, 256])
         logits = prefill(model, [prompts[one] for one in chosen], read.cache, chunk, None, read)
         for place, one in enumerate(chosen):

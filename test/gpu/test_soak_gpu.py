@@ -26,8 +26,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import prefill, sequence_slots, slots_needed
-from kimi_k2.engine.generator import CHUNK, Generator
+from kimi_k2.engine.generate import CHUNK, Generator, prefill, sequence_slots, slots_needed
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.kernels.common import workspace
 from kimi_k2.model.decoder import KimiK2ForCausalLM

@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.prompt_step import PromptStep, Size, _Captured, padded_width
+from kimi_k2.engine.graphs import Work
+from kimi_k2.engine.prompt_step import PromptStep, Size, padded_width
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
@@ -47,39 +48,46 @@ class Read:
         steps = [
             DecodeStep(model, new_cache(model, 2, SLOTS), reduce=reduce, gather=gather, graph=graph) for _ in range(2)
         ]
-        steps[0].graph = True
         self.step, self.launched, self.device = PromptStep(steps[0]), PromptStep(steps[1]), device
         self.told: list[tuple[str, Size]] = []
         self.capturing = False
-        self.record, self.run = self.step._record, self.step.run
-        self.step._record = self.recorded  # type: ignore[method-assign]
+        self.size: Size = (0, 0, False)
+        self.graphs, steps[0].record = steps[0].record, self.recorded  # type: ignore[assignment]
+        self.capture, self.run = self.step._capture, self.step.run
+        self.step._capture = self.captured  # type: ignore[method-assign]
         self.step.run = self.ran  # type: ignore[method-assign]
 
-    def ran(self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False) -> Tensor:
+    def captured(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
+        """`_capture`, whose size `recorded` tells."""
+        self.size = size
+        return self.capture(size, ids, positions, last)
+
+    def ran(
+        self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False, media: Any = None
+    ) -> Tensor:
         """Nothing that a graph can hold, where the other rank records all its sums."""
         if self.refuses and ids.shape[1] == REFUSED and self.capturing:
             raise RuntimeError("refused by rank 1")
         return self.run(ids, positions, last, length, whole)
 
-    def recorded(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> _Captured:
-        """`_record`, with a stand-in on a CPU."""
+    def recorded(self, work: Work) -> Any:
+        """As GraphRecorder, with a stand-in on a CPU."""
         self.capturing = True
         try:
-            if self.device.type == "cuda":
-                found = self.record(size, ids, positions, last)
-            elif self.refuses and size[0] == REFUSED:
+            if self.graphs is not None:
+                found: Any = self.graphs(work)
+            elif self.refuses and self.size[0] == REFUSED:
                 raise RuntimeError("refused by rank 1")
             else:
                 logits = torch.empty(2, self.step.model.config.vocab_size)
-                graph: Any = SimpleNamespace(replay=lambda: logits.copy_(self.run(ids, positions, last, *size[1:])))
-                graph.reset = partial(setattr, graph, "replay", None)  # a call from now on fails
-                found = _Captured(ids, positions, last, graph, logits)
+                found = SimpleNamespace(replay=lambda: logits.copy_(work()[0]), made=(logits,))
+                found.reset = partial(setattr, found, "replay", None)  # a call from now on fails
         except RuntimeError:
-            self.told.append(("refusal", size))
+            self.told.append(("refusal", self.size))
             raise
         finally:
             self.capturing = False
-        self.told.append(("capture", size))
+        self.told.append(("capture", self.size))
         return found
 
     def prompts(self, lengths: Sequence[int]) -> None:

@@ -115,12 +115,12 @@ def test_sweep_of_ranks(wide: Path, halves: Path, tmp_path: Path) -> None:
 def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) -> None:
     """Rank 1 fails in the middle of a generation, which rank 0 does not: torchrun ends both, finished cells stay."""
     broken = (
-        "import os; from kimi_k2.engine import generator as g; old = g.stream\n"
+        "import os; from kimi_k2.engine import generate as g; old = g.token_steps\n"
         "def stream(*a, **k):\n"
         "    for n, step in enumerate(old(*a, **k)):\n"
         "        if os.environ['RANK'] == '1' and n == 3: raise RuntimeError('out of memory')\n"
         "        yield step\n"
-        "g.stream = stream; from kimi_k2.cli import main; main()"
+        "g.token_steps = stream; from kimi_k2.cli import main; main()"
     )
     options = ["--output-lengths", "2,6", "--prompt-lengths", 4, "--runs", 1, "--out", tmp_path]
     done = run(*TORCHRUN, sys.executable, "-c", broken, "bench", wide, "--ranks", halves, *options)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from kimi_k2.engine.graphs import Recorded
+
 
 class Again:
     """A replay runs the work again, into the same memory.
@@ -25,7 +27,7 @@ class Again:
             for tensor, anew in zip(made, work(), strict=True):
                 tensor.copy_(anew)
 
-        return replay, made
+        return Recorded(replay, made, lambda: None)
 
     def let_go(self, tensor: Any) -> Any:
         return tensor

@@ -16,7 +16,7 @@ from test_paged_layer import LENGTHS, STEPS, Layers
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.layer_step import Place
+from kimi_k2.engine.batch import Batch
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.all_reduce import AllReduce
@@ -65,14 +65,13 @@ class Replayed(Layers):
     graphs: PromptGraphs
     replays = 0
 
-    def run(self, x: Tensor, place: Place) -> Tensor:
+    def run(self, x: Tensor, made: Batch) -> Tensor:
         """See `Layers`."""
-        assert self.batch is not None
-        if not self.batch.lengths:
-            return super().run(x, place)
+        if not made.chunks:
+            return super().run(x, made)
         self.replays += 1
         assert self.graphs.takes(len(x))
-        return self.graphs(x, place, self.batch)
+        return self.graphs(x, made, self.caches)
 
 
 def refusals(layers: Layers, reduce: Sum, fails: bool) -> list[tuple[str | None, list[tuple[int, ...]]]]:

@@ -85,21 +85,21 @@ exchanges = Exchanges()
 class Recorder(Again):
     """Says when it first repeats a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, weak: Any) -> None:
         super().__init__(exchanges.captured)
         self.repeated = False
 
     def __call__(self, work: Any) -> Any:
         """See `Again`."""
-        again, made = super().__call__(work)
+        found = super().__call__(work)
 
         def replay() -> None:
             if not self.repeated:
                 print("a decode step is replayed", flush=True)
             self.repeated = True
-            again()
+            found.replay()
 
-        return replay, made
+        return found._replace(replay=replay)
 
     def held(self) -> int:
         """As `GraphRecorder`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
 
-from kimi_k2.serving.vllm.recorder import GraphRecorder
+from kimi_k2.engine.graphs import GraphRecorder
 
 REFUSED = 10  # of the pieces in their order: the second of the third size, of three layers
 

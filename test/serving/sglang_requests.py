@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kimi_k2.engine.layer_step import Place
+    from kimi_k2.engine.batch import Batch
 
 RECORD, PAGES = "KIMI_K2_TEST_RECORD", "KIMI_K2_TEST_PAGES"
 
@@ -29,11 +29,10 @@ def record_steps(path: str) -> None:
 
     run, steps = PagedModel.run, list[tuple[int, int]]()
 
-    def recorded(self: PagedModel, x: Tensor, place: Place) -> Tensor:
-        made = run(self, x, place)
-        batch = self.held[0].batch()
+    def recorded(self: PagedModel, x: Tensor, batch: Batch | None) -> Tensor:
+        made = run(self, x, batch)
         assert batch is not None
-        steps.append((batch.decodes, len(batch.lengths)))
+        steps.append((batch.decodes, len(batch.seq_lens) - batch.decodes))
         calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
         rank = self.loader.rank
         written = Path(f"{path}.{rank}.new")

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from kimi_k2.engine import batch as module
+from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk
 from kimi_k2.ops.cache import gather_pages
-from kimi_k2.serving.paged import batch as module
-from kimi_k2.serving.paged.batch import Batch
 
 PAGE = 4
 
@@ -22,9 +22,9 @@ def batch(new: list[int], lengths: list[int], decodes: int) -> Batch:
         for row, (count, length) in enumerate(zip(new, lengths, strict=True))
         for place in range(length - count, length)
     ]
-    return Batch(
-        query_start=starts, query_starts=torch.tensor(starts).int(), seq_lens=torch.tensor(lengths).int(),
-        lengths=lengths[decodes:], block_table=table, slots=torch.tensor(slots), decodes=decodes,
+    return Batch.of_sequences(
+        starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], table, torch.tensor(slots),
+        PAGE,
     )  # fmt: skip
 
 
@@ -33,9 +33,10 @@ def test_slots_of_sequences_whose_tokens_are_not_all_new(new: list[int], lengths
     torch.manual_seed(sum(new))
     decodes = new.count(1)
     made = batch(new, lengths, decodes)
-    together = made.prompts(PAGE).together
-    assert together is not None
-    assert together.places is not None
+    (together,) = made.chunks
+    assert isinstance(together, RaggedChunk)
+    assert together.places is not None and made.block_table is not None
+    assert (made.decodes, made.tokens, together.rows) == (decodes, sum(new), slice(decodes, sum(new)))
     cache = torch.randn(61, PAGE, 3)
     table = made.block_table[decodes:]
     wanted = [gather_pages(cache, table[row : row + 1], length)[0] for row, length in enumerate(lengths[decodes:])]
@@ -48,13 +49,16 @@ def test_slots_of_sequences_whose_tokens_are_not_all_new(new: list[int], lengths
 
 
 def test_whole_prompts_need_no_slots() -> None:
-    together = batch([1, 3, 5], [4, 3, 5], 1).prompts(PAGE).together
-    assert together is not None
+    (together,) = batch([1, 3, 5], [4, 3, 5], 1).chunks
+    assert isinstance(together, RaggedChunk)
     assert together.places is None
     assert together.keys is together.queries
 
 
 def test_one_prompt_and_very_long_ones_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert batch([1, 3], [4, 9], 1).prompts(PAGE).together is None
+    (alone,) = batch([1, 3], [4, 9], 1).chunks
+    assert isinstance(alone, Chunk) and alone.positions.tolist() == [[6, 7, 8]]
+    assert alone[:2] == (slice(1, 4), slice(1, 2)) and alone[3:] == (9, True)
     monkeypatch.setattr(module, "MOST_SLOTS", 13)
-    assert batch([3, 2], [9, 5], 0).prompts(PAGE).together is None
+    apart = batch([3, 2], [9, 5], 0).chunks
+    assert [(one.rows, type(one)) for one in apart] == [(slice(0, 3), Chunk), (slice(3, 5), Chunk)]

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.layer_step import Place, Reduce
+from kimi_k2.engine import batch
+from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.decode_step import through
+from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.norm import add_norm
-from kimi_k2.serving.paged import batch
-from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
-from kimi_k2.serving.paged.layer import PagedLayer
 
 PAGE, PAGES = 4, 40
 LENGTHS = (24, 12, 18)
@@ -39,14 +37,15 @@ class Layers:
     """The layers of a model, or of a rank's part with its sum over ranks, over caches of their own, step by step."""
 
     def __init__(self, model: KimiK2ForCausalLM, reduce: Reduce = lambda x: x) -> None:
-        self.model, self.batch, self.done = model, None, [0] * len(LENGTHS)
+        self.model, self.done = model, [0] * len(LENGTHS)
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
-        self.table, self.steps = order.int(), []
+        self.table = order.int()
+        self.steps: list[LayerStep] = []
+        self.caches: list[Tensor] = []
         for layer in model.model.layers:
-            cache = torch.randn(PAGES, PAGE, model.config.cache_dim)  # what others left
-            held: Any = SimpleNamespace(cache=cache, dtype=cache.dtype, batch=lambda: self.batch)
+            self.caches.append(torch.randn(PAGES, PAGE, model.config.cache_dim))  # what others left
             assert isinstance(layer, DecoderLayer)
-            self.steps.append(PagedLayer(layer, reduce, held))
+            self.steps.append(LayerStep(layer, reduce))
 
     def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
         """Hidden states of the new tokens of each sequence."""
@@ -58,24 +57,21 @@ class Layers:
             self.done[row] += count
         starts, lengths = [0, *itertools.accumulate(counts)], [self.done[row] for row in rows]
         decodes = counts.count(1)
-        self.batch = Batch(  # type: ignore[assignment]
-            query_start=starts, query_starts=torch.tensor(starts).int(), seq_lens=torch.tensor(lengths).int(),
-            lengths=lengths[decodes:], block_table=self.table[rows], decodes=decodes,
-            slots=torch.cat((*slots, torch.full((padding,), -1))),
+        made = Batch.of_sequences(
+            starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], self.table[rows],
+            torch.cat((*slots, torch.full((padding,), -1))), PAGE,
         )  # fmt: skip
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
         at = torch.cat((*positions, torch.zeros(padding, dtype=torch.int64)))
-        found = self.run(x, Place(at, at, *self.model.model.rotary(at, x.dtype), None, at))
+        made.rotation = self.model.model.rotary(at, x.dtype)
+        found = self.run(x, made)
         return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
 
-    def run(self, x: Tensor, place: Place) -> Tensor:
+    def run(self, x: Tensor, made: Batch) -> Tensor:
         """Normed hidden states of embedded tokens."""
-        norm, delta = self.model.model.norm, None
-        for layer in self.steps:
-            x, delta = layer(x, delta, place, layer.held.cache)
-        assert delta is not None
-        return add_norm(x, delta, norm.weight, norm.eps)[1]
+        norm = self.model.model.norm
+        return add_norm(*through(self.steps, x, made, self.caches), norm.weight, norm.eps)[1]
 
 
 def check(model: KimiK2ForCausalLM, heads: int | None = None, distance: float = 2e-5) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_k2.engine import batch
+from kimi_k2.engine.batch import Chunk
+
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
@@ -16,7 +19,7 @@ PAGE = 4
 
 
 @pytest.mark.parametrize("bound", [True, False], ids=["host's copy", "device's"])
-def test_what_the_runner_says_of_a_step(bound: bool) -> None:
+def test_what_the_runner_says_of_a_step(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decodes, then two prompts; behind them what the runner's buffers hold of other steps."""
     from kimi_k2.serving.vllm.attention import BatchBuilder
 
@@ -27,8 +30,13 @@ def test_what_the_runner_says_of_a_step(bound: bool) -> None:
     )  # fmt: skip
     if bound:
         common.seq_lens_cpu_upper_bound, common.seq_lens = lengths, lengths.flip(0)
-    made = BatchBuilder.__new__(BatchBuilder).build(0, common)
-    assert (made.decodes, made.lengths, made.query_start) == (2, [12, 4], [0, 1, 2, 4, 8])
+    monkeypatch.setattr(batch, "MOST_SLOTS", 0)  # prompts one by one
+    builder = BatchBuilder.__new__(BatchBuilder)
+    builder.kv_cache_spec = SimpleNamespace(block_size=PAGE)
+    made = builder.build(0, common)
+    found = [(one.rows, one.sequences, one.length) for one in made.chunks if isinstance(one, Chunk)]
+    assert (made.decodes, made.tokens) == (2, 8)
+    assert found == [(slice(2, 4), slice(2, 3), 12), (slice(4, 8), slice(3, 4), 4)]
 
 
 def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
@@ -40,7 +48,7 @@ def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
         seq_lens=None, block_table_tensor=torch.zeros(4, 8).int(), slot_mapping=torch.arange(4), is_prefilling=None,
     )  # fmt: skip
     made = BatchBuilder.__new__(BatchBuilder).build(0, common)
-    assert (made.decodes, made.lengths) == (4, [])
+    assert (made.decodes, made.tokens, made.chunks) == (4, 4, ())
 
 
 def held(name: str, entered: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_k2.engine.graphs import Recorded
 from kimi_k2.engine.prompt_step import padded_width
 
 if importlib.util.find_spec("vllm") is None:
@@ -20,6 +21,8 @@ HELD = 12345
 
 class Recorder:
     """Stands for the recorder of CUDA graphs."""
+
+    def __init__(self, weak: object) -> None: ...
 
     def held(self) -> int:
         return HELD
@@ -111,24 +114,24 @@ class Layer:
         self.attention = SimpleNamespace(config=SimpleNamespace(hidden_size=4, qk_rope_head_dim=2))
         self.rows: list[torch.Tensor] = []
 
-    def enter(
-        self, x: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        return (x,), x
+    def enter(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+    def expand(self, qkv_a: torch.Tensor, rotation: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return qkv_a, qkv_a
 
     def leave(self, x: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.rows.append(torch.cat([x, values], dim=1))
         return x, x
 
-    def attend_batch(self, projected: object, place: object, batch: int, values: torch.Tensor) -> None:
-        values[:batch] = batch
+    def attend(self, qkv_a: object, made: object, batch: Any, cache: object, values: torch.Tensor) -> None:
+        values[: batch.tokens] = batch.tokens
 
 
 def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of one size, the first with more tokens: rows behind the second's are zero again."""
     from kimi_k2.serving.vllm import prompt_graphs as module
 
-    monkeypatch.setattr(module, "Projected", lambda *made: made)
     monkeypatch.setattr(module, "add_norm", lambda x, delta, weight, eps: (x, x))
     layer, norm = Layer(), SimpleNamespace(weight=torch.zeros(4), eps=1e-6)
 
@@ -136,7 +139,7 @@ def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch
         """Runs the work anew where a graph would be replayed."""
 
         def __call__(self, work: Any) -> Any:
-            return work, work()
+            return Recorded(work, work(), work)
 
         def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
             return tensor
@@ -145,8 +148,8 @@ def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch
     graphs = module.PromptGraphs([layer], norm, wide, Again())  # type: ignore[list-item, arg-type]
     graphs.capture()
     for tokens in (wide, wide - 5):
-        place = SimpleNamespace(cos=torch.ones(tokens, 1), sin=torch.ones(tokens, 1))
-        made = graphs(torch.full((tokens, 4), 7.0), place, tokens)  # type: ignore[arg-type]
+        batch: Any = SimpleNamespace(rotation=(torch.ones(tokens, 1), torch.ones(tokens, 1)), tokens=tokens)
+        made = graphs(torch.full((tokens, 4), 7.0), batch, [torch.empty(0)])
         assert made.shape == (tokens, 4)
     last = layer.rows[-1]
     assert last.shape == (wide, 10)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import TensorDtypeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.serving.paged.heads import pad_heads
-from kimi_k2.serving.paged.layer import PagedLayer
 from kimi_k2.serving.paged.model import PagedModel
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -69,7 +69,7 @@ def read(model: PagedModel) -> dict[str, Tensor]:
 
     found = dict(model.plain.state_dict())
     for number, step in enumerate(model.steps):
-        assert isinstance(step, PagedLayer)
+        assert isinstance(step, LayerStep)
         for field in ("qkv_a", "q_b", "o", "w_uk", "w_uv", "experts", "dense"):
             if getattr(step, field) is not None:
                 found |= of(f"{number}.{field}", getattr(step, field))

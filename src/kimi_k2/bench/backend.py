@@ -17,7 +17,7 @@ from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine import device as device_checks
 from kimi_k2.engine.decode_step import capturable
-from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import DeviceError
 from kimi_k2.model.cache import kv_cache_dtype

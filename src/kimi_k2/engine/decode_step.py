@@ -5,13 +5,16 @@ Works on a CPU too, where it is tested.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.cache import PagedCache
-from kimi_k2.engine.layer_step import LayerStep, Place, Reduce
+from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
+from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
@@ -40,6 +43,17 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
 
 
+def through(
+    layers: Iterable[LayerStep], x: Tensor, batch: Batch | None, caches: Iterable[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H]."""
+    delta: Tensor | None = None
+    for layer, cache in zip(layers, caches, strict=True):
+        x, delta = layer(x, delta, batch, cache)
+    assert delta is not None
+    return x, delta
+
+
 class DecodeStep:
     """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
 
@@ -48,6 +62,7 @@ class DecodeStep:
         cache: with room for every position; attention runs over all its slots and masks those that lie ahead.
         reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
         graph: capture.
+        layers: of another step of this model; None makes them.
 
     Raises:
         KernelError: `graph`, but the step is not `capturable`.
@@ -61,22 +76,23 @@ class DecodeStep:
         reduce: Reduce = lambda x: x,
         gather: Reduce = lambda x: x,
         graph: bool = False,
+        layers: Sequence[LayerStep] | None = None,
     ) -> None:
         batch, device = cache.batch, cache.data.device
         if graph and not capturable(model, batch):
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         model.prepare()
-        self.model, self.cache, self.graph = model, cache, graph
+        self.model, self.cache = model, cache
         self.reduce, self.gather = reduce, gather
-        self.layers: list[LayerStep] = []
-        for layer in model.model.layers:
+        self.layers: list[LayerStep] = list(layers or ())
+        for layer in () if layers else model.model.layers:
             assert isinstance(layer, DecoderLayer)
             self.layers.append(self.make_layer(layer, reduce))
         self.head_weight = Weight({"weight": model.lm_head.weight})
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._captured: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
+        self.record: Recorder | None = GraphRecorder() if graph else None
+        self._recorded: Recorded | None = None
 
     def make_layer(self, layer: DecoderLayer, reduce: Reduce) -> LayerStep:
         """The step of the model's next layer."""
@@ -87,49 +103,37 @@ class DecodeStep:
         """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
-        if not self.graph:
+        if self.record is None:
             return self.run()
-        if self._captured is None:
+        if self._recorded is None:
             self.run()  # builds, scratch memory and communicators are made outside the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.run()
-            self._captured, self._logits = graph, logits  # both or, if the capture fails, neither
-        self._captured.replay()
-        assert self._logits is not None
-        return self._logits
+            self._recorded = self.record(lambda: (self.run(),))
+        self._recorded.replay()
+        return self._recorded.made[0]
 
     def close(self) -> None:
         """Give the graph up: NCCL ends a group only when no graph holds launches of it. Another call captures anew."""
-        if self._captured is not None:
-            self._captured.reset()
-        self._captured = self._logits = None
+        if self._recorded is not None:
+            self._recorded.reset()
+        self._recorded = None
 
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
         with decoding():
-            return self._run()
+            x = self.model.model.embed_tokens(self.tokens)
+            return self.head(*through(self.layers, x, self.batch(self.positions, x.dtype), self.cache.data))
 
-    def _run(self) -> Tensor:
-        x, delta = self.model.model.embed_tokens(self.tokens), None
-        place = self.place(self.positions, x.dtype)
-        for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, place, self.cache.data[index])
-        assert delta is not None
-        return self.head(x, delta)
-
-    def place(self, positions: Tensor, dtype: torch.dtype) -> Place:
-        """What the layers need to know of int64 [B] positions; cos and sin in `dtype`."""
-        seq_lens, slots = decode_places(positions, self.cache.block_table, self.cache.page)
-        table = self.cache.table
-        given = seq_lens, self.cache.data[0], len(self.layers[0].w_uk), table
-        rotary = partial(self.model.model.rotary, positions, dtype)
+    def batch(self, positions: Tensor, dtype: torch.dtype) -> Batch:
+        """One new token a sequence at int64 [B] positions; cos and sin in `dtype`."""
+        count, cache = len(positions), self.cache
+        seq_lens, slots = decode_places(positions, cache.block_table, cache.page)
+        given = seq_lens, cache.data[0], len(self.layers[0].w_uk), cache.table
+        rotary, plan = partial(self.model.model.rotary, positions, dtype), None
         if attention_plan.choose(*given).name == PLAIN:
-            return Place(positions, seq_lens, *rotary(), None, slots, table)
-        # One block makes the plan: the rest of the GPU goes on beside it.
-        plan, rotation = beside(partial(attention_plan, *given), rotary, positions.device)
-        return Place(positions, seq_lens, *rotation, plan, slots, table)
+            rotation = rotary()
+        else:  # One block makes the plan: the rest of the GPU goes on beside it.
+            plan, rotation = beside(partial(attention_plan, *given), rotary, positions.device)
+        return Batch(count, count, seq_lens, slots, cache.table, rotation=rotation, plan=plan)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

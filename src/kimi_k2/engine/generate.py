@@ -1,4 +1,8 @@
-"""Generation with the plain model: prefill, decode, sampling, and the time of every step."""
+"""Generation: prefill, decode, sampling, and the time of every step.
+
+A graph belongs to the cache that it was captured with, so both are kept from one generation to the next of its batch.
+Where the sequences' lengths differ so much that pages take less than half the memory, the cache is in pages.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.cache import PagedCache, new_cache
+from kimi_k2.engine.decode_step import DecodeStep, capturable
+from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.media_rows import MediaRows
+from kimi_k2.engine.prompt_step import Media, PromptStep
 from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops.registry import batch_invariant
 
-# Tokens int64 [B] at positions int64 [B] to logits [B, vocab_size].
-Decode = Callable[[Tensor, Tensor], Tensor]
-# Tokens and positions (negative: padding), int64 [B, S], to logits [B, vocab_size] of a column a sequence, int64 [B].
-Read = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
+SLOTS = 1024
+# Tokens of all sequences in a chunk of their prompts, if nothing else is asked for: what a chunk's intermediate values
+# take of memory is bounded, and the experts are as fast as with more.
+CHUNK = 16384
+
+
+class Read(Protocol):
+    """Runs a chunk of prompts."""
+
+    def __call__(self, ids: Tensor, positions: Tensor, last: Tensor, media: Media | None = None) -> Tensor:
+        """Tokens and positions (negative: padding), int64 [B, S], to logits [B, vocab_size] of a column of each."""
+        ...
 
 
 def prompt_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -48,7 +67,7 @@ def prefill(
         cache: with room for the longest prompt.
         chunk_size: tokens a sequence and forward pass; None for the whole prompt at once.
         media: embeddings of the prompts' images and videos.
-        read: runs a chunk without media, with `cache`; its arguments lie on the CPU. None is the model itself.
+        read: runs a chunk with `cache`; its tokens, positions and columns lie on the CPU. None is the plain model.
         cached: first tokens of every prompt that the cache holds already; fewer than the shortest prompt's.
 
     Returns:
@@ -76,19 +95,14 @@ def prefill(
     columns = torch.arange(longest).expand_as(ids)
     positions = torch.where(columns <= last[:, None], columns, -1)
     result: Tensor | None = None
-    step = chunk_size or longest
+    read, step = read or partial(_read_plainly, model, cache), chunk_size or longest
     for start in range(cached, longest, step):
         chunk = slice(start, start + step)
         at = (last - start).clamp(0, min(step, longest - start) - 1)
         part = None
         if media is not None and index is not None and bool((index[:, chunk] >= 0).any()):
             part = (index[:, chunk].to(device), media.features)
-        if read is not None and part is None:
-            logits = read(ids[:, chunk], positions[:, chunk], at)
-        else:
-            logits = model(
-                ids[:, chunk].to(device), positions[:, chunk].to(device), cache, logits_at=at.to(device), media=part
-            )
+        logits = read(ids[:, chunk], positions[:, chunk], at, part)
         if result is None:
             result = torch.empty_like(logits)
         ended = ((last >= start) & (last < start + step)).to(device)
@@ -97,8 +111,16 @@ def prefill(
     return result
 
 
+def _read_plainly(
+    model: KimiK2ForCausalLM, cache: LatentCache, ids: Tensor, positions: Tensor, last: Tensor, media: Media | None
+) -> Tensor:
+    device = model.lm_head.weight.device
+    logits: Tensor = model(ids.to(device), positions.to(device), cache, logits_at=last.to(device), media=media)
+    return logits
+
+
 def decode_step(model: KimiK2ForCausalLM, tokens: Tensor, positions: Tensor, cache: LatentCache) -> Tensor:
-    """One token a sequence, each at its own position: int64 [B], int64 [B] to logits [B, vocab_size]."""
+    """One token a sequence by the plain model: int64 [B] at positions int64 [B] to logits [B, vocab_size]."""
     logits: Tensor = model(tokens[:, None], positions[:, None], cache)
     return logits[:, 0]
 
@@ -158,59 +180,121 @@ class GenerationOutput:
         return sum(self.itl) / len(self.itl) if self.itl else float("nan")
 
 
-def stream(
-    model: KimiK2ForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    chunk_size: int | None = None,
-    cache: LatentCache | None = None,
-    decode: Decode | None = None,
-    media: MediaRows | None = None,
-    read: Read | None = None,
-    cached: int = 0,
-) -> Iterator[Step]:
-    """Generate step by step; the first step contains the prefill.
+class Generator:
+    """Generations of one model, one after another: two at a time would share a cache.
 
     Args:
-        model: plain model, or a rank's part of it.
-        prompts: token ids a sequence; lengths may differ.
-        params: how tokens are chosen, and when a sequence ends.
-        chunk_size: see `prefill`.
-        cache: to use, whose entries are overwritten; None makes one that just fits.
-        decode: makes a step's logits with `cache`, which must then be given; None is `decode_step`.
-        media: embeddings of the prompts' images and videos.
-        read, cached: as `prefill` takes them.
-
-    Raises:
-        GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings or `cache`; `decode`
-            without `cache`; the prompt's logits are not finite.
+        model: whole, or a rank's part, whose ranks must make the same calls.
+        reduce, gather: see DecodeStep.
+        keep: a prompt that begins as the one before and its reply did, as a chat's next turn does, is read from where
+            they part; for one sequence of text at a time, and not in batch-invariant mode, as decode steps wrote the
+            reply's part of the cache.
     """
-    needed = slots_needed(model, prompts, params)
-    if cache is None and decode is not None:
-        raise GenerationError("decode needs the cache that it reads")
-    if cache is not None and cache.max_length < needed:
-        raise GenerationError(f"prompt and new tokens need {needed} slots, the cache has {cache.max_length}")
-    start = time.perf_counter()
-    if cache is None:
-        cache = model.new_cache(len(prompts), needed)
-    if decode is None:
-        decode = partial(decode_step, model, cache=cache)
-    sampler, chosen, at = Sampler(params, prompts), cache, decode
 
-    def first() -> Tensor:
-        logits = prefill(model, prompts, chosen, chunk_size, media, read, cached)
-        check_finite(logits)
-        return sampler(logits)
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        *,
+        reduce: Reduce = lambda x: x,
+        gather: Reduce = lambda x: x,
+        keep: bool = False,
+    ) -> None:
+        self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
+        self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
+        self._step: DecodeStep | None = None
+        self._prompt: PromptStep | None = None
+        self._layers: list[LayerStep] | None = None
 
-    steps = token_steps(
-        [len(prompt) for prompt in prompts],
-        params,
-        first,
-        lambda tokens, positions: sampler(at(tokens, positions)),
-        start,
-    )
-    yield from steps if params.logprobs is None else (replace(step, logprobs=sampler.logprobs) for step in steps)
+    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[PagedCache, DecodeStep]:
+        """A cache with `length` slots a sequence or more, and what decodes with it.
+
+        Args:
+            slots: what each sequence fills, at most `length`; None is `length`.
+        """
+        step = self._step
+        if step is not None and step.cache.fits(slots or [length] * batch):
+            step.cache.assign(slots or [length] * batch)
+            return step.cache, step
+        step = None  # its memory goes before the next one's comes
+        self.close()
+        kept = capturable(self.model, batch)
+        cache = new_cache(self.model, batch, length, slots, SLOTS if kept else 1)
+        # On a GPU kernels may have put the weights into another order since the last layers were made.
+        layers = None if cache.data.is_cuda else self._layers
+        options: dict[str, Any] = {"reduce": self.reduce, "gather": self.gather, "layers": layers}
+        step = self._step = DecodeStep(self.model, cache, graph=kept and cache.data.is_cuda, **options)
+        self._prompt, self._layers = PromptStep(step), step.layers
+        if kept:  # captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites
+            step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
+        return cache, step
+
+    def close(self) -> None:
+        """Give the cache and its graphs up; the next generation makes them anew."""
+        if self._prompt is not None:
+            self._prompt.close()
+        if self._step is not None:
+            self._step.close()
+        self._step = self._prompt = None
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        chunk_size: int | None = None,
+        media: MediaRows | None = None,
+    ) -> Iterator[Step]:
+        """Generate step by step; the first step contains the prefill.
+
+        Args:
+            prompts: token ids a sequence; lengths may differ.
+            params: how tokens are chosen, and when a sequence ends.
+            chunk_size: see `prefill`; None bounds a chunk's memory.
+            media: embeddings of the prompts' images and videos.
+
+        Raises:
+            GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings; the prompt's
+                logits are not finite.
+        """
+        needed = slots_needed(self.model, prompts, params)
+        kept, self._kept = self._kept, None  # an abandoned generation leaves nothing that is known
+        if self.keep:
+            needed = min(-(-needed // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
+        cache, decode = self.prepare(len(prompts), needed, sequence_slots(prompts, params))
+        cached, alone = 0, len(prompts) == 1 and media is None
+        if kept is not None and cache is kept[0] and alone and not batch_invariant():
+            pairs = zip(kept[1], prompts[0][:-1], strict=False)
+            cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        sampler, read = Sampler(params, prompts), self._prompt
+        chunk_size = max(1, CHUNK // len(prompts)) if chunk_size is None else chunk_size
+
+        def first() -> Tensor:
+            logits = prefill(self.model, prompts, cache, chunk_size, media, read, cached)
+            check_finite(logits)
+            return sampler(logits)
+
+        steps = token_steps(
+            [len(prompt) for prompt in prompts],
+            params,
+            first,
+            lambda tokens, positions: sampler(decode(tokens, positions)),
+        )
+        if params.logprobs is not None:
+            steps = (replace(step, logprobs=sampler.logprobs) for step in steps)
+        return self._noted(cache, prompts[0], steps) if self.keep and alone else steps
+
+    def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps; behind each the cache holds all tokens but the newest."""
+        held = list(prompt)
+        for step in steps:
+            self._kept = cache, list(held)
+            held += [token for token in step.tokens if token is not None]
+            yield step
+
+
+def stream(model: KimiK2ForCausalLM, *given: Any, **named: Any) -> Iterator[Step]:
+    """`Generator.stream` of a model that nothing is kept for."""
+    return Generator(model).stream(*given, **named)
 
 
 def token_steps(
@@ -218,7 +302,6 @@ def token_steps(
     params: SamplingParams,
     begin: Callable[[], Tensor],
     advance: Callable[[Tensor, Tensor], Tensor],
-    start: float | None = None,
 ) -> Iterator[Step]:
     """The loop of a generation, whoever computes and chooses the tokens.
 
@@ -227,9 +310,8 @@ def token_steps(
         params: when a sequence ends.
         begin: runs the prompts; the first new token of each, int64 [B].
         advance: the next tokens from these at their positions, int64 [B] each.
-        start: when the first step began, by `time.perf_counter`; None is now.
     """
-    start = time.perf_counter() if start is None else start
+    start = time.perf_counter()
     tokens = begin()
     positions = torch.tensor(lengths, device=tokens.device)
     running = [True] * len(lengths)
@@ -262,7 +344,7 @@ def generate(
     chunk_size: int | None = None,
     media: MediaRows | None = None,
 ) -> GenerationOutput:
-    """Generate until every sequence has ended; arguments and errors as for `stream`."""
+    """Generate until every sequence has ended; arguments and errors as for `Generator.stream`."""
     token_ids: list[list[int]] = [[] for _ in prompts]
     seconds = []
     for step in stream(model, prompts, params, chunk_size=chunk_size, media=media):

@@ -1,4 +1,4 @@
-"""One layer of a decode or prompt step: the model's weights and operations, arranged for few launches.
+"""One layer of a step: the model's weights and operations, arranged for few launches, over a cache in pages.
 
 Norms and residual sums go with the linears after them, q_a and kv_a are one linear, the router goes with the norm
 before it and the shared expert with the routed ones. Which kernels run is the table's affair (`ops.registry`).
@@ -7,66 +7,30 @@ before it and the shared expert with the routed ones. Which kernels run is the t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk
 from kimi_k2.engine.stacking import stack_rows
 from kimi_k2.model.attention import MultiHeadLatentAttention
-from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.moe import MLP, MoE
+from kimi_k2.ops.cache import gather_pages, store_slots, to_cache
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, project
+from kimi_k2.ops.mla import cache_entries, rotated_queries
 from kimi_k2.ops.mla_decode import attend_values, query_and_entry
-from kimi_k2.ops.norm import add_norm
+from kimi_k2.ops.mla_ragged import mla_ragged_attention
+from kimi_k2.ops.norm import add_norm, rms_norm
 from kimi_k2.ops.router import add_norm_route
 
 Reduce = Callable[[Tensor], Tensor]
 Routing = tuple[Tensor, Tensor]
 
 
-class Place(NamedTuple):
-    """Where the new tokens stand, the same for all layers.
-
-    Attributes:
-        positions: int64 [B].
-        seq_lens: int32 [B], positions + 1.
-        cos, sin: [B, D / 2].
-        plan: of `attention_plan` for seq_lens; None for none.
-        slots: int64 [B], of the new tokens, as `query_and_entry` takes them.
-        block_table: of a cache in pages, as `mla_decode` takes it.
-    """
-
-    positions: Tensor
-    seq_lens: Tensor
-    cos: Tensor
-    sin: Tensor
-    plan: Tensor | None
-    slots: Tensor
-    block_table: Tensor | None = None
-
-
-class Prompt(NamedTuple):
-    """Where a chunk of prompts stands.
-
-    Attributes:
-        positions: int64 [B, S], negative for padding.
-        rotation: cos and sin at these, each [B, S, D / 2].
-        cache: of all layers.
-        length: cache slots to attend over.
-        whole: the chunk's tokens are those of the last S slots, none of them padding.
-    """
-
-    positions: Tensor
-    rotation: tuple[Tensor, Tensor]
-    cache: LatentCache
-    length: int
-    whole: bool = False
-
-
 class LayerStep:
-    """One layer for one new token a sequence, or for a chunk of each prompt.
+    """One layer for the new tokens of a batch.
 
     Args:
         layer: of the plain model, whole or a rank's part, prepared (`KimiK2ForCausalLM.prepare`).
@@ -89,6 +53,12 @@ class LayerStep:
         if isinstance(dense, MLP):
             self.dense = stack_rows(dense.gate_proj, dense.up_proj, dtype), dense.down_proj.stored()
 
+    @property
+    def width(self) -> int:
+        """Values of a token, H * v_head_dim."""
+        heads, value = self.w_uv.shape[:2]
+        return int(heads * value)
+
     def renew(self) -> None:
         """After the layer has taken other weights: what is computed from them, anew at the same addresses.
 
@@ -105,19 +75,124 @@ class LayerStep:
         stacked = [self.qkv_a, *(() if self.dense is None else self.dense[:1])]
         return [self.w_uk, self.w_uv, *(tensor for weight in stacked for tensor in weight.tensors.values())]
 
-    def __call__(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual x [B, H] and what is yet to be added to it, None for nothing; the layer's part of the cache.
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, batch: Batch | None, cache: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer for the new tokens.
+
+        Args:
+            x: [T, H], the residual.
+            delta: [T, H], what is yet to be added to it, None for nothing.
+            batch: None while an engine measures memory, before there is a cache: attention is left out.
+            cache: the layer's, [N, P, cache_dim].
 
         Returns:
-            The same two for the next layer.
+            x and delta for the next layer.
         """
-        attended, x = self.attend(x, delta, place, cache)
+        attended, x = self.attention_half(x, delta, batch, cache)
         return self.finish(x, attended)
 
-    def read(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """As a call, for a chunk of each prompt: x and delta are [B * S, H]."""
-        attended, x = self.attend_prompt(x, delta, prompt)
-        return self.finish(x, attended)
+    def attention_half(
+        self, x: Tensor, delta: Tensor | None, batch: Batch | None, cache: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The attention half before the sum over ranks [T, H], and the residual x + delta."""
+        qkv_a, x = self.enter(x, delta)
+        if batch is None or cache is None:
+            return project(x.new_zeros(len(x), self.width), self.o), x
+        made = self.expand(qkv_a, batch.rotation) if batch.chunks else None
+        return project(self.attend(qkv_a, made, batch, cache), self.o), x
+
+    def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs of q_a and kv_a [T, q_lora_rank + cache_dim], and the residual x + delta."""
+        norm = self.layer.input_layernorm
+        return add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
+
+    def expand(self, qkv_a: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What chunks' attention takes of each new token by itself.
+
+        Returns:
+            Queries [T, 1, H, qk_head_dim], the last of each rotated, and what the cache is to hold [T, cache_dim].
+        """
+        attention, config = self.attention, self.attention.config
+        q_norm, kv_norm, (cos, sin) = attention.q_a_layernorm, attention.kv_a_layernorm, rotation
+        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(qkv_a), 1, -1, config.qk_head_dim)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin, in_place=True)
+        if q_rope.data_ptr() != q[..., config.qk_nope_head_dim :].data_ptr():  # not in its place
+            q = torch.cat((q_nope, q_rope), dim=-1)
+        normed = rms_norm(latent, kv_norm.weight, kv_norm.eps).unsqueeze(1)
+        return q, cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
+
+    def attend(
+        self, qkv_a: Tensor, made: tuple[Tensor, Tensor] | None, batch: Batch, cache: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Store a batch's new tokens and make their values.
+
+        Args:
+            qkv_a: of `enter`.
+            made: of `expand`, where the batch has chunks.
+            out: [T or more, H * v_head_dim]: takes the values; padding behind them stays as it is.
+
+        Returns:
+            [T, H * v_head_dim], zeros for padding; or `out`.
+        """
+        number = self.attention.layer
+        if batch.before_attention is not None:
+            batch.before_attention(number)
+        parts = [self._decode(qkv_a[: batch.decodes], batch, cache)] if batch.decodes else []
+        if made is not None:
+            (q, entries), rest = made, slice(batch.decodes, batch.tokens)
+            store_slots(cache, entries[rest], batch.slots[rest])
+            parts += [self._chunk(q[one.rows], entries[one.rows], one, batch, cache) for one in batch.chunks]
+        if batch.after_attention is not None:
+            batch.after_attention(number)
+        if out is not None:
+            if parts:
+                torch.cat(parts, out=out[: batch.tokens])
+            return out
+        if batch.tokens < len(qkv_a) or not parts:
+            parts.append(qkv_a.new_zeros(len(qkv_a) - batch.tokens, self.width))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
+        attention, one = self.attention, batch.decodes
+        q_norm, kv_norm, (cos, sin) = attention.q_a_layernorm, attention.kv_a_layernorm, batch.rotation
+        query = query_and_entry(
+            qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos[:one], sin[:one], batch.slots[:one],
+            self.w_uk, cache, q_norm.eps, kv_norm.eps,
+        )  # fmt: skip
+        table = None if batch.block_table is None else batch.block_table[:one]
+        scale = attention.config.softmax_scale
+        return attend_values(query, cache, batch.seq_lens[:one], self.w_uv, scale, batch.plan, table)
+
+    def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
+        """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""
+        config, dtype = self.attention.config, q.dtype
+        parts = [config.qk_nope_head_dim, config.qk_rope_head_dim]
+        kv_b = self.attention.kv_b(dtype)
+        if len(kv_b) != len(self.w_uk):  # heads of zeros
+            kv_b = torch.cat((self.w_uk, self.w_uv), dim=1)
+        if isinstance(chunk, RaggedChunk):
+            slots = to_cache(entries, cache.dtype) if chunk.places is None else cache[chunk.places]
+            queries = q.squeeze(1).split(parts, dim=-1)
+            given = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, config.softmax_scale
+            return mla_ragged_attention(*given).flatten(1)
+        sequences, new = chunk.positions.shape
+        if chunk.whole and new == chunk.length:  # the cache is what has just been stored
+            slots = to_cache(entries, cache.dtype).unflatten(0, (sequences, new))
+        elif batch.block_table is None:
+            slots = cache[chunk.sequences, : chunk.length]
+        else:
+            slots = gather_pages(cache, batch.block_table[chunk.sequences], chunk.length)
+        q_nope, q_rope = q.view(sequences, new, *q.shape[2:]).split(parts, dim=-1)
+        values = self.attention.over(q_nope, q_rope, slots.to(dtype), kv_b, chunk.positions, chunk.whole)
+        return values.flatten(2).flatten(0, 1)
+
+    def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind attention, whose values are [T, H * v_head_dim]: as a call returns."""
+        return self.finish(x, project(values, self.o))
 
     def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """The layer behind its attention half."""
@@ -130,28 +205,6 @@ class LayerStep:
             x, delta, norm.weight, norm.eps, gate.weight, gate.e_score_correction_bias, gate.top_k, **gate.options
         )
         return x, self.reduce(self.feed_forward(normed, (routing[0], routing[1])))
-
-    def attend(self, x: Tensor, delta: Tensor | None, place: Place, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention half before the sum over ranks [B, H], and the residual x + delta."""
-        attention, norm = self.attention, self.layer.input_layernorm
-        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
-        qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        given = qkv_a, q_norm.weight, self.q_b, kv_norm.weight, place.cos, place.sin
-        behind, scale = (self.w_uk, cache, q_norm.eps, kv_norm.eps), attention.config.softmax_scale
-        query = query_and_entry(*given, place.slots, *behind)
-        values = attend_values(query, cache, place.seq_lens, self.w_uv, scale, place.plan, place.block_table)
-        return project(values, self.o), x
-
-    def attend_prompt(self, x: Tensor, delta: Tensor | None, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """`attend` for a chunk of each prompt, [B * S, H]."""
-        attention, norm, config = self.attention, self.layer.input_layernorm, self.attention.config
-        qkv_a, x = add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
-        q_norm = attention.q_a_layernorm
-        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps)
-        q, latent, k_rope = (part.unflatten(0, prompt.positions.shape) for part in (q, latent, k_rope))
-        values = attention.attend(q, latent, k_rope, *prompt, own_queries=True)
-        return project(values.flatten(0, 1), self.o), x
 
     def feed_forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """The other half from its normed input [B, H] and, if it is known, its routing; before the sum over ranks."""

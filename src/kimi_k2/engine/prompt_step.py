@@ -1,28 +1,30 @@
 """Prefill in the decode step's arrangement, on a GPU replayed from CUDA graphs of padded sizes.
 
 Launched one by one, a short prefill takes the host longer than the GPU. A graph has fixed sizes, so that a chunk is
-padded to one of few widths and attends over one of few lengths; a size that comes a second time is captured.
-
-Graphs of several ranks hold their sums, so that all replay a size or none: what is captured follows from sizes and from
-how often they came, which are the same on all ranks, and from whether every rank could capture.
+padded to one of few widths and attends over one of few lengths; a size that comes a second time is captured. What is
+captured follows from sizes and from how often they came, which are the same on all ranks (`graphs.on_all_ranks`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.layer_step import Prompt
-from kimi_k2.errors import GenerationError, KernelError
+from kimi_k2.engine.batch import Batch, Chunk
+from kimi_k2.engine.decode_step import DecodeStep, through
+from kimi_k2.engine.graphs import Recorded, on_all_ranks
+from kimi_k2.errors import GenerationError
+from kimi_k2.ops.cache import chunk_slots
+from kimi_k2.ops.embedding import place_embeddings
 
 # Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
 MAX_CAPTURED = 4096
-# Graphs kept, the last used; each holds the memory of its own intermediate values.
+# Graphs kept, the last used.
 MAX_GRAPHS = 4
 NARROWEST = 16
 
@@ -35,15 +37,16 @@ def padded_width(tokens: int) -> int:
 
 # Width of a chunk, slots to attend over, `whole` of `PromptStep.run`.
 Size = tuple[int, int, bool]
+Media = tuple[Tensor, Tensor]
 
 
-@dataclass
-class _Captured:
+class Captured(NamedTuple):
+    """A size's graph and what it reads."""
+
     ids: Tensor
     positions: Tensor
     last: Tensor
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    graph: Recorded
 
 
 class PromptStep:
@@ -52,23 +55,24 @@ class PromptStep:
     Every rank must make the same calls. A size that one of them cannot capture is launched one by one on all.
 
     Args:
-        step: gives model, cache, layers and the sums over ranks; its `graph` says whether sizes are captured.
+        step: gives model, cache, layers and the sums over ranks; its `record` says whether sizes are captured.
     """
 
     def __init__(self, step: DecodeStep) -> None:
         self.step, self.model, self.cache = step, step.model, step.cache
-        self._captured: OrderedDict[Size, _Captured] = OrderedDict()
+        self._captured: OrderedDict[Size, Captured] = OrderedDict()
         self._seen: set[Size] = set()
         self._refused: set[Size] = set()
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, last: Tensor, media: Media | None = None) -> Tensor:
         """int64 [B, S], int64 [B, S] and int64 [B] to logits [B, vocab_size], which another call may overwrite.
 
         Args:
             ids: token ids.
             positions: of each in its sequence, negative for padding.
             last: the column of each sequence whose logits are wanted.
+            media: embeddings of images and videos, as `place_embeddings` takes them; such a chunk is not captured.
 
         Raises:
             GenerationError: a position lies outside the cache, a token id outside the vocabulary.
@@ -81,8 +85,8 @@ class PromptStep:
             raise GenerationError(f"token ids must be in 0..{vocabulary - 1}")
         device = self.cache.data.device
         whole = bool((positions == torch.arange(length - width, length, device=positions.device)).all())
-        if not self.step.graph or batch * padded_width(width) > MAX_CAPTURED:
-            return self.run(ids.to(device), positions.to(device), last.to(device), length, whole)
+        if self.step.record is None or media is not None or batch * padded_width(width) > MAX_CAPTURED:
+            return self.run(ids.to(device), positions.to(device), last.to(device), length, whole, media)
         wide, padded = padded_width(width), min(padded_width(length), self.cache.max_length)
         key = wide, padded, whole and (wide, padded) == (width, length)
         if key not in self._captured:
@@ -102,53 +106,51 @@ class PromptStep:
         found.positions[:, width:] = -1
         found.last.copy_(last)
         found.graph.replay()
-        return found.logits
+        return found.graph.made[0]
 
     def _capture(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
         """Whether every rank holds a graph of this size now."""
-        self.run(ids, positions, last, *size[1:])  # builds and communicators are made outside the capture
+        record, run = self.step.record, partial(self.run, ids, positions, last, *size[1:])
+        assert record is not None
+        run()  # builds and communicators are made outside the capture
         while len(self._captured) >= MAX_GRAPHS:
             self._captured.popitem(last=False)[1].graph.reset()
-        captured, reason = None, "another rank could not"
-        try:
-            captured = self._record(size, ids, positions, last)
-        except (RuntimeError, KernelError) as error:  # no memory left, or a launch that a graph cannot hold
-            reason = str(error).partition("\n")[0]
-        # Nothing of a capture waits for other ranks: they meet again here.
-        failures = self.step.reduce(torch.tensor([captured is None], dtype=torch.int32, device=ids.device))
-        if captured is None or int(failures):
-            if captured is not None:
-                captured.graph.reset()
+
+        def agree(here: bool) -> bool:
+            return not int(self.step.reduce(torch.tensor([not here], dtype=torch.int32, device=ids.device)))
+
+        made, reason = on_all_ranks(lambda: [record(lambda: (run(),))], agree)
+        if not made:
             self._refused.add(size)
             warnings.warn(f"prompts of {size[0]} tokens are launched one by one, not captured: {reason}", stacklevel=3)
             return False
-        self._captured[size] = captured
+        self._captured[size] = Captured(ids, positions, last, made[0])
         return True
 
-    def _record(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> _Captured:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # The outer one gives the stream back after a failed capture too. NCCL's watchdog may ask for events meanwhile.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = self.run(ids, positions, last, *size[1:])
-        return _Captured(ids, positions, last, graph, logits)
-
-    def run(self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False) -> Tensor:
+    def run(
+        self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False, media: Media | None = None
+    ) -> Tensor:
         """The chunk, launch by launch; arguments on the model's device.
 
         Args:
             length: cache slots to attend over, at least the largest position + 1.
             whole: the chunk's tokens are those of the last S slots, none of them padding.
         """
-        model = self.model.model
-        delta: Tensor | None = None
-        x = model.embed_tokens(ids).flatten(0, 1)
-        prompt = Prompt(positions, model.rotary(positions.clamp(min=0), x.dtype), self.cache, length, whole)
-        for layer in self.step.layers:
-            x, delta = layer.read(x, delta, prompt)
-        assert delta is not None
+        x = self.model.model.embed_tokens(ids)
+        if media is not None:
+            x = place_embeddings(x, *media)
+        batch = self.batch(positions, x.dtype, length, whole)
+        x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data)
         rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
         return self.step.head(x[rows], delta[rows])
+
+    def batch(self, positions: Tensor, dtype: torch.dtype, length: int, whole: bool = False) -> Batch:
+        """A chunk of each prompt at int64 [B, S] positions; cos and sin in `dtype`, the rest as `run` takes it."""
+        cache, count = self.cache, positions.numel()
+        slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
+        cos, sin = (part.flatten(0, 1) for part in self.model.model.rotary(positions.clamp(min=0), dtype))
+        chunk = Chunk(slice(0, count), slice(0, len(positions)), positions, length, whole)
+        return Batch(count, 0, slots[:0], slots, cache.table, [chunk], (cos, sin))
 
     def close(self) -> None:
         """Give the graphs up, as `DecodeStep.close`."""

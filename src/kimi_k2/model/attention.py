@@ -102,9 +102,6 @@ class MultiHeadLatentAttention(nn.Module):
         rotation: tuple[Tensor, Tensor],
         cache: LatentCache | None,
         length: int,
-        whole: bool = False,
-        *,
-        own_queries: bool = False,
     ) -> Tensor:
         """What lies between the projections.
 
@@ -113,8 +110,6 @@ class MultiHeadLatentAttention(nn.Module):
             latent: [B, S, kv_lora_rank], before its norm.
             k_rope: [B, S, qk_rope_head_dim], not rotated.
             positions .. length: as `forward` takes them.
-            whole: as `mla_naive_attention` takes it.
-            own_queries: nobody else reads q, whose memory may be used.
 
         Returns:
             [B, S, heads * v_head_dim].
@@ -122,20 +117,23 @@ class MultiHeadLatentAttention(nn.Module):
         config = self.config
         batch, new, _ = q.shape
         heads = q.view(batch, new, -1, config.qk_head_dim)
-        q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation, in_place=own_queries)
+        q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation)
         entries = cache_entries(self.kv_a_layernorm(latent), k_rope, *rotation)
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
+        return self.over(q_nope, q_rope, slots, self.kv_b(q.dtype), positions).flatten(2)
 
-        kv_b = self.kv_b(q.dtype)
+    def over(
+        self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, positions: Tensor, whole: bool = False
+    ) -> Tensor:
+        """Attention over cached slots, in the form that is cheaper; arguments and result as `mla_naive_attention`'s."""
+        config = self.config
         # Which form is cheaper depends on how a prompt is cut: in batch-invariant mode it is always the same one.
-        cheaper = not batch_invariant() and absorbed_is_cheaper(config, new, slots.shape[1])
+        cheaper = not batch_invariant() and absorbed_is_cheaper(config, q_nope.shape[1], slots.shape[1])
         if self.form == "absorbed" or (self.form == "auto" and cheaper):
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
             q_latent = absorb(q_nope, w_uk)
-            out = value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
-        else:
-            out = mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale, whole)
-        return out.flatten(2)
+            return value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
+        return mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale, whole)
 
     def kv_b(self, dtype: torch.dtype) -> Tensor:
         """kv_b_proj by head: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV."""

@@ -132,10 +132,14 @@ def mla_decode(
     Returns:
         [B, H, rank], sums of latents.
     """
-    if block_table is not None and not in_blocks(query):
-        return _attend_pages(query, cache, block_table, seq_lens, softmax_scale, rank)
+    # On a CPU, where reading a length waits for nothing, slots that no sequence uses are left out.
+    longest = max(int(seq_lens.max()), 1) if query.device.type == "cpu" and len(query) else None
     if block_table is not None:
+        block_table = block_table if longest is None else block_table[:, : -(-longest // cache.shape[1])]
+        if not in_blocks(query):
+            return _attend_pages(query, cache, block_table, seq_lens, softmax_scale, rank)
         cache = gather_pages(cache, block_table, block_table.shape[1] * cache.shape[1])
+    cache = cache if longest is None else cache[:, :longest]
     latent, rope = query.unsqueeze(1).split([rank, query.shape[-1] - rank], dim=-1)
     positions = seq_lens.unsqueeze(1).long() - 1
     return mla_absorbed_attention(latent, rope, cache.to(query.dtype), positions, softmax_scale).squeeze(1)

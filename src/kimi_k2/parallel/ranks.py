@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generator import Generator
+from kimi_k2.engine.generate import Generator
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce

@@ -20,7 +20,7 @@ from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routi
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.layer_step import LayerStep, Prompt
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
@@ -188,12 +188,12 @@ def time_step(
     assert bool(logits.isfinite().all()), "the step's logits are not finite"
     whole = statistics.median(event_times(lambda: step(tokens, positions), 20))
     x, delta = (torch.randn(len(contexts), model.config.hidden_size, device=device).bfloat16() for _ in range(2))
-    place = step.place(positions, x.dtype)
+    batch = step.batch(positions, x.dtype)
     moe = [(i, layer) for i, layer in enumerate(step.layers) if isinstance(layer.layer.mlp, MoE)]
     dense = [(i, layer) for i, layer in enumerate(step.layers) if not isinstance(layer.layer.mlp, MoE)]
 
     def layers(chosen: list[tuple[int, LayerStep]]) -> float:
-        return graph_median([partial(layer, x, delta, place, cache.data[i]) for i, layer in chosen])
+        return graph_median([partial(layer, x, delta, batch, cache.data[i]) for i, layer in chosen])
 
     distinct = [layer.distinct(x) for _, layer in moe if isinstance(layer, DrawnLayerStep)]
 
@@ -201,7 +201,7 @@ def time_step(
         whole,
         len(step.layers),
         layers(moe),
-        graph_median([partial(layer.attend, x, delta, place, cache.data[i]) for i, layer in moe]),
+        graph_median([partial(layer.attention_half, x, delta, batch, cache.data[i]) for i, layer in moe]),
         graph_median([partial(layer.feed_forward, x) for _, layer in moe]),
         layers(dense),
         graph_median([partial(step.head, x, delta)]),
@@ -225,7 +225,7 @@ def time_prefill(
     last = torch.full((batch,), length - 1)
     whole = statistics.median(event_times(lambda: prompt_step(ids, positions, last), 5))
     x = torch.randn(batch * length, model.config.hidden_size, device=device).bfloat16()
-    rotation = model.model.rotary(positions.to(device), x.dtype)
-    prompt = Prompt(positions.to(device), rotation, step.cache, length, whole=True)
-    moe = [partial(layer.read, x, None, prompt) for layer in step.layers if layer.moe is not None]
+    made = prompt_step.batch(positions.to(device), x.dtype, length, whole=True)
+    layers = zip(step.layers, step.cache.data, strict=True)
+    moe = [partial(layer, x, None, made, cache) for layer, cache in layers if layer.moe is not None]
     return whole, graph_median(moe, 5)

@@ -119,7 +119,7 @@ def generate(
 def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
     """Dtypes and kernels of what the session ran."""
     from kimi_k2.api import compute_defaults
-    from kimi_k2.engine.generator import Generator
+    from kimi_k2.engine.generate import Generator
     from kimi_k2.ops import registry
 
     assert isinstance(session.generator, Generator)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.layer_step import Place
+from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.decode_step import through
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
@@ -20,10 +24,22 @@ from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.apply import VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
-from kimi_k2.serving.paged.layer import Held, PagedLayer
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
+
+
+class Held(Protocol):
+    """A layer's cache in an engine's hands."""
+
+    @property
+    def cache(self) -> Tensor:
+        """[pages, slots a page, cache_dim]."""
+        ...
+
+    def batch(self) -> Batch | None:
+        """What this step computes; None while the engine measures memory, when there is no cache yet."""
+        ...
 
 
 class PagedModel:
@@ -57,7 +73,7 @@ class PagedModel:
         self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
         self.group, self.held, self.positions = group, held, positions
         self.reduce = AllReduce(group, layout.ranks > 1)
-        self._steps: list[PagedLayer] | None = None
+        self._steps: list[LayerStep] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()  # in which the steps' tensors were made
@@ -89,11 +105,11 @@ class PagedModel:
                 tensor.copy_(torch.empty(tensor.shape, device=tensor.device).uniform_(-1e-3, 1e-3))
 
     @property
-    def steps(self) -> list[PagedLayer]:
+    def steps(self) -> list[LayerStep]:
         """The layers, made when they first run: by then weights are there, real or an engine's random ones."""
         return self._steps or self.make_steps()
 
-    def make_steps(self) -> list[PagedLayer]:
+    def make_steps(self) -> list[LayerStep]:
         """The layers, made of the weights now.
 
         Raises:
@@ -102,9 +118,9 @@ class PagedModel:
         self.loader.check()
         self.plain.prepare()
         self._steps = []
-        for layer, held in zip(self.plain.model.layers, self.held, strict=True):
+        for layer in self.plain.model.layers:
             assert isinstance(layer, DecoderLayer)
-            step = PagedLayer(layer, self.reduce, held)
+            step = LayerStep(layer, self.reduce)
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
             if heads is not None:
                 pad_heads(step, heads)
@@ -116,20 +132,27 @@ class PagedModel:
         embedded: Tensor = self.plain.model.embed_tokens(input_ids)
         return embedded
 
-    def place(self, positions: Tensor, x: Tensor) -> Place:
-        """What all layers are told of the new tokens, int64 [T], whose embeddings are x."""
+    def batch(self, positions: Tensor, x: Tensor) -> Batch | None:
+        """What all layers are told of the new tokens, int64 [T], whose embeddings are x; None before there is a cache.
+
+        Attention over pages takes lengths from the engine's batch.
+        """
         if self._angles is None:  # from here on a step looks angles up, which takes a fifth of the launches
             self._angles = self.plain.model.rotary.table(self.positions, x.dtype, x.device)
         cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
-        # Attention over pages takes lengths from the batch; these are for the layers' shape alone.
-        return Place(positions, positions, cos, sin, self._plan(), positions)
+        batch = self.held[0].batch()
+        if batch is None:
+            return None
+        one, plan = batch.decodes, None
+        if one:
+            table = None if batch.block_table is None else batch.block_table[:one]
+            plan = attention_plan(batch.seq_lens[:one], self.held[0].cache, len(self.steps[0].w_uk), table)
+        return replace(batch, rotation=(cos, sin), plan=plan)
 
-    def run(self, x: Tensor, place: Place) -> Tensor:
+    def run(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Embedded new tokens [T, H] to normed hidden states [T, H]."""
-        delta: Tensor | None = None
-        for step in self.steps:
-            x, delta = step(x, delta, place, step.held.cache)
-        assert delta is not None
+        caches = (None if batch is None else held.cache for held in self.held)
+        x, delta = through(self.steps, x, batch, caches)
         norm = self.plain.model.norm
         return add_norm(x, delta, norm.weight, norm.eps)[1]
 
@@ -156,15 +179,6 @@ class PagedModel:
     def _gather(self, logits: Tensor) -> Tensor:
         """The whole vocabulary's, of this rank's part [N, n]."""
         return gather_last(logits, self.group) if self.reduce.active else logits
-
-    def _plan(self) -> Tensor | None:
-        """How kernels share out the attention of the sequences with one new token, the same for all layers."""
-        first = self.steps[0]
-        batch = first.held.batch()
-        if batch is None or not batch.decodes:
-            return None
-        one, cache = batch.decodes, first.held.cache
-        return attention_plan(batch.seq_lens[:one], cache, len(first.w_uk), batch.block_table[:one])
 
 
 def started(model: KimiK2ForCausalLM, engine: str, does: str) -> str:

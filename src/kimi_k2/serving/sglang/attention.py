@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor
 
-from kimi_k2.serving.paged.batch import Batch
+from kimi_k2.engine.batch import Batch
 
 
 class PoolBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no types for mypy here
@@ -28,7 +28,6 @@ class PoolBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
         # Where SGLang looks for them, too.
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.page: int = runner.page_size
-        self._starts = torch.empty(0, dtype=torch.int32, device=runner.device)
         self.batch: Batch | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -37,8 +36,7 @@ class PoolBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
         self.batch = self._decodes(forward_batch) if mode.is_decode() else self._prompts(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """SGLang is about to capture decodes of so many sequences at most."""
-        self._starts_of(max_bs)
+        """SGLang is about to capture decodes of so many sequences at most: a batch is made of its own buffers."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The batch of a captured step, made of SGLang's own buffers in each replay."""
@@ -53,12 +51,6 @@ class PoolBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
         entries: Tensor = self.token_to_kv_pool.get_key_buffer(layer)
         return entries.view(-1, self.page, entries.shape[-1])
 
-    def _starts_of(self, sequences: int) -> Tensor:
-        """int32 [sequences + 1], where each one begins if all have one new token."""
-        if len(self._starts) <= sequences:
-            self._starts = torch.arange(sequences + 1, dtype=torch.int32, device=self._starts.device)
-        return self._starts[: sequences + 1]
-
     def _table(self, forward_batch: Any, longest: int) -> Tensor:
         """int32 [B, P], pages of each sequence up to `longest` tokens."""
         entries: Tensor = self.req_to_token_pool.req_to_token[:, : longest : self.page]
@@ -68,30 +60,18 @@ class PoolBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
     def _decodes(self, forward_batch: Any) -> Batch:
         """Each sequence has one new token."""
         count = forward_batch.batch_size
-        return Batch(
-            query_start=list(range(count + 1)),
-            query_starts=self._starts_of(count),
-            seq_lens=forward_batch.seq_lens.int(),
-            lengths=[],
-            block_table=self._table(forward_batch, self.req_to_token_pool.req_to_token.shape[1]),
-            slots=forward_batch.out_cache_loc,
-            decodes=count,
-        )
+        table = self._table(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
+        return Batch(count, count, forward_batch.seq_lens.int(), forward_batch.out_cache_loc, table)
 
     def _prompts(self, forward_batch: Any) -> Batch:
         """Prompts or parts of them; among them sequences with one new token may be."""
         new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         lengths = [here + there for here, there in zip(new, before, strict=True)]
         ends = forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
-        return Batch(
-            query_start=[0, *accumulate(new)],
-            query_starts=torch.nn.functional.pad(ends, (1, 0)),
-            seq_lens=forward_batch.seq_lens.int(),
-            lengths=lengths,
-            block_table=self._table(forward_batch, max(lengths)),
-            slots=forward_batch.out_cache_loc,
-            decodes=0,
-        )
+        return Batch.of_sequences(
+            [0, *accumulate(new)], torch.nn.functional.pad(ends, (1, 0)), forward_batch.seq_lens.int(), lengths,
+            self._table(forward_batch, max(lengths)), forward_batch.out_cache_loc, self.page,
+        )  # fmt: skip
 
 
 class PoolCache:
@@ -99,11 +79,10 @@ class PoolCache:
 
     Args:
         layer: its number.
-        dtype: of the pool.
     """
 
-    def __init__(self, layer: int, dtype: torch.dtype) -> None:
-        self.layer, self.dtype = layer, dtype
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
 
     @property
     def cache(self) -> Tensor:

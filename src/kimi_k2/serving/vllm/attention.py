@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from kimi_k2.engine.batch import Batch
 from kimi_k2.kernels.attention.mla_sizes import PAGE
-from kimi_k2.serving.paged.batch import Batch
 
 NAME = "KIMI_K2_MLA"
 
@@ -42,15 +42,12 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
             known = getattr(common, "seq_lens_cpu_upper_bound", None)
             known = common.seq_lens if known is None else known
             lengths = known[decodes : common.num_reqs].tolist()
-        return Batch(
-            query_start=common.query_start_loc_cpu.tolist(),
-            query_starts=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            lengths=lengths,
-            block_table=common.block_table_tensor,
-            slots=common.slot_mapping,
-            decodes=decodes,
-        )
+        if not lengths:  # some of them may be padding, without a token
+            return Batch(decodes, decodes, common.seq_lens, common.slot_mapping, common.block_table_tensor)
+        return Batch.of_sequences(
+            common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.query_start_loc, common.seq_lens,
+            lengths, common.block_table_tensor, common.slot_mapping, self.kv_cache_spec.block_size,
+        )  # fmt: skip
 
 
 class LatentBackend(AttentionBackend):  # type: ignore[misc]

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
+from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, on_all_ranks
 from kimi_k2.ops.pages import next_step
-from kimi_k2.serving.paged.batch import Batch
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
-from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder
 from kimi_k2.serving.vllm.support import against_decode_steps
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -59,21 +60,24 @@ class DecodeSteps:
         self.others = [one.name for one in fields(SchedulerOutput) if one.name not in EXPECTED]
         self._replays: dict[int, Forward] = {}
 
-    def capture(self, record: GraphRecorder) -> None:
+    def capture(self, record: Recorder) -> list[Recorded]:
         """Make a graph of each size, the largest first, whose memory the others then use. Every rank must call this."""
         paged = self.model.paged
         connect(paged.exchanges(), paged.plain.lm_head.weight.device, self.sizes)
         # Rows of no sequence: nothing is stored, and the kernels have been built and tuned by vLLM's own runs.
         self.runner.seq_lens.zero_()
         self.runner.optimistic_seq_lens_cpu.zero_()
+        graphs = []
         for size in reversed(self.sizes):
             work = self._work(size)
             if size == self.sizes[-1]:
                 with paged.alone():
                     work()
-            replay, made = record(work)
-            hidden, logits = map(record.let_go, made)
-            self._replays[size] = _replaying(replay, (hidden, logits))
+            recorded = record(work)
+            hidden, logits = map(record.let_go, recorded.made)
+            self._replays[size] = _replaying(recorded.replay, (hidden, logits))
+            graphs.append(recorded)
+        return graphs
 
     def rows(self, scheduled: Any) -> list[int] | None:
         """Where in the batch each of the step's requests is; None where vLLM's runner must prepare the step."""
@@ -146,9 +150,8 @@ class DecodeSteps:
         runner, table = self.runner, self.runner.input_batch.block_table[0]
         ids, positions, seq_lens = runner.input_ids.gpu[:size], runner.positions[:size], runner.seq_lens[:size]
         pages, slots = table.block_table.gpu[:size], table.slot_mapping.gpu[:size]
-        starts = runner.query_start_loc.gpu[: size + 1]
-        batch = Batch(list(range(size + 1)), starts, seq_lens, [], pages, slots, size)
-        metadata = {step.held.name: batch for step in self.model.steps}
+        batch = Batch(size, size, seq_lens, slots, pages)
+        metadata = {held.name: batch for held in self.model.held}
 
         def work() -> tuple[Tensor, Tensor]:
             next_step(seq_lens, ids, positions, slots, pages, table.block_size)
@@ -201,14 +204,9 @@ def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
     sizes = sorted({size for size in runner.compilation_config.cudagraph_capture_sizes or () if size <= most})
     if not sizes:
         return None
-    began, steps, record = time.monotonic(), DecodeSteps(runner, model, sizes), GraphRecorder()
-    failure: str | None = None
-    try:
-        steps.capture(record)
-    except CANNOT as error:
-        failure = str(error)
-    if not least_of_ranks(failure is None):
-        because = failure or "another rank cannot"
+    began, steps, record = time.monotonic(), DecodeSteps(runner, model, sizes), GraphRecorder(weak_ref_tensor)
+    made, because = on_all_ranks(lambda: steps.capture(record), lambda here: bool(least_of_ranks(here)))
+    if not made:
         logger.warning("kimi-k2: decode steps are prepared by vLLM: no graph of them: %s", because)
         return None
     torch.cuda.synchronize()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.serving.paged.layer import Held, PagedLayer
-from kimi_k2.serving.paged.model import PagedModel, started
+from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
 from kimi_k2.serving.vllm.flags import noted
@@ -107,12 +107,12 @@ class _Ours:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
         x = inputs_embeds
-        place, batch = self.paged.place(positions, x), self.steps[0].held.batch()
+        batch = self.paged.batch(positions, x)
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
-        if batch is not None and batch.lengths and self._graphs is not None and self._graphs.takes(len(x)):
-            return self._graphs(x, place, batch)
-        hidden_states = self.paged.run(x, place)
+        if batch is not None and batch.chunks and self._graphs is not None and self._graphs.takes(len(x)):
+            return self._graphs(x, batch, [one.cache for one in self.paged.held])
+        hidden_states = self.paged.run(x, batch)
         del reserved
         return hidden_states
 
@@ -129,7 +129,7 @@ class _Ours:
         return self.paged.logits(hidden_states)
 
     @property
-    def steps(self) -> list[PagedLayer]:
+    def steps(self) -> list[LayerStep]:
         """The layers."""
         return self.paged.steps
 

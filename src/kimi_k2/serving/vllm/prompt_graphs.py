@@ -4,8 +4,7 @@ Launched one by one, a short prompt takes the host longer than the GPU. A graph 
 of two layers, which treats every token by itself: of one layer all behind attention, of the next all before it. The
 attentions are launched between the graphs, since they are as the batch is.
 
-Graphs of several ranks hold their sums, so that all ranks replay a step or none does: they agree on the sizes, and on
-whether every rank could record them.
+Ranks agree on the sizes, and on whether every one of them could record them.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import weak_ref_tensor
 
-from kimi_k2.engine.layer_step import Place
+from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, Work, on_all_ranks
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import NARROWEST, padded_width
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.serving.paged.batch import Batch
-from kimi_k2.serving.paged.layer import PagedLayer, Projected
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
-from kimi_k2.serving.vllm.recorder import CANNOT, GraphRecorder, Recorded, Recorder, Work
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -40,11 +39,6 @@ WIDEST = 4096
 
 # Of every rank's number the least.
 Least = Callable[[int], int]
-
-
-class _Piece(NamedTuple):
-    replay: Callable[[], Any]
-    made: tuple[Tensor, ...]
 
 
 class PromptGraphs:
@@ -59,7 +53,7 @@ class PromptGraphs:
     """
 
     def __init__(
-        self, steps: Sequence[PagedLayer], norm: RMSNorm, widest: int, record: Recorder, least: Least = int
+        self, steps: Sequence[LayerStep], norm: RMSNorm, widest: int, record: Recorder, least: Least = int
     ) -> None:
         self.steps, self.norm, self.record, self.least = steps, norm, record, least
         self.widths = sorted({padded_width(tokens) for tokens in range(NARROWEST, widest + 1, NARROWEST)})
@@ -72,7 +66,7 @@ class PromptGraphs:
             torch.zeros(self.widest, size, dtype=weight.dtype, device=weight.device)
             for size in (config.hidden_size, half, half, steps[0].width)
         )
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[Recorded]] = {}
 
     def capture(self) -> str | None:
         """Record all sizes; the widest first, whose memory the others then use. Every rank must call this.
@@ -82,23 +76,23 @@ class PromptGraphs:
         """
         connect([(self.steps[0].reduce, self.x.shape[1], self.x.dtype)], self.x.device, self.widths)
         for width in reversed(self.widths):
-            reason = "another rank cannot"
-            try:
-                self._pieces[width] = self._record(width)
-            except CANNOT as error:
-                reason = str(error).partition("\n")[0]
-            if not self.least(width in self._pieces):
+            record = partial(self._record, width)
+            pieces, reason = on_all_ranks(record, lambda here: bool(self.least(here)))
+            if not pieces:
                 self._pieces.clear()
                 return f"{width} tokens: {reason}"
+            self._pieces[width] = pieces
         return None
 
-    def _record(self, width: int) -> list[_Piece]:
+    def _record(self, width: int) -> list[Recorded]:
         """The pieces of one size."""
         moe = next((number for number, step in enumerate(self.steps) if isinstance(step.layer.mlp, MoE)), 0)
         reduce = self.steps[0].reduce
         # Kernels are built, and find their settings, outside the graphs.
         with reduce.alone() if isinstance(reduce, AllReduce) else nullcontext():
-            self._walk(width, len(self.steps) if width == self.widest else moe + 1, lambda work: (work, work()))
+            self._walk(
+                width, len(self.steps) if width == self.widest else moe + 1, lambda work: Recorded(work, work(), work)
+            )
         return self._walk(width, len(self.steps), self.record, self.record.let_go)
 
     def _walk(
@@ -107,16 +101,16 @@ class PromptGraphs:
         layers: int,
         record: Callable[[Work], Recorded],
         let_go: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> list[_Piece]:
+    ) -> list[Recorded]:
         """The pieces of the first `layers` layers."""
-        pieces: list[_Piece] = []
+        pieces: list[Recorded] = []
         made: tuple[Tensor, ...] = (self.x[:width],)
         for number in range(layers + 1):
-            replay, again = record(partial(self._piece, width, layers, number, made[-1]))
+            again = record(partial(self._piece, width, layers, number, made[-1]))
             if pieces:  # what the piece before it made has been read now
                 pieces[-1] = pieces[-1]._replace(made=tuple(map(let_go, made)))
-            made = again
-            pieces.append(_Piece(replay, made))
+            made = again.made
+            pieces.append(again)
         return [*pieces[:-1], pieces[-1]._replace(made=tuple(map(let_go, made)))]
 
     def _piece(self, width: int, layers: int, number: int, x: Tensor) -> tuple[Tensor, ...]:
@@ -129,8 +123,8 @@ class PromptGraphs:
         if number:
             x, delta = self.steps[number - 1].leave(x, values)
         if number < layers:
-            made, x = self.steps[number].enter(x, delta, cos, sin)
-            return *made, x
+            qkv_a, x = self.steps[number].enter(x, delta)
+            return qkv_a, *self.steps[number].expand(qkv_a, (cos, sin)), x
         assert delta is not None
         return (add_norm(x, delta, self.norm.weight, self.norm.eps)[1],)
 
@@ -138,23 +132,24 @@ class PromptGraphs:
         """Whether there is a graph for a step of so many new tokens."""
         return tokens <= self.widest and padded_width(tokens) in self._pieces
 
-    def __call__(self, x: Tensor, place: Place, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
         """Embedded new tokens [T, H] to their normed hidden states [T, H], which another step overwrites."""
         tokens, width = len(x), padded_width(len(x))
-        for held, given in ((self.x, x), (self.cos, place.cos), (self.sin, place.sin)):
+        for held, given in ((self.x, x), (self.cos, batch.rotation[0]), (self.sin, batch.rotation[1])):
             held[:tokens].copy_(given)
         # Padding is routed too, and INT4's sums follow how many tokens an expert has: a step may not see earlier ones.
         for held in (self.x, self.values):
             held[tokens:width].zero_()
         pieces = self._pieces[width]
-        for step, piece in zip(self.steps, pieces, strict=False):
+        for step, piece, cache in zip(self.steps, pieces, caches, strict=False):
             piece.replay()
-            step.attend_batch(Projected(*piece.made[:-1]), place, batch, self.values)
+            qkv_a, q, entries, _ = piece.made
+            step.attend(qkv_a, (q, entries), batch, cache, self.values)
         pieces[-1].replay()
         return pieces[-1].made[0][:tokens]
 
 
-def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
+def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
     """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail.
 
     Every rank must call this.
@@ -166,7 +161,7 @@ def prompt_graphs(steps: Sequence[PagedLayer], norm: RMSNorm, vllm_config: Any) 
     widest = least_of_ranks(widest)  # a rank on another host has an environment of its own
     if widest < NARROWEST:
         return None, 0
-    began, recorder = time.monotonic(), GraphRecorder()
+    began, recorder = time.monotonic(), GraphRecorder(weak_ref_tensor)
     graphs = PromptGraphs(steps, norm, widest, recorder, least_of_ranks)
     reason = graphs.capture()
     if reason is not None:

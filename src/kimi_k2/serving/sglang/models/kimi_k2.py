@@ -55,7 +55,7 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         positions = max(ours.max_position_embeddings, get_model().context_length or 0)
         self.paged = PagedModel(
             ours, layout_of(parallel), parallel.tp_rank, parallel.tp_group.device_group,
-            [PoolCache(number, dtype) for number in range(ours.num_hidden_layers)],
+            [PoolCache(number) for number in range(ours.num_hidden_layers)],
             positions, dtype, torch.get_default_device(),
         )  # fmt: skip
         self.plain = self.paged.plain
@@ -99,7 +99,7 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
     ) -> Any:
         """What SGLang's head makes of the batch's new tokens: logits, log-probabilities."""
         x = self.paged.embed(input_ids) if input_embeds is None else input_embeds
-        hidden_states = self.paged.run(x, self.paged.place(positions, x))
+        hidden_states = self.paged.run(x, self.paged.batch(positions, x))
         return self.logits_processor(input_ids, hidden_states, self.plain.lm_head, forward_batch)
 
 

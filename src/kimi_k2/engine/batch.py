@@ -1,0 +1,127 @@
+"""The new tokens of a step, as every layer is told of them: prompts, parts of prompts and decodes of any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.ops.mla_ragged import Ragged
+
+# Slots whose keys and values are expanded at once: 320 values of a head each, 340 MB for 8 heads in BF16.
+MOST_SLOTS = 65536
+
+
+class Chunk(NamedTuple):
+    """As many new tokens of each of B sequences, S, whose attention is computed at once.
+
+    Attributes:
+        rows: B * S of the batch's, a sequence after the other.
+        sequences: B rows of the batch's block table.
+        positions: int64 [B, S]; a negative one marks padding.
+        length: slots to attend over.
+        whole: the tokens are those of the last S slots, none of them padding.
+    """
+
+    rows: slice
+    sequences: slice
+    positions: Tensor
+    length: int
+    whole: bool
+
+
+class RaggedChunk(NamedTuple):
+    """New tokens of several sequences, of each its own number, whose attention is computed at once.
+
+    Attributes:
+        rows: of the batch's, a sequence after the other.
+        queries: the new tokens of each sequence.
+        keys: the slots of each sequence.
+        places: page and place in it of each slot; None where the new tokens are all there is.
+    """
+
+    rows: slice
+    queries: Ragged
+    keys: Ragged
+    places: tuple[Tensor, Tensor] | None
+
+
+@dataclass
+class Batch:
+    """New tokens [T] of several sequences: one each of the first `decodes`, then those of the chunks, then padding.
+
+    A batch without tokens is that of an idle data-parallel rank: layers then take part in the ranks' sums alone.
+
+    Attributes:
+        tokens: new tokens that are no padding behind the others.
+        decodes: sequences with one new token; the first of the batch.
+        seq_lens: int32 [B], tokens in the cache once the new ones are stored.
+        slots: int64 [T], where each new token is stored, numbered through the cache; negative for padding.
+        block_table: int32 [B, pages], of each sequence; None where sequence b has page b alone.
+        chunks: of the sequences with several new tokens.
+        rotation: cos and sin of each new token's position, each [T, qk_rope_head_dim / 2].
+        plan: of `attention_plan` for the decodes.
+        before_attention, after_attention: called with a layer's number, as engines that move caches ask.
+    """
+
+    tokens: int
+    decodes: int
+    seq_lens: Tensor
+    slots: Tensor
+    block_table: Tensor | None
+    chunks: Sequence[Chunk | RaggedChunk] = ()
+    rotation: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
+    plan: Tensor | None = None
+    before_attention: Callable[[int], object] | None = None
+    after_attention: Callable[[int], object] | None = None
+
+    @classmethod
+    def of_sequences(
+        cls,
+        starts: Sequence[int],
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        lengths: Sequence[int],
+        block_table: Tensor,
+        slots: Tensor,
+        page: int,
+    ) -> Batch:
+        """Of sequences whose lengths the host knows. Nothing is read back, and nothing copied from the host.
+
+        Args:
+            starts: where each sequence's new tokens begin, and where the last ends; the first sequences have one each.
+            query_starts: int32 [B + 1], the same on the device.
+            seq_lens, block_table, slots: see `Batch`.
+            lengths: `seq_lens` of the sequences with more than one new token, which are the last.
+            page: slots of a page.
+        """
+        decodes = len(starts) - 1 - len(lengths)
+        new = tuple(end - start for start, end in zip(starts[decodes:], starts[decodes + 1 :], strict=False))
+        chunks: list[Chunk | RaggedChunk] = []
+        if len(lengths) > 1 and sum(lengths) <= MOST_SLOTS:
+            rows, some = slice(starts[decodes], starts[-1]), slice(decodes, len(starts) - 1)
+            begin = query_starts[decodes:]
+            queries = Ragged(new, begin - begin[0])
+            keys = _slots_of(lengths, seq_lens[some], block_table[some], page) if new != tuple(lengths) else None
+            chunks.append(RaggedChunk(rows, queries, *(keys or (queries, None))))
+        else:
+            for number, (count, length) in enumerate(zip(new, lengths, strict=True), decodes):
+                at = torch.arange(length - count, length, device=slots.device).unsqueeze(0)
+                rows = slice(starts[number], starts[number + 1])
+                chunks += [Chunk(rows, slice(number, number + 1), at, length, whole=True)] if count else []
+        return cls(starts[-1], decodes, seq_lens, slots, block_table, chunks)
+
+
+def _slots_of(
+    lengths: Sequence[int], seq_lens: Tensor, block_table: Tensor, page: int
+) -> tuple[Ragged, tuple[Tensor, Tensor]]:
+    """All slots of sequences, one sequence after the other; page and place in it of each."""
+    ends, count = seq_lens.cumsum(0, dtype=torch.int32), sum(lengths)
+    keys = Ragged(tuple(lengths), torch.cat((seq_lens.new_zeros(1), ends)))
+    sequence = torch.arange(len(lengths), device=seq_lens.device).repeat_interleave(seq_lens, output_size=count)
+    place = torch.arange(count, device=seq_lens.device) - keys.starts[sequence]
+    pages = block_table[sequence, place.div(page, rounding_mode="floor")]
+    return keys, (pages.long(), place % page)
