@@ -139,10 +139,13 @@ def open_output(path: Path, *, truncate: bool = False) -> int:
         OSError: it cannot be made, or it is a link (a hard one too), a pipe or a device: what is written to it would
             reach another file. `strerror` says which.
     """
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "is a link to another file, which is not overwritten", str(path))
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link to another file, which is not overwritten", str(path)) from None
+        raise
     try:
         status = os.fstat(descriptor)
         _check_regular(status, path)

@@ -135,14 +135,15 @@ def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> 
             worst, largest = max(worst, seconds - usual), max(largest, peak - held)
             refused += ending.status != 0
             what = ending.unclean() if ending.status else None
-            if ending.status == 0 and fault.refused is not None:
-                if command[0] in fault.refused:
+            refused_by = None if command[0] in fault.either else fault.refused
+            if ending.status == 0 and refused_by is not None:
+                if command[0] in refused_by:
                     what = f"accepted: {ending.said[-300:]!r}"
                 elif _shown(ending) != _shown(good):
                     what = f"says something else: {ending.said[-300:]!r}"
-            elif ending.status and fault.refused is not None and command[0] not in fault.refused:
+            elif ending.status and refused_by is not None and command[0] not in refused_by:
                 what = f"refused: {ending.said[-300:]!r}"
-            elif ending.status == 0 and fault.refused is None and _shown(ending) != _shown(good):
+            elif ending.status == 0 and refused_by is None and _shown(ending) != _shown(good):
                 accepted.append(f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}")
             if seconds - usual > MORE_SECONDS or peak - held > MORE_MEMORY:
                 what = f"{seconds:.1f} s, {peak / 1e6:.0f} MB ({usual:.1f} s, {held / 1e6:.0f} MB sound); {what}"

@@ -37,6 +37,7 @@ class Drawn:
         refused: the commands that must refuse it; the others must end as on the sound checkpoint. None where either is
             right: a refusal, or whatever the changed checkpoint says.
         meanwhile: done while the command runs.
+        either: commands that may do either, in spite of `refused`.
     """
 
     mechanism: str
@@ -44,6 +45,7 @@ class Drawn:
     damage: Damage
     refused: str | None
     meanwhile: Damage | None = None
+    either: str = ""
 
 
 def drawn(seed: int, directory: Path) -> Drawn:
@@ -60,6 +62,11 @@ def drawn(seed: int, directory: Path) -> Drawn:
 
 def _readers(name: str) -> str:
     return READ_BY.get(name, WEIGHTS)
+
+
+def _told_of(name: str) -> str:
+    """A template that cannot be rendered ends no chat: its error answers the message."""
+    return "d" if name == TEMPLATE else ""
 
 
 def _instead(make: Callable[[Path], object], name: str) -> Damage:
@@ -99,7 +106,7 @@ def _file_type(draw: random.Random, shards: list[str]) -> Drawn:
         **{f"a link to {device}": _link_to(device) for device in devices},
     }
     kind = draw.choice(list(kinds))
-    return Drawn("file type", f"{name} {kind}", _instead(kinds[kind], name), _readers(name))
+    return Drawn("file type", f"{name} {kind}", _instead(kinds[kind], name), _readers(name), either=_told_of(name))
 
 
 def _edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:
@@ -128,7 +135,8 @@ def _size(draw: random.Random, shards: list[str]) -> Drawn:
     }
     # A part of a template, or one twice, is a template.
     free = name == TEMPLATE and way in ("cut", "longer", "twice")
-    return Drawn("size", f"{name} {way} {part:.3f}", damages[way], None if free else _readers(name))
+    must = None if free else _readers(name)
+    return Drawn("size", f"{name} {way} {part:.3f}", damages[way], must, either=_told_of(name))
 
 
 def _encoding(draw: random.Random, shards: list[str]) -> Drawn:
@@ -163,7 +171,7 @@ def _encoding(draw: random.Random, shards: list[str]) -> Drawn:
     if name == TEMPLATE and way in ("EBCDIC", "lines that end as on Windows"):
         refused = None  # text of a template, which reaches the prompt
     must = None if refused is None else _readers(name) if refused else ""
-    return Drawn("encoding", f"{name} {way} {place:.3f}", _edited(name, edit), must)
+    return Drawn("encoding", f"{name} {way} {place:.3f}", _edited(name, edit), must, either=_told_of(name))
 
 
 NUMBERS: list[Any] = [
@@ -238,9 +246,8 @@ def _reference(draw: random.Random, shards: list[str]) -> Drawn:
         "shards exchanged": (exchanged, WEIGHTS),
     }
     damage, refused = ways[way]
-    if way == "a shard's name" and not isinstance(to, str):
-        refused = "ipcgda"  # the plan counts the shards that the index names
-    return Drawn("reference", f"{way} {at:.3f} {to!r}"[:80], damage, refused)
+    # The plan counts the shards that the index names, there or not.
+    return Drawn("reference", f"{way} {at:.3f} {to!r}"[:80], damage, refused, either="p")
 
 
 def _concurrency(draw: random.Random, shards: list[str]) -> Drawn:

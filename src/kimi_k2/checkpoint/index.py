@@ -41,15 +41,36 @@ class CheckpointIndex:
             MissingShardError: there is neither an index nor a `model.safetensors`, or shards are missing.
         """
         directory = Path(directory)
-        path = directory / INDEX_NAME
-        if not is_there(path):
+        if not is_there(directory / INDEX_NAME):
             if is_there(directory / SINGLE_NAME):
                 return cls(directory, (SINGLE_NAME,), None)
             raise MissingShardError(f"expected {INDEX_NAME} or {SINGLE_NAME} in this directory", file=directory)
+        index = cls.read(directory)
+        missing = [shard for shard in index.shards if not (directory / shard).exists()]
+        if missing:
+            assert index.weight_map is not None
+            lost = next(name for name, shard in index.weight_map.items() if shard == missing[0])
+            more = f" (and {len(missing) - 1} more shards)" if len(missing) > 1 else ""
+            raise MissingShardError(
+                f"the index puts this tensor into a file that is not there{more}",
+                file=directory / missing[0],
+                tensor=lost,
+            )
+        return index
+
+    @classmethod
+    def read(cls, directory: Path) -> CheckpointIndex:
+        """What the index says; the shards need not be there.
+
+        Raises:
+            CorruptHeaderError: the index is not JSON of the expected form.
+            MissingShardError: there is none.
+        """
+        path = directory / INDEX_NAME
         try:
             raw = read_json(path)
         except FileNotFoundError:
-            raise MissingShardError("a link to a file that is not there", file=path) from None
+            raise MissingShardError("no such file, or a link to none", file=path) from None
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
@@ -64,15 +85,6 @@ class CheckpointIndex:
         shards = tuple(sorted(set(weight_map.values()), key=_natural))
         if len(shards) > SHARDS:
             raise CorruptHeaderError(f"expected at most {SHARDS} shards, got {len(shards)}", file=path)
-        missing = [shard for shard in shards if not (directory / shard).exists()]
-        if missing:
-            lost = next(name for name, shard in weight_map.items() if shard == missing[0])
-            more = f" (and {len(missing) - 1} more shards)" if len(missing) > 1 else ""
-            raise MissingShardError(
-                f"the index puts this tensor into a file that is not there{more}",
-                file=directory / missing[0],
-                tensor=lost,
-            )
         return cls(directory, shards, weight_map, stated_size(raw))
 
 

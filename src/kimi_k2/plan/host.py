@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.index import INDEX_NAME, stated_size
+from kimi_k2.checkpoint.index import INDEX_NAME, CheckpointIndex
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CorruptHeaderError
-from kimi_k2.files import is_there, read_json
+from kimi_k2.files import is_there
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.dry_run import dry_run
 
@@ -37,13 +36,10 @@ def read_index(directory: Path) -> dict[str, Any] | None:
     """Size and number of shards as the index states them; the shards need not be there. None without an index.
 
     Raises:
-        CorruptHeaderError: the index is no JSON object with a weight_map.
+        CorruptHeaderError: see `CheckpointIndex.read`.
     """
-    path = directory / INDEX_NAME
-    if not is_there(path):
+    if not is_there(directory / INDEX_NAME):
         return None
-    raw = read_json(path)
-    shards = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise CorruptHeaderError("expected an object 'weight_map' of file names", file=path)
-    return {"total_size": stated_size(raw), "shards": len(set(shards.values())), "tensors": len(shards)}
+    index = CheckpointIndex.read(directory)
+    assert index.weight_map is not None
+    return {"total_size": index.total_size, "shards": len(index.shards), "tensors": len(index.weight_map)}
