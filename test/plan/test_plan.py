@@ -220,15 +220,16 @@ def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path
     assert stated["shards"] == len(shards)
     tensors = CheckpointReader(checkpoints["thinking"]).total_bytes
     assert stated["total_size"] == tensors
-    for size in ("1e999", "NaN", '"x"', "-5", "[1]", "null"):
-        index = f'{{"metadata": {{"total_size": {size}}}, "weight_map": {{"a": "b"}}}}'
+    for size in ("1e999", "NaN", '"x"', "-5", "[1]", "null", "true"):
+        index = f'{{"metadata": {{"total_size": {size}}}, "weight_map": {{"a": "b.safetensors"}}}}'
         (tmp_path / "model.safetensors.index.json").write_text(index)
         assert read_index(tmp_path) == {"total_size": None, "shards": 1, "tensors": 1}
     for text, says in (
         ('{"weight_map": [', "not valid JSON"),
-        ('{"weight_map": ["a.safetensors"]}', "expected an object 'weight_map'"),
-        ('{"weight_map": {"norm": 3}}', "expected an object 'weight_map'"),
-        ('["weight_map"]', "expected an object 'weight_map'"),
+        ('{"weight_map": ["a.safetensors"]}', "expected a non-empty object 'weight_map'"),
+        ('{"weight_map": {"norm": 3}}', "expected the name of a .safetensors file"),
+        ('{"weight_map": {"norm": "model-\u00b2-of-3"}}', "expected the name of a .safetensors file"),
+        ('["weight_map"]', "expected a non-empty object 'weight_map'"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CorruptHeaderError, match=says):
