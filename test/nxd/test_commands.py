@@ -38,8 +38,8 @@ def test_generate_prints_the_plain_models_text(checkpoints: dict[str, Path]) -> 
     asked = ("generate", checkpoints["fp8"], "--prompt", "Hello", "--max-new-tokens", "12")
     plain = command(*asked)
     assert plain.strip()
-    assert command(*asked, *ON_CPU, "--context", "128") == plain
-    assert command(*asked, *ON_CPU, "--context", "128", ranks=2) == plain
+    assert command(*asked, *ON_CPU, "--max-model-len", "128") == plain
+    assert command(*asked, *ON_CPU, "--max-model-len", "128", ranks=2) == plain
 
 
 def test_chat_answers_turn_by_turn(checkpoints: dict[str, Path]) -> None:
@@ -51,7 +51,7 @@ def test_chat_answers_turn_by_turn(checkpoints: dict[str, Path]) -> None:
             for line in command(*asked, *more, stdin=spoken).splitlines()
             if "TTFT" not in line and "style" not in line
         ]
-        for more in ((), (*ON_CPU, "--context", "256"))
+        for more in ((), (*ON_CPU, "--max-model-len", "256"))
     )
     assert neuron == plain
     assert any(plain)

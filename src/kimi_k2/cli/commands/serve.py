@@ -1,0 +1,72 @@
+"""`kimi-k2 serve`: vLLM, with the flags that Kimi needs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kimi_k2.cli.command import Command
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, number
+
+
+def serve(
+    checkpoint: Checkpoint,
+    extra: Annotated[
+        list[str] | None, typer.Argument(help="vLLM's own flags, behind --, such as -- --port 9000.", metavar="FLAGS")
+    ] = None,
+    backend: Annotated[
+        Literal["auto", "cpu", "cuda", "neuron"],
+        typer.Option(help="auto: neuron where there are Neuron devices, cuda where there are GPUs, else cpu."),
+    ] = "auto",
+    max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None,
+    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = DEFAULT_DEPLOYMENT,
+    compiled: Annotated[
+        Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+    download: Download = False,
+) -> None:
+    """Serve a checkpoint with vLLM: prints vLLM's command with the flags that Kimi needs, and becomes it.
+
+    Parsers of tool calls and reasoning, tensor parallelism over the GPUs that are here, the longest context that the
+    plan says fits beside the weights, the vision tower's mode. The server is vLLM's; this is its command line.
+    """
+    import torch
+
+    from kimi_k2.checkpoint.hub import resolve_checkpoint
+    from kimi_k2.errors import DeviceError
+    from kimi_k2.serving.command import vllm_command
+
+    if backend == "auto":
+        devices = any(Path("/dev").glob("neuron[0-9]*"))
+        backend = "neuron" if devices else "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = (0, 0)
+    if backend == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError("backend cuda: there is no CUDA device here")
+        gpus = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
+    command = vllm_command(
+        resolve_checkpoint(checkpoint, download=download), backend, gpus=gpus, max_model_len=max_model_len,
+        preset=preset, compiled=compiled, extra=extra or (),
+    )  # fmt: skip
+    settings = [f"{name}={value}" for name, value in command.environment.items()]
+    typer.echo(" ".join([*settings, shlex.join(command.words)]))
+    sys.stdout.flush()
+    if not dry_run:
+        command.run()
+
+
+COMMAND = Command(
+    "serve",
+    serve,
+    "Deploy",
+    (
+        "kimi-k2 serve /models/Kimi-K2-Thinking",
+        "kimi-k2 serve /models/Kimi-K2.5 --max-model-len 131072 -- --port 9000 --max-num-seqs 64",
+        "kimi-k2 serve /models/Kimi-K2-Instruct-0905 --backend neuron --preset trn2-tp64-ep1 --compiled /presharded",
+    ),
+)

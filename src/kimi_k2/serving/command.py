@@ -1,0 +1,142 @@
+"""vLLM's command line for a checkpoint on this machine: parsers, parallel sizes and length, by config and plan."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, DoesNotFitError
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.memory import local_bytes
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan
+from kimi_k2.tokenization.style import ChatStyle
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+UTILIZATION = 0.95  # of a GPU's memory, for vLLM
+# Of that: graphs of prompts and steps of 8,192 tokens, each about 1.1 GB beside K2-0905's slices, and the allocator's.
+RESERVE = 3 * 10**9
+STEP = 1024  # a length that is not asked for is a multiple of this
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to become.
+
+    Attributes:
+        words: of the command line.
+        environment: variables beside those of this process.
+    """
+
+    words: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Become it."""
+        os.execvpe(self.words[0], self.words, {**os.environ, **self.environment})
+
+
+def gpu_lengths(config: KimiK2Config, gpus: int, memory: int, asked: int | None) -> tuple[int, int]:
+    """Ranks of tensor parallelism, the most that share the heads, and tokens a sequence.
+
+    Args:
+        config: of the checkpoint.
+        gpus: that are there.
+        memory: bytes of one.
+        asked: tokens a sequence; None for as many as fit, at most the model's positions.
+
+    Raises:
+        DoesNotFitError: the weights, or as many tokens beside them, do not fit; how many such GPUs would hold them.
+    """
+    heads = config.num_attention_heads
+    divisors = [one for one in range(min(gpus, heads), 0, -1) if heads % one == 0]
+    ranks, found = next((one, room) for one in divisors if (room := _tokens(config, one, memory)) is not None)
+    wanted = asked or STEP
+    if found < wanted:
+        wider = (one for one in range(ranks + 1, heads + 1) if heads % one == 0)
+        enough = next((one for one in wider if (_tokens(config, one, memory) or 0) >= wanted), None)
+        hint = f"{enough} such GPUs would hold them" if enough else "no number of such GPUs holds them"
+        raise DoesNotFitError(
+            f"{ranks} GPUs of {memory / 1e9:.0f} GB: weights and {wanted:,} tokens of cache do not fit; {hint}"
+        )
+    return ranks, asked or min(config.max_position_embeddings, found // STEP * STEP)
+
+
+def _tokens(config: KimiK2Config, ranks: int, memory: int) -> int | None:
+    """Of cache, which every rank holds whole, beside a rank's weights; negative if not even these fit.
+
+    None if so many ranks would cut a block of scales.
+    """
+    try:
+        plan = make_plan(config, Layout(ranks, 1, "cuda", "stored"))
+    except ConfigError:
+        return None
+    weights = sum(local_bytes(tensor) for tensor in plan.tensors)
+    return int(UTILIZATION * memory - RESERVE - weights) // (2 * config.num_hidden_layers * config.cache_dim)
+
+
+def vllm_command(
+    checkpoint: Path,
+    backend: str,
+    *,
+    gpus: tuple[int, int] = (0, 0),
+    max_model_len: int | None = None,
+    preset: str = "trn2-tp64-ep1",
+    compiled: Path | None = None,
+    extra: Sequence[str] = (),
+) -> Command:
+    """vLLM with the flags that Kimi needs.
+
+    Args:
+        checkpoint: directory.
+        backend: `cpu`, `cuda` or `neuron`.
+        gpus: how many, and bytes of one (cuda).
+        max_model_len: tokens a sequence; None for what fits.
+        preset: deployment (neuron).
+        compiled: what `compile` wrote for it (neuron).
+        extra: flags of vLLM's own behind ours, of which the last of a name counts.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        DoesNotFitError: see `gpu_lengths`.
+        ConfigError: there is no such preset.
+    """
+    config = KimiK2Config.from_pretrained(checkpoint)
+    flags = ["--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2_stream"]
+    if KimiTokenizer.from_pretrained(checkpoint).chat_style is not ChatStyle.INSTRUCT:
+        flags += ["--reasoning-parser", "kimi_k2_stream"]
+    environment = {}
+    if backend == "neuron":
+        chosen = Deployment.load(preset)
+        options = json.dumps({"override_neuron_config": {"preset": preset}})
+        flags += ["--tensor-parallel-size", str(chosen.tp_degree), "--max-num-seqs", str(chosen.batch_size)]
+        flags += ["--max-model-len", str(max_model_len or chosen.seq_len), "--no-enable-prefix-caching"]
+        flags += ["--additional-config", options]
+        environment = {} if compiled is None else {"NEURON_COMPILED_ARTIFACTS": str(compiled)}
+    elif backend == "cuda":
+        ranks, length = gpu_lengths(config, *gpus, max_model_len)
+        flags += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(length)]
+        flags += ["--gpu-memory-utilization", str(UTILIZATION)]
+        if config.vision is not None and ranks > 1:
+            flags += ["--mm-encoder-tp-mode", "data"]
+    elif max_model_len is not None:
+        flags += ["--max-model-len", str(max_model_len)]
+    return Command([*_program(), str(checkpoint), *flags, *extra], environment)
+
+
+def _program() -> list[str]:
+    """`vllm serve` of this Python; the server's module where vLLM has another distribution's name, as on a CPU."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("vllm") is None:
+            raise ModuleNotFoundError("vllm is not installed", name="vllm") from None
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
