@@ -1,0 +1,137 @@
+"""A kernel and all that it calls, as source: functions by name, classes with all their methods."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+_OWN = ("nki", "neuronxcc", "nki_emulator", "builtins", "typing", "dataclasses", "enum", "collections")
+
+
+@dataclass
+class Part:
+    """A function or class of a kernel.
+
+    Attributes:
+        node: its syntax tree, with the file's line numbers.
+        file: where it stands.
+        names: what names in it mean.
+        is_kernel: whether it is the kernel itself, as the framework calls it.
+    """
+
+    node: ast.FunctionDef | ast.ClassDef
+    file: str
+    names: Mapping[str, Any] = field(repr=False)
+    is_kernel: bool = False
+
+
+@cache
+def gather(kernel: Callable[..., Any], entry: bool) -> list[Part]:
+    """The kernel first. What has no source, or belongs to NKI or Python, is left out.
+
+    Args:
+        kernel: a function.
+        entry: whether the framework calls it.
+    """
+    first = unwrapped(kernel)
+    parts: list[Part] = []
+    seen: set[int] = set()
+    work: list[Any] = [first]
+    while work:
+        item = unwrapped(work.pop(0))
+        if id(item) in seen or not _followed(item):
+            continue
+        seen.add(id(item))
+        part = _read(item)
+        if part is None:
+            continue
+        part.is_kernel = entry and item is first
+        parts.append(part)
+        work += references(part)
+    return parts
+
+
+def unwrapped(item: Any) -> Any:
+    """What decorators of NKI or of a library wrap."""
+    while hasattr(item, "__wrapped__"):
+        item = item.__wrapped__
+    return item
+
+
+def _followed(item: Any) -> bool:
+    if not isinstance(item, FunctionType | type):
+        return False
+    root = (item.__module__ or "").partition(".")[0]
+    return root not in _OWN
+
+
+def _read(item: Any) -> Part | None:
+    try:
+        file = inspect.getsourcefile(item)
+    except TypeError:
+        return None
+    node = _nodes_of(file).get(_place(item)) if file else None
+    if file is None or not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return None
+    names = item.__globals__ if isinstance(item, FunctionType) else vars(sys.modules[item.__module__])
+    return Part(node, file, names)
+
+
+def _place(item: Any) -> int | str:
+    """How `_nodes_of` knows an item: a function's first line, a class's name."""
+    return item.__code__.co_firstlineno if isinstance(item, FunctionType) else str(item.__qualname__)
+
+
+@cache
+def _nodes_of(file: str) -> dict[int | str, ast.AST]:
+    """Functions of a file by their first lines, decorators counted, and its classes by their names."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError):
+        return {}
+    found: dict[int | str, ast.AST] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found[min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
+    return found | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def references(part: Part) -> Iterator[Any]:
+    """Functions and classes that a part names."""
+    for node in ast.walk(part.node):
+        if isinstance(node, ast.Name | ast.Attribute):
+            found = resolve(node, part.names)
+            if isinstance(unwrapped(found), FunctionType | type) and not (
+                isinstance(found, type) and issubclass(found, Enum)
+            ):
+                yield found
+
+
+def resolve(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What a name or a module's attribute means; None where that is known at run time alone."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        holder = resolve(node.value, names)
+        if isinstance(holder, ModuleType | type):
+            return vars(holder).get(node.attr)
+    return None
+
+
+def module_of(node: ast.expr, names: Mapping[str, Any]) -> str | None:
+    """`language`, `isa` or `collectives` where a node is that module of NKI."""
+    found = resolve(node, names)
+    if isinstance(found, ModuleType):
+        last = found.__name__.rpartition(".")[2]
+        root = found.__name__.partition(".")[0]
+        if root in ("nki", "nki_emulator") and last in ("language", "isa", "collectives"):
+            return last
+    return None

@@ -1,0 +1,288 @@
+"""One part of a kernel held to the language: operators, statements, signatures, classes, and calls of NKI's names."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nki_emulator.check.apis import ENUMERATED, TENSOR_METHODS, entry, member_missing, wrong_parameters
+from nki_emulator.check.gather import Part, module_of, resolve
+
+# What the guide shows, or AWS's kernels use.
+_BUILTINS = {
+    "abs", "bool", "dict", "divmod", "enumerate", "float", "int", "isinstance", "len", "list", "max", "min", "print",
+    "range", "str", "sum", "tuple", "zip", "round", "hash", "all", "any", "type", "pow", "hasattr", "getattr",
+}  # fmt: skip
+_RARE = {"hash", "all", "any", "type", "pow", "hasattr", "getattr", "round"}  # of these, what the guide lacks
+_BASES = {"NKIObject", "Enum", "IntEnum"}
+_INTEGERS = {"int8", "int16", "int32", "uint8", "uint16", "uint32"}
+_STATEMENTS = (
+    ast.With, ast.AsyncWith, ast.AsyncFor, ast.AsyncFunctionDef, ast.Delete, ast.Import, ast.ImportFrom, ast.Match,
+    ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr,
+)  # fmt: skip
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+Found = tuple[str, ast.AST, str]  # rule, where, what
+
+
+def findings(part: Part, release: str) -> Iterator[Found]:
+    """What a part breaks: (rule, node, words)."""
+    if isinstance(part.node, ast.ClassDef):
+        yield from _class(part, part.node, release)
+    else:
+        yield from _Function(part, part.node, release).run()
+
+
+def _class(part: Part, node: ast.ClassDef, release: str) -> Iterator[Found]:
+    for base in node.bases:
+        name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", ast.unparse(base))
+        if name not in _BASES:
+            yield "class-base", node, f"class {node.name}({ast.unparse(base)})"
+    if not node.bases:
+        yield "class-base", node, f"class {node.name}"
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef):
+            for decorator in one.decorator_list:
+                name = ast.unparse(decorator)
+                if name == "property":
+                    yield "property", decorator, f"@{name}"
+                elif name != "staticmethod":
+                    yield "decorator", decorator, f"@{name}"
+            yield from _Function(part, one, release).run()
+        elif isinstance(one, ast.ClassDef):
+            yield "statement", one, f"class {one.name} inside a class"
+
+
+class _Function:
+    """Checks of one function or method."""
+
+    def __init__(self, part: Part, node: ast.FunctionDef, release: str) -> None:
+        self.part, self.node, self.release = part, node, release
+        self.is_kernel = part.is_kernel and node is part.node
+        # Names that hold one tensor of `nl.ndarray`, as far as that can be seen: their buffer and dtype.
+        self.tensors: dict[str, dict[str, str]] = {}
+        self.registers: set[str] = set()
+        self.dictionaries: set[str] = set()
+
+    def run(self) -> Iterator[Found]:
+        yield from self._signature()
+        for node in self._inside(self.node):
+            if isinstance(node, ast.Assign):
+                self._learn(node)
+        for node in self._inside(self.node):
+            yield from self._simple(node)
+            check: Callable[[Any], Iterator[Found]] | None = getattr(self, f"_{type(node).__name__.lower()}", None)
+            if check is not None:
+                yield from check(node)
+
+    def _inside(self, node: ast.AST) -> Iterator[ast.AST]:
+        """All nodes of the body, without annotations, which the compiler leaves aside."""
+        stack: list[ast.AST] = [*self.node.body, *self.node.args.defaults]
+        while stack:
+            one = stack.pop()
+            yield one
+            for name, value in ast.iter_fields(one):
+                if name != "annotation" and not isinstance(value, str):
+                    stack += _nodes(value)
+
+    def _learn(self, node: ast.Assign) -> None:
+        name, value = node.targets[0], node.value
+        if not isinstance(name, ast.Name):
+            return
+        if isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and ast.unparse(value.func) == "dict"):
+            self.dictionaries.add(name.id)
+        if not isinstance(value, ast.Call):
+            return
+        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        if called == "register_alloc":
+            self.registers.add(name.id)
+        if called in ("ndarray", "zeros", "ones", "full"):
+            given = {k.arg: k.value for k in value.keywords if k.arg}
+            order = ("shape", "dtype", "buffer") if called == "ndarray" else ("shape", "dtype")
+            given |= dict(zip(order, value.args, strict=False))
+            known: dict[str, str] = {key: _last(given[key]) for key in ("dtype", "buffer") if key in given}
+            known.setdefault("buffer", "sbuf")
+            if name.id in self.tensors and self.tensors[name.id] != known:
+                known = {}
+            self.tensors[name.id] = known
+
+    def _tensor(self, node: ast.expr) -> dict[str, str]:
+        """What is known of a tensor, or of a slice of one."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        return self.tensors.get(node.id, {}) if isinstance(node, ast.Name) else {}
+
+    def _signature(self) -> Iterator[Found]:
+        given = self.node.args
+        if given.vararg or given.kwonlyargs or given.posonlyargs:
+            yield "signature", self.node, f"{self.node.name}({ast.unparse(given)})"
+        if self.is_kernel:
+            for default in given.defaults:
+                if isinstance(default, ast.List):
+                    yield "list-argument", default, ast.unparse(default)
+            for decorator in self.node.decorator_list:
+                for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
+                    if keyword.arg in ("mode", "platform_target"):
+                        yield f"jit-{keyword.arg.partition('_')[0]}", decorator, ast.unparse(decorator)
+
+    def _simple(self, node: ast.AST) -> Iterator[Found]:
+        if isinstance(node, _STATEMENTS):
+            yield "statement", node, ast.unparse(node).partition("\n")[0]
+        elif isinstance(node, _COMPREHENSIONS):
+            yield "comprehension", node, ast.unparse(node)
+        elif isinstance(node, ast.Set):
+            yield "container", node, ast.unparse(node)
+        elif isinstance(node, ast.Starred):
+            yield "star", node, ast.unparse(node)
+        elif isinstance(node, ast.Lambda):
+            yield "lambda", node, ast.unparse(node)
+        elif isinstance(node, ast.Nonlocal | ast.Global):
+            yield "closure", node, ast.unparse(node)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield "nested-function", node, f"{node.name} inside {self.node.name}"
+        elif isinstance(node, ast.Try):
+            yield "try", node, "try"
+        elif isinstance(node, ast.Raise):
+            yield "raise", node, ast.unparse(node)
+
+    def _compare(self, node: ast.Compare) -> Iterator[Found]:
+        for operator in node.ops:
+            if isinstance(operator, ast.Is | ast.IsNot):
+                yield "is-operator", node, ast.unparse(node)
+            elif isinstance(operator, ast.In | ast.NotIn):
+                yield "in-operator", node, ast.unparse(node)
+
+    def _binop(self, node: ast.BinOp) -> Iterator[Found]:
+        if isinstance(node.op, ast.MatMult):
+            yield "matmul-operator", node, ast.unparse(node)
+
+    def _constant(self, node: ast.Constant) -> Iterator[Found]:
+        value = node.value
+        wide = isinstance(value, int) and not -(2**31) <= value < 2**32
+        if wide or isinstance(value, complex | bytes):
+            yield "value", node, ast.unparse(node)
+
+    def _dict(self, node: ast.Dict) -> Iterator[Found]:
+        for key in node.keys:
+            if isinstance(key, ast.Constant) and not isinstance(key.value, str):
+                yield "dictionary-key", node, ast.unparse(node)
+
+    def _subscript(self, node: ast.Subscript) -> Iterator[Found]:
+        of_dictionary = isinstance(node.value, ast.Name) and node.value.id in self.dictionaries
+        if of_dictionary and isinstance(node.slice, ast.Constant) and not isinstance(node.slice.value, str):
+            yield "dictionary-key", node, ast.unparse(node)
+
+    def _for(self, node: ast.For) -> Iterator[Found]:
+        if node.orelse:
+            yield "loop-else", node, "for ... else"
+
+    def _while(self, node: ast.While) -> Iterator[Found]:
+        if node.orelse:
+            yield "loop-else", node, "while ... else"
+        if isinstance(node.test, ast.Name) and node.test.id in self.registers:
+            yield "deprecated-loop", node, f"while {node.test.id}"
+
+    def _return(self, node: ast.Return) -> Iterator[Found]:
+        if not self.is_kernel or node.value is None:
+            return
+        for one in node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else [node.value]:
+            known = self.tensors.get(one.id) if isinstance(one, ast.Name) else None
+            if known and known.get("buffer", "shared_hbm") != "shared_hbm":
+                yield "result-memory", node, f"{ast.unparse(one)} in {known['buffer']}"
+
+    def _attribute(self, node: ast.Attribute) -> Iterator[Found]:
+        module = module_of(node.value, self.part.names)
+        if module and entry(module, node.attr, self.release) is None:
+            yield "api-name", node, f"nki.{module}.{node.attr}"
+        holder = node.value
+        if isinstance(holder, ast.Attribute):
+            outer = module_of(holder.value, self.part.names)
+            if outer and member_missing(outer, holder.attr, node.attr, self.release):
+                yield "api-name", node, f"nki.{outer}.{holder.attr}.{node.attr}"
+        if node.attr == "nki" and isinstance(holder, ast.Name) and holder.id == "neuronxcc":
+            yield self._old(), node, "neuronxcc.nki"
+        if module == "language" and node.attr == "dynamic_range":
+            yield "deprecated-loop", node, "dynamic_range"
+        if module == "language" and node.attr in ("affine_range", "sequential_range"):
+            yield "deprecated-range", node, node.attr
+
+    def _name(self, node: ast.Name) -> Iterator[Found]:
+        found = resolve(node, self.part.names)
+        if str(getattr(found, "__name__", "")).startswith("neuronxcc.nki"):
+            yield self._old(), node, node.id
+
+    def _old(self) -> str:
+        return "old-namespace-warned" if self.release == "0.3" else "old-namespace"
+
+    def _call(self, node: ast.Call) -> Iterator[Found]:
+        if isinstance(node.func, ast.Name):
+            yield from self._builtin(node, node.func.id)
+            return
+        if not isinstance(node.func, ast.Attribute):
+            return
+        name, holder = node.func.attr, node.func.value
+        module = module_of(holder, self.part.names)
+        if module is None:
+            yield from self._method(node, name, holder)
+            return
+        wrong = wrong_parameters(module, name, node, self.release)
+        if wrong:
+            yield "api-parameter", node, wrong
+        given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        for parameter, value in given.items():
+            whole = isinstance(value, ast.Constant) and type(value.value) is int
+            if whole and (parameter in ENUMERATED):
+                yield "integer-enumeration", node, f"{parameter}={ast.unparse(value)}"
+            if parameter == "buffer" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield "string-buffer", node, f"buffer={ast.unparse(value)}"
+        takes = entry(module, name, self.release)
+        if isinstance(takes, list):
+            given = {**dict(zip(takes, node.args, strict=False)), **given}
+        if module == "isa" and name == "dma_copy":
+            yield from self._dma(node, given)
+        if module == "isa" and name == "memset" and "dst" in given and "value" in given:
+            dtype, value = self._tensor(given["dst"]).get("dtype"), given["value"]
+            if dtype in _INTEGERS and isinstance(value, ast.Constant) and isinstance(value.value, float):
+                yield "memset-dtype", node, f"{ast.unparse(value)} into {dtype}"
+
+    def _builtin(self, node: ast.Call, name: str) -> Iterator[Found]:
+        if name == "super":
+            yield "super", node, "super()"
+        elif name in ("set", "frozenset"):
+            yield "container", node, ast.unparse(node)
+        elif name == "slice":
+            yield "chained-slice", node, ast.unparse(node)
+        elif name not in self.part.names and hasattr(builtins, name) and name not in _BUILTINS:
+            if not isinstance(getattr(builtins, name), type) or not issubclass(getattr(builtins, name), BaseException):
+                yield "builtin", node, name
+        elif name in _RARE and name not in self.part.names:
+            yield "rare-builtin", node, name
+
+    def _method(self, node: ast.Call, name: str, holder: ast.expr) -> Iterator[Found]:
+        known = isinstance(holder, ast.Name) and holder.id in self.tensors
+        if name in TENSOR_METHODS:
+            yield "tensor-method" if known else "tensor-method-maybe", node, f".{name}()"
+        if name == "ap" and isinstance(holder, ast.Subscript):
+            yield "ap-on-view", node, ast.unparse(holder)
+
+    def _dma(self, node: ast.Call, given: dict[str, ast.expr]) -> Iterator[Found]:
+        source, target = (self._tensor(given[one]) if one in given else {} for one in ("src", "dst"))
+        if source.get("buffer") == "psum":
+            yield "dma-psum", node, ast.unparse(given["src"])
+        by_hardware = "dge_mode" in given and _last(given["dge_mode"]) == "hwdge"
+        dtypes = {one["dtype"] for one in (source, target) if "dtype" in one}
+        if by_hardware and len(dtypes) == 2:
+            yield "dma-dtype", node, " and ".join(sorted(dtypes))
+
+
+def _nodes(value: Any) -> list[ast.AST]:
+    if isinstance(value, ast.AST):
+        return [value]
+    return [one for one in value if isinstance(one, ast.AST)] if isinstance(value, list) else []
+
+
+def _last(node: ast.expr) -> str:
+    """The last word of a dotted name."""
+    return ast.unparse(node).rpartition(".")[2]
