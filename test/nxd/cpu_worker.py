@@ -23,6 +23,7 @@ from steps import application, run, run_drafted  # noqa: E402
 
 def build(job: dict[str, Any]) -> Any:
     """The application in CPU mode, weights loaded."""
+    environment.leave_out(job.get("without", []))
     app = application(job, on_cpu=True, dtype="float32")
     app.to_cpu()
     return app

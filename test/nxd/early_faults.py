@@ -55,7 +55,7 @@ def seen_by(job: dict[str, Any], expected: torch.Tensor) -> list[str]:
 def cases(checkpoint: Path) -> dict[str, Case]:
     """One."""
     case = sequences(1, 512, steps=3)
-    options = neuron_config(2, 1, 1, torch_dtype="float32", early_router=True)
+    options = neuron_config(2, 1, 1, torch_dtype="float32", decode="kernels", seq_len=256)
     options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
     job = {"checkpoint": str(checkpoint), "neuron_config": options, "cases": [case]}
     return {CASE: partial(seen_by, job, expected_logits(plain_model(checkpoint), case))}

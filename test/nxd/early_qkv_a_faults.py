@@ -17,11 +17,8 @@ import torch
 from faults import Case, Fault, beyond, edited
 from harness import expected_logits, neuron_config, plain_model, sequences
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding import early_qkv_a as weights
 from kimi_k2.sharding import whole
-from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Layout
 
 early, experts = environment.contrib("early_qkv_a"), environment.contrib("experts")
 P, F, M, E = early.EarlyProjections, early.Following, early.KimiK2MoE, experts.KimiK2ExpertMLPs
@@ -80,12 +77,11 @@ def seen_by(name: str, job: dict[str, Any], expected: torch.Tensor) -> list[str]
 
 def cases(checkpoint: Path) -> dict[str, Case]:
     """One a layout."""
-    model, config = plain_model(checkpoint), KimiK2Config.from_pretrained(checkpoint)
+    model = plain_model(checkpoint)
     made: dict[str, Case] = {}
     for name, (tp, ep, batch) in CASES.items():
         case = sequences(batch, 512, steps=3)
-        held = expert_formats()["bf16_tiles"].for_layout(config, Layout(tp, ep)).neuron_options()
-        options = neuron_config(tp, ep, batch, torch_dtype="float32", early_qkv_a=True, **held)
+        options = neuron_config(tp, ep, batch, torch_dtype="float32", decode="kernels", seq_len=256)
         options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
         job = {"checkpoint": str(checkpoint), "neuron_config": options, "cases": [case]}
         made[name] = partial(seen_by, name, job, expected_logits(model, case))

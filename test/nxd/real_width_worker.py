@@ -3,7 +3,7 @@
 The graph is cut at its collectives; what the ranks contribute is joined or summed here. Weights are made for one rank
 at a time, experts only those that the token chooses. Prints the relative L2 distance to float64 behind each module.
 
-python real_width_worker.py OUTPUT [early]          (early: with an early router, whose logits are compared too)
+python real_width_worker.py OUTPUT
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.quantization.fp8_block import quantize_fp8_block
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
-from kimi_k2.quantization.stored import format_holding
-from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 
 TP, EP, PAST, VOCAB, BLOCK = 32, 2, 60, 2048, 64
 RANKS = TP * EP
@@ -63,13 +61,6 @@ class Layer:
         self.latents = draw(PAST, c.kv_lora_rank, name="latents")
         self.keys = draw(PAST, c.qk_rope_head_dim, name="keys")
         self.experts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.early: dict[str, torch.Tensor] = {}
-
-    def fold(self) -> None:
-        """The early router's weights."""
-        stored = {"weight": self.o}
-        folded = fold(self.router, self.norm["post_attention_layernorm"], stored, format_holding(None, stored))
-        self.early = dict(zip((RESIDUAL, HEADS), folded, strict=True))
 
     def expert(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """gate, up and down [out, in] in FP8 as Neuron holds them, with scales of 64x64 blocks."""
@@ -122,8 +113,7 @@ class Layer:
             )
             summed = summed + weight * (low @ (torch.nn.functional.silu(gate @ normed) * (up @ normed)))
         logits = self.head.double() @ self.rms(x + summed, "norm")
-        found = {"qkv_a_proj": down, "attention": attended, "experts": summed, "logits": logits, "chosen": chosen}
-        return {**found, "router": routed, "scalar": torch.rsqrt(x.square().mean() + c.rms_norm_eps)}
+        return {"qkv_a_proj": down, "attention": attended, "experts": summed, "logits": logits, "chosen": chosen}
 
     def part(self, name: str, rank: int, *, experts: bool) -> torch.Tensor:
         """A parameter of the graph on one rank."""
@@ -137,8 +127,6 @@ class Layer:
             "mlp.shared_experts.down_proj.weight": (self.shared[2], 1),
         }  # fmt: skip
         short = name.removeprefix("layers.0.")
-        if short in self.early:
-            return self.early[short].chunk(RANKS)[rank].contiguous()
         if short in tensors:
             tensor, dim = tensors[short]
             return tensor.chunk(RANKS, dim)[rank].contiguous()
@@ -185,8 +173,6 @@ def main() -> None:
         "quantized": True, "quantization_type": "blockwise_symmetric", "quantization_dtype": "f8e4m3",
         "quantization_block_axis": [1, 2], "quantization_block_size": [BLOCK, BLOCK],
     }  # fmt: skip
-    early = "early" in sys.argv[2:]
-    quantized["early_router"] = early
     options: dict[str, Any] = neuron_config(TP, EP, 1, seq_len=64, torch_dtype=torch.bfloat16, **quantized)
     neuron = module.KimiK2NeuronConfig(**options)
     inference = module.KimiK2InferenceConfig(neuron, load_config=module.load_kimi_config(config))
@@ -199,8 +185,6 @@ def main() -> None:
 
     layer, token = Layer(config), 77
     expected = layer.reference(token)
-    if early:
-        layer.fold()
     pad = (0, 0, 0, 64 - PAST)
     common = {
         "input.0": torch.tensor([[token]], dtype=torch.int32),
@@ -229,11 +213,6 @@ def main() -> None:
         joined = torch.cat(outputs) if gathered else torch.stack([out.float() for out in outputs]).sum(0)
         fed[phase] = joined.reshape(cut.shape).to(cut.dtype)
         found[name] = fed[phase].flatten().double()
-        if early and name == "attention":
-            found[name], sums = found[name].split([config.hidden_size, config.n_routed_experts])
-            logits = sums * expected["scalar"]
-            found["router"] = (logits - expected["router"]).norm() / expected["router"].norm()
-            print(f"router: relative L2 {found['router']:.1e}", flush=True)
         if name in expected:
             error = float((found[name] - expected[name]).norm() / expected[name].norm())
             print(f"{name}: relative L2 {error:.1e}", flush=True)

@@ -9,8 +9,7 @@ import environment
 import pytest
 import torch
 from harness import DECODE_STEPS, SLOW, expected_logits, launch, neuron_config, plain_model, sequences
-from test_early_router import BATCHING
-from test_nki_kernels import ALL, SLOTS, TOLERANCE, WORKER
+from test_nki_kernels import BATCHING, SLOTS, TOLERANCE, WORKER
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -31,6 +30,7 @@ OF_LAYOUT: dict[str, dict[str, Any]] = {"TP1": {"hidden_size": 128}, "TP2xEP2": 
 OF_LAYOUT["TP4"] = {"moe_intermediate_size": 128}
 
 
+PREFIX = {"is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": 32, "pa_num_blocks": 64}
 PAIRS: dict[str, Any] = {"flash_decoding_enabled": True, "num_cores_per_group": 2, "seq_len": 2 * SLOTS}
 SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
 
@@ -56,11 +56,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def options(layout: str, cores: int, fmt: str = "bf16", batch: int = 4, **more: Any) -> dict[str, Any]:
     tp, ep = LAYOUTS[layout]
     config = with_format(config_of(layout), fmt)
-    held = expert_formats()["tiles" if fmt == "fp8" else "bf16_tiles"].for_layout(config, Layout(tp, ep))
-    given = {
-        "seq_len": SLOTS, "nki_kernels": ALL, "logical_nc_config": cores, "attention_tiles": "bf16",
-        "early_router": True, "early_qkv_a": True, "decode_layers_kernel": True, **held.neuron_options(), **more,
-    }  # fmt: skip
+    name = "tiles" if fmt == "fp8" else "bf16_tiles"
+    held = expert_formats()[name].for_layout(config, Layout(tp, ep, experts=name)).neuron_options()
+    given = {"seq_len": SLOTS, "decode": "layers", "logical_nc_config": cores, **held, **more}
     return neuron_config(tp, ep, batch, **given)
 
 
@@ -95,14 +93,12 @@ def test_prefill_and_16_steps(
     assert "selective_experts" not in result["kernels"]
 
 
-@pytest.mark.parametrize(
-    ("cores", "fmt", "tiles", "batch"), [(2, "bf16", "bf16", 1), (4, "fp8", "fp8", 4), (2, "bf16", "bf16", 4)]
-)
-def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, tiles: str, batch: int) -> None:
-    """Groups of ranks share a cache; each rank makes the queries of its whole group."""
+@pytest.mark.parametrize(("cores", "fmt", "batch"), [(2, "bf16", 1), (4, "fp8", 4), (2, "bf16", 4)])
+def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, batch: int) -> None:
+    """Groups of ranks share a cache; each rank makes the queries of its whole group. Attention in FP8 beside FP8."""
     checkpoint, case = stored("TP4", fmt), sequences(batch, 512)
     split = {"flash_decoding_enabled": True, "num_cores_per_group": cores, "seq_len": SLOTS * cores}
-    given = options("TP4", 2, fmt, batch, attention_tiles=tiles, **split)
+    given = options("TP4", 2, fmt, batch, **split)
     job = {"checkpoint": checkpoint, "neuron_config": given, "cases": [case]}
     result = launch(job, tmp_path, WORKER, timeout=1500)
     (logits,), plain = result["logits"], expected_logits(plain_model(checkpoint), case)
@@ -132,25 +128,21 @@ def test_each_fault_is_seen(tmp_path: Path, layout: str, split: dict[str, Any], 
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("nki_kernels", {"nki_kernels": ["attention"]}),
-        ("early_router", {"early_router": False}),
-        ("early_qkv_a", {"early_qkv_a": False}),
-        ("attention_tiles", {"attention_tiles": ""}),
-        ("shared_expert_tiles", {"shared_expert_tiles": 0}),
         ("tensor_capture_config", CAPTURE),
+        ("is_prefix_caching", PREFIX),
         ("batch_size", {"batch_size": 33}),
         ("batch_size", {**SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}),
         ("seq_len", {**SPLIT, "seq_len": SLOTS}),
         ("logical_nc_config", {**SPLIT, "logical_nc_config": 1}),
     ],
 )
-def test_what_it_is_not_made_of_is_refused(field: str, more: dict[str, Any]) -> None:
+def test_what_it_does_not_follow_is_refused(field: str, more: dict[str, Any]) -> None:
     config_module: Any = environment.contrib("config")
     given = options("TP2", 2, **more)
     with pytest.raises(ConfigError) as caught:
         config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
     assert caught.value.field == field
-    assert "decode_layers_kernel" in str(caught.value)
+    assert "decode 'layers'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +152,7 @@ def test_what_it_is_not_made_of_is_refused(field: str, more: dict[str, Any]) -> 
         ("n_routed_experts", {"n_routed_experts": 64}),
         ("hidden_size", {"hidden_size": 512}),
         ("norm_topk_prob", {"norm_topk_prob": False}),
+        ("decode", {"n_shared_experts": 3}),
         ("num_attention_heads", {"num_attention_heads": 4}),
     ],
 )

@@ -12,11 +12,13 @@ from harness import SLOW, run_executed
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
+# What experts in tiles and the kernels take.
+TILED = {"moe_intermediate_size": 64, "num_experts_per_tok": 8, "kv_lora_rank": 128}
 # Ranks, model (layers without experts, whose MLP is split too, and with), and the least number of faults.
 TABLES: dict[str, tuple[int, dict[str, Any], int]] = {
     "class_faults": (2, {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 26),
-    "early_faults": (2, {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 9),
-    "early_qkv_a_faults": (2, {"moe_intermediate_size": 64}, 18),
+    "early_faults": (2, {**TILED, "num_hidden_layers": 1, "first_k_dense_replace": 0}, 9),
+    "early_qkv_a_faults": (2, TILED, 18),
     "split_faults": (4, {"num_hidden_layers": 2}, 15),
     "feature_faults": (4, {"num_hidden_layers": 2}, 20),
 }

@@ -24,8 +24,9 @@ from kimi_k2.synthetic.config import tiny_config, with_format
 WORKER = Path(__file__).with_name("kernels_worker.py")
 TOLERANCE = 2e-5
 LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
-ALL = ["router", "attention", "experts"]
-KERNELS = {"router": "noaux_tc_router", "attention": "mla_decode", "experts": "selective_experts"}
+# By what they run in; a step's router takes logits that an all-reduce has summed.
+KERNELS = {"router": "noaux_tc_choice", "attention": "mla_decode", "experts": "selective_experts"}
+ALL = list(KERNELS)
 SLOTS = 256  # the least that the attention kernel takes at LNC=2
 # Sizes that the kernels take: 64 columns of an expert on one rank, 32 on each of two; so many experts that four tokens
 # choose fewer than a rank of EP2 holds.
@@ -51,13 +52,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return store(tmp_path_factory.mktemp("kernels"))
 
 
-def options(layout: str, cores: int, kernels: list[str], fmt: str = "bf16", **more: Any) -> dict[str, Any]:
+def options(layout: str, cores: int, fmt: str = "bf16", **more: Any) -> dict[str, Any]:
+    """Of decode on kernels, with experts in tiles."""
     tp, ep = LAYOUTS[layout]
-    held = {}
-    if "experts" in kernels:
-        name = "tiles" if fmt == "fp8" else "bf16_tiles"
-        held = expert_formats()[name].for_layout(CONFIG, Layout(tp, ep)).neuron_options()
-    return neuron_config(tp, ep, 4, nki_kernels=kernels, logical_nc_config=cores, **{"seq_len": SLOTS, **held, **more})
+    name = "tiles" if fmt == "fp8" else "bf16_tiles"
+    held = expert_formats()[name].for_layout(CONFIG, Layout(tp, ep, experts=name)).neuron_options()
+    given = {"seq_len": SLOTS, "decode": "kernels", "logical_nc_config": cores, **held, **more}
+    return neuron_config(tp, ep, 4, **given)
 
 
 def check(
@@ -67,13 +68,16 @@ def check(
     kernels: list[str],
     *,
     names: dict[str, str] | None = None,
+    without: tuple[str, ...] = (),
     **case: Any,
 ) -> None:
-    """Every step's logits and choice; each kernel (of KERNELS, or `names`) ran once a layer that has it, every step."""
+    """Every step's logits and choice; each kernel (of KERNELS, or `names`) ran once a layer that has it, every step.
+
+    Those of KERNELS that are not in `kernels` ran never.
+    """
     drawn: dict[str, Any] = {**sequences(4, 512), **case}
-    result = launch(
-        {"checkpoint": checkpoint, "neuron_config": neuron, "cases": [drawn]}, directory, WORKER, timeout=1500
-    )
+    job = {"checkpoint": checkpoint, "neuron_config": neuron, "cases": [drawn], "without": without}
+    result = launch(job, directory, WORKER, timeout=1500)
     (logits,) = result["logits"]
     plain = expected_logits(plain_model(checkpoint), drawn)
     worst, relative = float((logits - plain).abs().max()), float((logits - plain).norm() / plain.norm())
@@ -85,16 +89,9 @@ def check(
     assert torch.equal(logits.argmax(-1), plain.argmax(-1))
     moe = sum(CONFIG.is_moe_layer(layer) for layer in range(CONFIG.num_hidden_layers))
     layers = {"router": moe, "attention": CONFIG.num_hidden_layers, "experts": moe}
-    for name in kernels:
-        # The router's kernel takes short prompts too.
-        assert result["kernels"][{**KERNELS, **(names or {})}[name]] >= DECODE_STEPS * layers[name]
-
-
-@pytest.mark.parametrize(("layout", "cores"), [("TP1", 1), ("TP1", 2), ("TP2", 2), ("EP2", 2)])
-def test_prefill_and_16_steps_with_the_router_kernel(
-    stored: dict[str, Path], tmp_path: Path, layout: str, cores: int
-) -> None:
-    check(stored["bf16"], options(layout, cores, ["router"]), tmp_path, ["router"])
+    called = {**KERNELS, **(names or {})}
+    for name in KERNELS:
+        assert result["kernels"].get(called[name], 0) == (DECODE_STEPS * layers[name] if name in kernels else 0)
 
 
 @pytest.mark.parametrize(
@@ -108,52 +105,64 @@ def test_prefill_and_16_steps_with_the_router_kernel(
         ("EP2", 2, "fp8"),
     ],
 )
-def test_prefill_and_16_steps_with_all_kernels(
-    stored: dict[str, Path], tmp_path: Path, layout: str, cores: int, fmt: str
-) -> None:
-    check(stored[fmt], options(layout, cores, ALL, fmt), tmp_path, ALL)
+def test_prefill_and_16_steps(stored: dict[str, Path], tmp_path: Path, layout: str, cores: int, fmt: str) -> None:
+    check(stored[fmt], options(layout, cores, fmt), tmp_path, ALL)
 
 
-def test_continuous_batching(stored: dict[str, Path], tmp_path: Path) -> None:
-    """Sequences that arrive in any order, on two ranks of EP; the cache is longer than the slots that a step reads."""
-    batching: dict[str, Any] = {
-        "is_continuous_batching": True,
-        "ctx_batch_size": 1,
-        "tkg_batch_size": 4,
-        "max_batch_size": 4,
-    }
-    check(stored["bf16"], options("EP2", 2, ALL, **batching), tmp_path, ALL, arrival=[2, 0, 3, 1])
+BATCHING: dict[str, Any] = {
+    "is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4,
+}  # fmt: skip
+FEATURES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "continuous batching": ("EP2", BATCHING, ALL),
+    "sequence parallelism": ("TP2", {"sequence_parallel_enabled": True}, ALL),
+    "flash decoding": ("TP2", {"flash_decoding_enabled": True}, ["router", "experts"]),
+}
 
 
-def test_sequence_parallelism(stored: dict[str, Path], tmp_path: Path) -> None:
-    check(stored["bf16"], options("TP2", 2, ALL, sequence_parallel_enabled=True), tmp_path, ALL)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("without", [(), ("NkiKernel",)], ids=["kernels", "their PyTorch forms"])
+def test_together_with(stored: dict[str, Path], tmp_path: Path, feature: str, without: tuple[str, ...]) -> None:
+    """Sequences arrive in any order; the cache is longer than the slots that a step reads.
+
+    What stands for a kernel that does not take a call computes the same.
+    """
+    layout, more, kernels = FEATURES[feature]
+    case: dict[str, Any] = {"arrival": [2, 0, 3, 1]} if more is BATCHING else {}
+    given = options(layout, 2, **more)
+    check(stored["bf16"], given, tmp_path, [] if without else kernels, without=without, **case)
 
 
-PREFIX = {"is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": 32, "pa_num_blocks": 64}
-SPLIT = {"flash_decoding_enabled": True}
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_forms_in_pytorch(stored: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    check(stored["fp8"], options(layout, 2, "fp8"), tmp_path, [], without=("NkiKernel",))
+
+
+@pytest.mark.parametrize("layout", ["TP2", "EP2"])
+def test_a_shared_expert_of_three_linears(tmp_path: Path, layout: str) -> None:
+    """As INT4 checkpoints have it; here its width is none that the kernel takes."""
+    config = CONFIG.model_copy(update={"n_shared_experts": 3})
+    write_synthetic_checkpoint(tmp_path / "source", with_format(config, "bf16"), seed=5)
+    check(tmp_path / "source", options(layout, 2), tmp_path, ALL)
+
+
 TORCH = {"block_size": 16, "use_torch_block_wise": False}
-REFUSED = [
-    ("nki_kernels", ["softmax"], {}),
-    ("flash_decoding_enabled", ["attention"], SPLIT),
-    ("is_prefix_caching", ["attention"], PREFIX),
-    ("speculation_length", ["attention"], {"speculation_length": 4}),
-    ("lora_config", ["attention"], {"lora_config": {"max_loras": 2}}),
-    ("seq_len", ["attention"], {"seq_len": 128 * 3}),
-    ("token_generation_buckets", ["attention"], {"token_generation_buckets": [128, 256]}),
-    ("expert_tiles", ["experts"], {"expert_tiles": False}),
-    ("quantization_type", ["experts"], {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"}),
-    ("blockwise_matmul_config.use_torch_block_wise", ["experts"], {"blockwise_matmul_config": TORCH}),
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("decode", {"decode": "fast"}),
+    ("speculation_length", {"speculation_length": 4}),
+    ("lora_config", {"lora_config": {"max_loras": 2}}),
+    ("rpl_reduce_dtype", {"rpl_reduce_dtype": "bfloat16"}),
+    ("seq_len", {"seq_len": 128 * 3}),
+    ("token_generation_buckets", {"token_generation_buckets": [128, 256]}),
+    ("quantization_type", {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"}),
+    ("blockwise_matmul_config.use_torch_block_wise", {"blockwise_matmul_config": TORCH}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("field", "kernels", "more"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_what_kernels_do_not_follow_is_refused(field: str, kernels: list[str], more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("field", "more"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_kernels_do_not_follow_is_refused(field: str, more: dict[str, Any]) -> None:
     config_module: Any = environment.contrib("config")
-    layout = "TP2" if more == SPLIT else "TP1"
     with pytest.raises(ConfigError) as caught:
-        config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options(layout, 2, kernels, **more))
+        config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP1", 2, **more))
     assert caught.value.field == field
 
 
@@ -168,7 +177,7 @@ def test_what_kernels_do_not_follow_is_refused(field: str, kernels: list[str], m
 )
 def test_sizes_that_kernels_do_not_take_are_refused(field: str, sizes: dict[str, int]) -> None:
     config_module: Any = environment.contrib("config")
-    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP1", 2, ALL))
+    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options("TP1", 2))
     model = config_module.load_kimi_config(tiny_config(**{**SIZES, **sizes}))
     with pytest.raises(ConfigError) as caught:
         config_module.KimiK2InferenceConfig(neuron, load_config=model)

@@ -36,6 +36,19 @@ def test_defaults_are_taken() -> None:
     options.check(vars(MoENeuronConfig()))
 
 
+def test_a_field_of_a_newer_release_is_inherited_or_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(options, "_defaults", lambda: {"new_field": 7})
+    with caplog.at_level("INFO"):
+        options.check({"new_field": 7})
+    assert "new_field: 7" in caplog.text
+    with pytest.raises(ConfigError, match=r"new_field.*expected 7, the release's default, got 8"):
+        options.check({"new_field": 8})
+    with pytest.raises(ConfigError, match="no such option"):
+        options.check({"other_field": 7})
+
+
 def test_what_is_not_followed_is_refused() -> None:
     config = environment.contrib("config")
     for name, (taken, _) in options.REFUSED.items():

@@ -13,16 +13,17 @@ import pytest
 import torch
 from harness import SLOW, execute, launch, neuron_config, plain_model
 from prefix import script
+from test_nki_kernels import CONFIG
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
+from kimi_k2.synthetic.config import with_format
 
 TOLERANCE = 2e-5
 COMMON = 16
 BLOCK = 8
 FLASH: dict[str, Any] = {"flash_decoding_enabled": True}
-EARLY = {"early_router": True, "early_qkv_a": True, "expert_tiles": True, "shared_expert_tiles": 64}
+KERNELS = {"decode": "kernels"}
 # Tensor and expert parallelism, and options.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "TP1": (1, 1, {}),
@@ -30,9 +31,10 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "flash TP2": (2, 1, FLASH),
     "flash TP4 in groups of 2": (4, 1, FLASH | {"num_cores_per_group": 2}),
     "flash TP2xEP2": (2, 2, FLASH),
-    "flash TP2, early router and projections": (2, 1, FLASH | EARLY),
+    "flash TP2, decode on kernels": (2, 1, FLASH | KERNELS),
 }
-CPU_MODE = ("TP1", "TP2xEP2", "flash TP2", pytest.param("flash TP2xEP2", marks=SLOW))
+# The kernels of router and experts on their emulator; executed graphs have their PyTorch forms.
+CPU_MODE = ("TP1", "TP2xEP2", "flash TP2", "flash TP2, decode on kernels", pytest.param("flash TP2xEP2", marks=SLOW))
 BLOCKS: dict[str, Any] = {
     "is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": BLOCK, "pa_num_blocks": 30,
     "is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4,
@@ -44,7 +46,8 @@ BLOCKS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("prefix") / "source"
-    write_synthetic_checkpoint(directory, with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=6)
+    config = CONFIG.model_copy(update={"num_hidden_layers": 2})  # of sizes that kernels take
+    write_synthetic_checkpoint(directory, with_format(config, "bf16"), seed=6)
     return directory
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import AttentionTiles, Layout
+from kimi_k2.sharding.layout import Decode, Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -74,12 +74,26 @@ SIZES = {
         "moe_intermediate_size": 2048,
     },
     # For the kernels' tiles, of the routed experts and the shared one, with an early router.
-    "tiled": {"num_hidden_layers": 2, "moe_intermediate_size": 256, "hidden_size": 512},
+    "tiled": {
+        "num_hidden_layers": 2,
+        "moe_intermediate_size": 256,
+        "hidden_size": 512,
+        "num_experts_per_tok": 8,
+        "kv_lora_rank": 128,
+    },
 }
-# With attention's tiles too, of heads that the kernel takes; from a checkpoint in BF16 and one in FP8 blocks.
-ATTENTION: dict[str, AttentionTiles] = {"attention-bf16": "bf16", "attention-fp8": "fp8"}
-HEADS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32}
-SIZES |= {name: {**SIZES["tiled"], **HEADS} for name in ATTENTION}
+# Of whole layers, with attention's tiles too; in BF16, and in FP8 blocks for ranks that share a cache.
+LAYERS = {"attention-bf16": "bf16", "attention-fp8": "fp8"}
+HEADS = {
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "qk_rope_head_dim": 32,
+}
+SIZES |= {name: {**SIZES["tiled"], **HEADS} for name in LAYERS}
 
 
 def neuron_options(experts: str, block: int) -> dict[str, object]:
@@ -112,11 +126,9 @@ CASES += [("attention-bf16", 4, 2, "bf16_tiles"), ("attention-fp8", 8, 1, "tiles
 def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
     """The layout of a case."""
     size, tp, ep, experts = case
-    folded = experts.endswith("tiles")
-    return Layout(
-        tp, ep, experts=experts, spmd_rank=spmd_rank, early_router=folded, early_qkv_a=folded,
-        attention_tiles=ATTENTION.get(size, ""),
-    )  # fmt: skip
+    group = 8 if size == "attention-fp8" else 0
+    decode: Decode | None = "layers" if size in LAYERS else None
+    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, decode=decode, query_group=group)
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -131,16 +143,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     jobs = []
     for name, sizes in SIZES.items():
-        write_synthetic_checkpoint(root / name, with_format(tiny_config(**heads | sizes), ATTENTION.get(name, "bf16")))
+        write_synthetic_checkpoint(root / name, with_format(tiny_config(**heads | sizes), LAYERS.get(name, "bf16")))
     for case in CASES:
         size, tp, ep, experts = case
-        layout, config = layout_of(case), with_format(tiny_config(**heads | SIZES[size]), ATTENTION.get(size, "bf16"))
+        layout, config = layout_of(case), with_format(tiny_config(**heads | SIZES[size]), LAYERS.get(size, "bf16"))
         out = str(root / f"theirs-{label(case)}")
         if experts.endswith("tiles"):
             held = expert_formats()[experts].for_layout(config, layout)
-            options = {"early_router": True, "early_qkv_a": True, **held.neuron_options()}
-            if size in ATTENTION:
-                options |= {"attention_tiles": ATTENTION[size], "nki_kernels": ["attention"], "seq_len": 256}
+            options = {"decode": layout.decode, "seq_len": 2048, **held.neuron_options()}
+            if layout.query_group:
+                options |= {"flash_decoding_enabled": True, "num_cores_per_group": layout.query_group}
         else:
             options = neuron_options(experts, BlockwiseExperts.for_layout(config, layout).block)
         job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}

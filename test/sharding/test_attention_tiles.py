@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .test_early_qkv_a import matrix
 SIZES: dict[str, Any] = {
     "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 64,
     "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2,
+    "hidden_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 8,
 }  # fmt: skip
 ROPE, NOPE = 64, 128
 
@@ -63,13 +65,22 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) < 1e-4
 
 
-@pytest.mark.parametrize(("fmt", "kind"), [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")])
-@pytest.mark.parametrize("ranks", [8, 4, 2])
+def layout_of(kind: str, ranks: int, group: int = 0) -> Layout:
+    """FP8 tiles are those of FP8 experts whose ranks share a cache."""
+    experts = "tiles" if kind == "fp8" else "bf16_tiles"
+    group = group or (2 if kind == "fp8" else 0)
+    return Layout(ranks, experts=experts, dtype=torch.float32, decode="layers", query_group=group)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "kind", "ranks"),
+    [("bf16", "bf16", 8), ("bf16", "bf16", 4), ("fp8", "bf16", 8), ("fp8", "bf16", 4), ("fp8", "fp8", 8)],
+)
 def test_tiles_hold_the_checkpoints_values(
     sources: dict[str, Path], tmp_path: Path, fmt: str, kind: Any, ranks: int
 ) -> None:
     config = KimiK2Config.from_pretrained(sources[fmt])
-    layout = Layout(ranks, experts="bf16", dtype=torch.float32, attention_tiles=kind)
+    layout = layout_of(kind, ranks)
     Presharder(sources[fmt], tmp_path, layout).run()
     assert len(list(verify(tmp_path))) == ranks
     assert made_layout(tmp_path).attention_tiles == kind
@@ -110,7 +121,7 @@ def test_tiles_of_a_group_are_those_of_its_ranks(
     sources: dict[str, Path], tmp_path: Path, kind: Any, group: int
 ) -> None:
     """Every rank of a group has what its ranks have of q_b and W_UK, one half of the heads for each core."""
-    layout = Layout(8, experts="bf16", attention_tiles=kind, query_group=group)
+    layout = layout_of(kind, 8, group)
     Presharder(sources["fp8"], tmp_path, layout).run()
     assert len(list(verify(tmp_path))) == 8
     assert made_layout(tmp_path).query_group == group
@@ -140,56 +151,38 @@ def test_tiles_of_a_group_are_those_of_its_ranks(
 
 def test_the_whole_state_dict_is_what_ranks_hold(sources: dict[str, Path], tmp_path: Path) -> None:
     config = KimiK2Config.from_pretrained(sources["fp8"])
-    layout = Layout(4, experts="bf16", attention_tiles="fp8")
+    layout = layout_of("bf16", 4)
     Presharder(sources["fp8"], tmp_path, layout).run()
     ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(4)]
-    plain = expert_formats()["bf16"].for_layout(config, layout)
+    held = expert_formats()[layout.experts].for_layout(config, layout)
     with CheckpointReader.for_config(sources["fp8"], config) as reader:
-        whole = load_whole_state_dict(reader, config, torch.bfloat16, plain, attention_tiles="fp8", ranks=4)
+        whole = load_whole_state_dict(reader, config, torch.float32, held, decode="layers", ranks=4)
     cut = {tensor.name: tensor.dim for tensor in make_plan(config, layout).tensors if ".tiles." in tensor.name}
-    assert len(cut) == 2 * 8
+    assert len(cut) == 2 * 4
     for name, dim in cut.items():
         assert dim is not None
         joined = torch.cat([one[name].float() for one in ranks], dim=dim)
         assert torch.equal(whole[name].float(), joined)
 
 
-def test_files_with_and_without_are_not_taken_for_each_other(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_files_of_one_form_are_not_taken_for_another(sources: dict[str, Path], tmp_path: Path) -> None:
     config = KimiK2Config.from_pretrained(sources["fp8"])
-    layouts = [Layout(2, experts="bf16", attention_tiles=kind) for kind in ("", "bf16", "fp8")]
-    Presharder(sources["fp8"], tmp_path, layouts[1]).run()
-    check_made_for(tmp_path, config, layouts[1])
-    for other in (layouts[0], layouts[2]):
+    layers = layout_of("bf16", 4)
+    Presharder(sources["fp8"], tmp_path, layers).run()
+    check_made_for(tmp_path, config, layers)
+    for other in (replace(layers, decode="kernels"), replace(layers, experts="tiles")):
         with pytest.raises(ConfigError) as caught:
             check_made_for(tmp_path, config, other)
-        assert caught.value.field == "attention_tiles"
+        assert caught.value.field in ("decode", "experts")
 
 
-@pytest.mark.parametrize(
-    ("fmt", "given"),
-    [
-        ("bf16", {"attention_tiles": "fp8"}),
-        ("fp8", {"attention_tiles": "fp4"}),
-        ("fp8", {"attention_tiles": "fp8", "target": "cuda", "experts": "stored"}),
-    ],
-    ids=["no FP8 blocks", "unknown", "a GPU"],
-)
-def test_what_is_refused(sources: dict[str, Path], tmp_path: Path, fmt: str, given: dict[str, Any]) -> None:
+def test_fp8_needs_a_checkpoint_in_blocks(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        Presharder(sources[fmt], tmp_path, Layout(2, **{"experts": "bf16", **given}))
+        Presharder(sources["bf16"], tmp_path, layout_of("fp8", 8))
     assert caught.value.field == "attention_tiles"
 
 
-@pytest.mark.parametrize(
-    ("field", "given"),
-    [
-        ("query_group", {"query_group": 2}),
-        ("query_group", {"query_group": 3, "attention_tiles": "fp8"}),
-        ("num_attention_heads", {"query_group": 2, "attention_tiles": "fp8"}),
-    ],
-    ids=["without tiles", "an odd group", "two heads a rank"],
-)
-def test_groups_that_are_refused(sources: dict[str, Path], tmp_path: Path, field: str, given: dict[str, Any]) -> None:
+def test_a_group_of_ranks_with_two_heads_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        Presharder(sources["fp8"], tmp_path, Layout(4, **{"experts": "bf16", **given}))
-    assert caught.value.field == field
+        Presharder(sources["fp8"], tmp_path, layout_of("bf16", 4, 2))
+    assert caught.value.field == "num_attention_heads"

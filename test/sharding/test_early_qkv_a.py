@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +20,11 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.stored import format_holding
+from kimi_k2.sharding import manifest
 from kimi_k2.sharding.early_qkv_a import fold, scaled_projections
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import check_made_for, made_layout, rank_file_name
+from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify
 from kimi_k2.sharding.whole import load_whole_state_dict
@@ -41,8 +46,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {fmt: root / fmt for fmt in TILED}
 
 
-def layout_of(fmt: str, tp: int = 2, ep: int = 1, *, early: bool = True) -> Layout:
-    return Layout(tp, ep, experts=TILED[fmt], dtype=torch.float32, early_qkv_a=early)
+def layout_of(fmt: str, tp: int = 2, ep: int = 1) -> Layout:
+    return Layout(tp, ep, experts=TILED[fmt], dtype=torch.float32)
 
 
 def matrix(reader: CheckpointReader, config: KimiK2Config, module: str) -> Tensor:
@@ -62,13 +67,16 @@ def test_ranks_sum_to_the_next_layers_down_projections(
     config = KimiK2Config.from_pretrained(directory)
     Presharder(directory, tmp_path, layout_of(fmt, tp, ep)).run()
     assert len(list(verify(tmp_path))) == tp * ep
-    assert made_layout(tmp_path).early_qkv_a
+    assert made_layout(tmp_path).kernels
     ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(tp * ep)]
     generator = torch.Generator().manual_seed(7)
     reader = CheckpointReader.for_config(directory, config)
     for layer in range(config.num_hidden_layers):
         root, here = f"model.layers.{layer}", f"layers.{layer}"
-        held = [{name: one[name] for name in one if name.startswith(f"{here}.") and "early" in name} for one in ranks]
+        held = [
+            {name: one[name] for name in one if name.startswith(f"{here}.") and ".early_qkv_a." in name}
+            for one in ranks
+        ]
         if layer == config.num_hidden_layers - 1:
             assert not any(held)
             continue
@@ -109,17 +117,20 @@ def test_ranks_sum_to_the_next_layers_down_projections(
         assert float((total - wanted).norm() / wanted.norm()) < 1e-6
 
 
-def test_all_other_tensors_are_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
-    for early in (False, True):
-        Presharder(sources["fp8"], tmp_path / str(early), layout_of("fp8", early=early)).run()
+def test_tensors_beside_the_experts_are_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
+    """With kernels and without: the experts and the router's weight lie otherwise, early sums are more."""
+    for experts in ("bf16", "bf16_tiles"):
+        Presharder(sources["bf16"], tmp_path / experts, Layout(2, experts=experts, dtype=torch.float32)).run()
     for rank in range(2):
-        plain, early_file = (
-            load_file(tmp_path / name / "weights" / rank_file_name(rank)) for name in ("False", "True")
+        plain, tiled = (
+            load_file(tmp_path / experts / "weights" / rank_file_name(rank)) for experts in ("bf16", "bf16_tiles")
         )
-        assert {name.partition(".early_qkv_a.")[1] for name in set(early_file) - set(plain)} == {".early_qkv_a."}
-        assert all(
-            torch.equal(early_file[name].view(torch.uint8), one.view(torch.uint8)) for name, one in plain.items()
-        )
+        of_experts = (".expert_mlps.", ".shared_experts.", ".linear_router.")
+        more = {name for name in set(tiled) - set(plain) if not any(part in name for part in of_experts)}
+        assert {name.split(".")[2] for name in more} == {"early_router", "early_qkv_a"}
+        rest = [name for name in plain if not any(part in name for part in of_experts)]
+        assert len(rest) > 12 * 8
+        assert all(torch.equal(tiled[name].view(torch.uint8), plain[name].view(torch.uint8)) for name in rest)
 
 
 @pytest.mark.parametrize("fmt", TILED)
@@ -130,27 +141,51 @@ def test_the_whole_state_dict_is_what_ranks_hold(sources: dict[str, Path], tmp_p
     ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(2)]
     held = expert_formats()[TILED[fmt]].for_layout(config, layout)
     with CheckpointReader.for_config(sources[fmt], config) as reader:
-        whole = load_whole_state_dict(reader, config, torch.float32, held, early_qkv_a=True)
+        whole = load_whole_state_dict(reader, config, torch.float32, held)
     names = [name for name in ranks[0] if ".early_qkv_a." in name]
     assert len(names) == 2 + 3 * (config.num_hidden_layers - 2)
     for name in names:
         assert torch.equal(whole[name], torch.cat([one[name] for one in ranks], dim=int("expert_mlps" in name)))
 
 
-def test_files_with_and_without_are_not_taken_for_each_other(sources: dict[str, Path], tmp_path: Path) -> None:
-    source = sources["bf16"]
+def edited_options(directory: Path, **options: Any) -> None:
+    """A manifest with other options, as an earlier version wrote them; None leaves one out."""
+    path = directory / MANIFEST
+    content = json.loads(path.read_text())
+    given = {**content["made_from"]["options"], **options}
+    content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
+    content["sha256"] = manifest._own_checksum(content)
+    path.write_text(json.dumps(content))
+
+
+BEFORE = {"decode": None, "early_router": True, "early_qkv_a": True, "shared_tiles": True}
+
+
+def test_files_of_before_are_taken_or_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
+    source, layout = sources["bf16"], layout_of("bf16")
     config = KimiK2Config.from_pretrained(source)
-    layouts = {early: layout_of("bf16", early=early) for early in (False, True)}
-    for early, layout in layouts.items():
-        Presharder(source, tmp_path / str(early), layout).run()
-        check_made_for(tmp_path / str(early), config, layout)
-        with pytest.raises(ConfigError) as caught:
-            check_made_for(tmp_path / str(early), config, layouts[not early])
-        assert caught.value.field == "early_qkv_a"
+    Presharder(source, tmp_path, layout).run()
+    with pytest.raises(ConfigError) as caught:
+        check_made_for(tmp_path, config, Layout(2, experts="bf16", dtype=torch.float32))
+    assert caught.value.field == "decode"
+    edited_options(tmp_path, **BEFORE)
+    check_made_for(tmp_path, config, layout)
+    assert made_layout(tmp_path) == dataclasses.replace(layout, spmd_rank=None)
+    Presharder(source, tmp_path, layout).run()  # nothing to do
+    for field in ("early_router", "early_qkv_a", "shared_tiles"):
+        edited_options(tmp_path, **{**BEFORE, field: None})
+        for use in (partial(check_made_for, tmp_path, config, layout), Presharder(source, tmp_path, layout).run):
+            with pytest.raises(ConfigError, match="convert again") as caught:
+                use()
+            assert caught.value.field == field
+    edited_options(tmp_path, **BEFORE, attention_tiles="fp8")  # of experts in BF16, and of no group
+    with pytest.raises(ConfigError) as caught:
+        check_made_for(tmp_path, config, layout)
+    assert caught.value.field == "attention_tiles"
 
 
 def test_the_command_and_damage(sources: dict[str, Path], tmp_path: Path) -> None:
-    options = ["--tp", "2", "--experts", "bf16_tiles", "--early-qkv-a"]
+    options = ["--tp", "2", "--experts", "bf16_tiles", "--decode", "kernels"]
     done = CliRunner().invoke(app, ["convert", str(sources["bf16"]), str(tmp_path), *options])
     assert done.exit_code == 0, done.output
     path, name = tmp_path / "weights" / rank_file_name(1), f"layers.3.{EXPERT}"
@@ -165,11 +200,18 @@ def test_the_command_and_damage(sources: dict[str, Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("layout", "field"),
-    [({"target": "cuda", "experts": "stored"}, "early_qkv_a"), ({"experts": "blockwise"}, "experts")],
+    [
+        ({"target": "cuda", "experts": "stored", "decode": "kernels"}, "experts"),
+        ({"experts": "blockwise", "decode": "kernels"}, "experts"),
+        ({"experts": "tiles", "decode": "xla"}, "experts"),
+        ({"experts": "tiles", "decode": "fast"}, "decode"),
+        ({"experts": "tiles", "query_group": 2}, "query_group"),
+        ({"experts": "tiles", "decode": "layers", "query_group": 3}, "query_group"),
+    ],
 )
-def test_where_there_are_none(sources: dict[str, Path], tmp_path: Path, layout: dict[str, str], field: str) -> None:
+def test_what_does_not_go_together(layout: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Presharder(sources["fp8"], tmp_path, Layout(2, early_qkv_a=True, **layout))  # type: ignore[arg-type]
+        Layout(2, **layout)
     assert caught.value.field == field
 
 
@@ -177,7 +219,7 @@ def test_a_shared_expert_of_three_linears(tmp_path: Path) -> None:
     """INT4 checkpoints store it in BF16, and it is not in tiles."""
     config = with_format(tiny_config(moe_intermediate_size=64, n_routed_experts=8), "int4")
     write_synthetic_checkpoint(tmp_path / "source", config, seed=2)
-    Presharder(tmp_path / "source", tmp_path / "out", Layout(2, experts="tiles", early_qkv_a=True)).run()
+    Presharder(tmp_path / "source", tmp_path / "out", Layout(2, experts="tiles")).run()
     assert len(list(verify(tmp_path / "out"))) == 2
     ranks = [load_file(tmp_path / "out" / "weights" / rank_file_name(rank)) for rank in range(2)]
     found = torch.cat([one["layers.1.early_qkv_a.values_weight"] for one in ranks]).double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, check_made_for, load_manifest, rank_file_name
+from kimi_k2.sharding.manifest import rank_file_name
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify
@@ -144,19 +143,6 @@ def test_a_shared_expert_without_fp8_blocks_stays_what_it_is(checkpoints: dict[s
     held = load_file(tmp_path / "weights" / rank_file_name(0))
     assert held[f"layers.{LAYER}.mlp.shared_experts.gate_proj.weight"].dtype == torch.bfloat16
     assert not [name for name in held if "expert_mlps.shared_experts" in name]
-
-
-def test_files_of_before_the_shared_experts_tiles_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    """A converter that left the shared expert's tiles out did not say so; its files lack the option."""
-    config, layout = KimiK2Config.from_pretrained(sources["tiny"]), Layout(2, experts="tiles")
-    Presharder(sources["tiny"], tmp_path, layout).run()
-    check_made_for(tmp_path, config, layout)
-    manifest = load_manifest(tmp_path)
-    del manifest["made_from"]["options"]["shared_tiles"]
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest | {"sha256": _own_checksum(manifest)}))
-    with pytest.raises(ConfigError, match="expected True") as caught:
-        check_made_for(tmp_path, config, layout)
-    assert caught.value.field == "shared_tiles"
 
 
 def test_a_rank_reads_long_runs() -> None:

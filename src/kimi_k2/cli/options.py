@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
+Decode = Literal["xla", "kernels", "layers"]
 
 
 def published_models() -> list[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 
-from kimi_k2.cli.options import Target
+from kimi_k2.cli.options import Decode, Target
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.layout import AttentionTiles, Layout
+    from kimi_k2.sharding.layout import Layout
 
 
 def make_layout(
@@ -20,24 +20,13 @@ def make_layout(
     target: Target,
     experts: str | None,
     spmd_rank: bool | None = None,
-    early_router: bool = False,
-    early_qkv_a: bool = False,
-    attention_tiles: str = "",
+    decode: Decode | None = None,
 ) -> Layout:
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
-    chosen = experts or ("stored" if target == "cuda" else "per_channel")
-    return Layout(
-        tp,
-        ep,
-        target,
-        chosen,
-        spmd_rank=spmd_rank,
-        early_router=early_router,
-        early_qkv_a=early_qkv_a,
-        attention_tiles=cast("AttentionTiles", attention_tiles),
-    )
+    best = "stored" if target == "cuda" else "per_channel" if decode in (None, "xla") else "tiles"
+    return Layout(tp, ep, target, experts or best, spmd_rank=spmd_rank, decode=decode)
 
 
 def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bool) -> None:

@@ -78,10 +78,9 @@ def cpu_deployment(
         block_size=CPU_BLOCK, use_torch_block_wise=True, parallelize_token_to_block_mapping=ep > 1
     )
     cores = math.gcd(preset.cache_ranks, ranks)
-    kernels = preset.neuron_config.nki_kernels
+    decode = preset.neuron_config.decode
     # Positions divide among the ranks of a group, and among the tiles of both cores.
-    layers = preset.neuron_config.decode_layers_kernel
-    step = cores * ATTENTION_TILE if layers else math.lcm(cores, ATTENTION_TILE if "attention" in kernels else 1)
+    step = {"xla": cores, "kernels": math.lcm(cores, ATTENTION_TILE), "layers": cores * ATTENTION_TILE}[decode]
     length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,
@@ -90,11 +89,7 @@ def cpu_deployment(
         enable_bucketing=False,
         on_device_sampling_config=sampling,
         blockwise_matmul_config=blockwise,
-        early_router=preset.neuron_config.early_router,
-        early_qkv_a=preset.neuron_config.early_qkv_a,
-        attention_tiles=preset.neuron_config.attention_tiles,
-        decode_layers_kernel=layers,
-        nki_kernels=kernels,
+        decode=decode,
     )
     changed = {
         "tp_degree": ranks, "moe_tp_degree": ranks // ep, "moe_ep_degree": ep, "torch_dtype": dtype,

@@ -34,7 +34,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     slots = target.context if context is None else context
     tokens = target.batch
     share = _expert_share(config, target, tokens)
-    on_kernel = "experts" in target.kernels and share < 1
+    on_kernel = target.layout.kernels and share < 1
     if on_kernel:
         share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
     plan = _of_stage(plan, decode=True)
@@ -98,7 +98,7 @@ def dequantized_bytes(config: KimiK2Config, target: Target) -> int:
     Not part of `decode_counts`, which takes them to be fused with the GEMM. 0 where scales multiply the GEMM's result,
     and where the experts are an NKI kernel.
     """
-    if not target.is_neuron or not held_as(config, target).dequantized or "experts" in target.kernels:
+    if not target.is_neuron or not held_as(config, target).dequantized or target.layout.kernels:
         return 0
     experts = min(target.batch * config.num_experts_per_tok, _local(config, target))
     elements = experts * 3 * config.hidden_size * config.moe_intermediate_size // target.layout.moe_tp
@@ -132,8 +132,8 @@ def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:
-        unused = ("router.linear_router.",) if layout.early_router else ()
-        if layout.early_qkv_a:  # the first layer's down projections follow no layer
+        unused = ("router.linear_router.",) if layout.kernels else ()
+        if layout.kernels:  # the first layer's down projections follow no layer
             unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
 
     def read(tensor: PlannedTensor) -> bool:
@@ -205,7 +205,7 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     flops = _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
-    if decode and target.layout.early_qkv_a:
+    if decode and target.layout.kernels:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
@@ -237,8 +237,8 @@ def _collectives(
     if ranks == 1:
         return {}
     hidden = tokens * config.hidden_size * BF16
-    early = _moe_layers(config) if decode and target.layout.early_router else 0
-    riding = layers - 1 if decode and target.layout.early_qkv_a else 0
+    early = _moe_layers(config) if decode and target.layout.kernels else 0
+    riding = layers - 1 if decode and target.layout.kernels else 0
     inside = _moe_layers(config) if decode and target.decode_layers else 0
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
     if inside:  # the dense layers' are as ever; the last layer's has nothing riding

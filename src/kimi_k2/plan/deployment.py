@@ -20,13 +20,12 @@ from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
 from kimi_k2.plan.instance import INSTANCES, Instance
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import AttentionTiles, Layout
+from kimi_k2.sharding.layout import Decode, Layout
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
 VISION_ENCODER = "vision_encoder_model"
 InstanceName = Literal["trn2.48xlarge", "h200"]
-NkiKernel = Literal["router", "attention", "experts"]
 
 
 class _Part(BaseModel):
@@ -72,17 +71,10 @@ class NeuronOptions(_Part):
         on_device_sampling_config: None returns 163,840 logits a token to the host.
         flash_decoding_enabled: the latent cache is split over groups of ranks by positions.
         num_cores_per_group: ranks of such a group; all if None.
-        early_router: decode's router logits are summed over the ranks together with the attention's output, by weights
-            that `kimi-k2 convert` folds; the router's own weight is read at prefill alone.
-        early_qkv_a: decode's down projections are summed over the ranks together with the feed-forward output before
-            them, by weights that `kimi-k2 convert` folds; experts in tiles.
-        attention_tiles: attention's weights lie in the tiles of one kernel, in this format; "fp8" beside the ordinary
-            ones, which prefill reads.
-        decode_layers_kernel: all MoE layers of a step run as one NKI kernel of ours, its collectives inside; it is made
-            of early_router, early_qkv_a, attention_tiles and experts in tiles.
+        decode: form of a decode step: `xla`, PyTorch operations; `kernels`, our NKI kernels of router, attention and
+            experts; `layers`, one kernel of all MoE layers, collectives inside. With kernels the experts are in tiles.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
-        nki_kernels: operations of decode that run as NKI kernels of ours; `experts` needs experts in tiles.
     """
 
     logical_nc_config: PositiveInt = 2
@@ -96,12 +88,8 @@ class NeuronOptions(_Part):
     blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
     flash_decoding_enabled: bool = False
     num_cores_per_group: PositiveInt | None = None
-    early_router: bool = False
-    early_qkv_a: bool = False
-    attention_tiles: AttentionTiles = ""
-    decode_layers_kernel: bool = False
+    decode: Decode = "xla"
     prefill_rows_at_once: PositiveInt = 16384
-    nki_kernels: tuple[NkiKernel, ...] = ()
 
 
 class VisionOptions(_Part):
@@ -173,10 +161,8 @@ class Deployment(_Part):
             raise ConfigError(
                 f"expected at most {self.tp_degree}, got {self.vision.tp_degree}", field="vision.tp_degree"
             )
-        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts)  # refuses a format of the other target
-        held = expert_formats().get(self.experts)
-        if "experts" in self.neuron_config.nki_kernels and not (held and held.tiles):
-            raise ConfigError(f"expected a format in tiles with nki_kernels, got {self.experts}", field="experts")
+        # Refuses a format of the other target, or of another form of decode.
+        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self.neuron_config.decode)
         return self
 
     def _check_buckets(self) -> None:
@@ -242,15 +228,12 @@ class Deployment(_Part):
             self.hardware.target,
             "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
             spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
-            early_router=self.neuron_config.early_router,
-            early_qkv_a=self.neuron_config.early_qkv_a,
-            attention_tiles=self.neuron_config.attention_tiles,
-            query_group=self.cache_ranks if self.neuron_config.decode_layers_kernel and self.cache_ranks > 1 else 0,
+            decode=self.neuron_config.decode,
+            query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )
-        held = expert_formats().get(layout.experts)
-        if self.neuron_config.decode_layers_kernel and held and held.for_layout(config, layout).shared is None:
+        if layout.decode == "layers" and expert_formats()[layout.experts].for_layout(config, layout).shared is None:
             expected = "the shared expert in tiles: of a checkpoint that has it in FP8 blocks, or bf16_tiles"
-            raise ConfigError(f"decode_layers_kernel needs {expected}", field="experts")
+            raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
         return layout
 
     def neuron_arguments(self) -> dict[str, Any]:

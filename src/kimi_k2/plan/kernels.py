@@ -41,12 +41,10 @@ _FORMS = {
 }
 # Which of them the class runs.
 _OF_THE_CLASS = (
-    "this is the step of the class, which runs its MoE layers so (decode_layers_kernel): with the whole cache on each"
+    "this is the step of the class, which runs its MoE layers so (decode: layers): with the whole cache on each"
     " rank, and with flash decoding over groups of 16"
 )
-_NOT_OF_THE_CLASS = (
-    "one kernel a layer is what the class runs with decode_layers_kernel, which this deployment leaves out"
-)
+_NOT_OF_THE_CLASS = "one kernel a layer is what the class runs with decode: layers, which this deployment leaves out"
 
 
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
@@ -58,7 +56,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same or not layout.early_router:
+    if counted is None or not same or not layout.kernels:
         return None
     forms: tuple[str, ...] = ("folded_kernels", "folded")
     notes = (_NOT_OF_THE_CLASS,)

@@ -174,7 +174,7 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.batch * config.num_experts_per_tok
-    if "experts" in target.kernels and slots < local:
+    if target.layout.kernels and slots < local:
         return 0
     elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
     if held.dequantized:

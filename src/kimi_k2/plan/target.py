@@ -70,10 +70,8 @@ class Target:
         reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
-        kernels: operations of decode that run as NKI kernels of ours.
         tower_ranks: ranks that share the vision tower; None for as many as can.
         tower_buckets: patches and frames of each compiled graph of the tower.
-        decode_layers: all MoE layers of a step run as one kernel, collectives inside.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
     """
 
@@ -89,16 +87,19 @@ class Target:
     prefill_batch: int | None = None
     cache_ranks: int = 1
     reserved_slots: int = 0
-    kernels: tuple[str, ...] = ()
     tower_ranks: int | None = None
     tower_buckets: tuple[tuple[int, int], ...] = ()
-    decode_layers: bool = False
     prefill_rows_at_once: int = 16384
 
     @property
     def prefill_sequences(self) -> int:
         """Sequences of one prefill."""
         return self.batch if self.prefill_batch is None else self.prefill_batch
+
+    @property
+    def decode_layers(self) -> bool:
+        """Whether all MoE layers of a step run as one kernel, collectives inside."""
+        return self.layout.decode == "layers"
 
     @property
     def is_neuron(self) -> bool:
@@ -146,10 +147,8 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         prefill_batch=options.ctx_batch_size,
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
-        kernels=options.nki_kernels,
         tower_ranks=images.tp_degree if images else None,
         tower_buckets=images.buckets if images else (),
-        decode_layers=options.decode_layers_kernel,
         prefill_rows_at_once=options.prefill_rows_at_once,
     )
 

@@ -63,7 +63,7 @@ def units(modules: Iterable[str], layout: Layout, *, shared: bool = False) -> It
     of_shared: list[str] = []
     modules = list(modules)
     folded: list[str] = []
-    if layout.early_router and any(module.endswith(".mlp.gate") for module in modules):
+    if layout.kernels and any(module.endswith(".mlp.gate") for module in modules):
         folded = sorted(module for module in modules if module.endswith(_FOLDED))
         yield Unit(tuple(folded))
     for module in modules:

@@ -69,7 +69,7 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
         tensors=len(specs),
-        fold_flops=_fold_flops(config) if layout.early_qkv_a else 0,
+        fold_flops=_fold_flops(config) if layout.kernels else 0,
     )
 
 

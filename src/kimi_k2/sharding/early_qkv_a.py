@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.planned import PlannedTensor
@@ -33,16 +32,6 @@ SOURCES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "input_layernor
 def precedes_another(config: KimiK2Config, layer: int) -> bool:
     """Whether a decoder layer has the weights of the one behind it."""
     return 0 <= layer < config.num_hidden_layers - 1
-
-
-def check_experts(experts: ExpertFormat) -> None:
-    """Refuse experts that the weights of this module cannot lie beside.
-
-    Raises:
-        ConfigError: they do not lie in tiles.
-    """
-    if not experts.tiles:
-        raise ConfigError(f"expected experts in tiles with {NAME}, got {experts.name}", field="experts")
 
 
 def early_qkv_a_tensors(

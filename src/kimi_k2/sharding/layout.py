@@ -11,6 +11,8 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import expert_formats
 
 Target = Literal["neuron", "cuda"]
+# A decode step on Trainium: PyTorch operations; NKI kernels; or one kernel of all MoE layers, collectives inside.
+Decode = Literal["xla", "kernels", "layers"]
 AttentionTiles = Literal["", "bf16", "fp8"]
 STORED = "stored"  # experts in the checkpoint's own format
 GLOBAL_LAYER = -1  # embedding, final norm and head
@@ -28,13 +30,10 @@ class Layout:
             whole model keeps the checkpoint's.
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
-        early_router: write the weights of the early router too (`sharding.early_router`); neuron only.
-        early_qkv_a: write the weights of early down projections too (`sharding.early_qkv_a`); neuron only, experts in
-            tiles.
-        attention_tiles: write attention's weights in the decode kernel's tiles, in this format; "fp8" beside the
-            ordinary ones (`sharding.attention_tiles`); neuron only.
-        query_group: ranks that share a cache, each of which makes the queries of all their heads in the kernel of whole
-            layers: write weights for it; 0 without. One head a rank; needs attention_tiles.
+        decode: form of a decode step, for whose kernels further weights are written; neuron only. With kernels the
+            experts are in tiles, else they are not; None becomes `kernels` or `xla` by that.
+        query_group: with `layers`, ranks that share a cache, each of which makes the queries of all their heads: write
+            weights for it; 0 without. One head a rank.
     """
 
     moe_tp: int
@@ -43,9 +42,7 @@ class Layout:
     experts: str = "per_channel"
     dtype: torch.dtype = torch.bfloat16
     spmd_rank: bool | None = None
-    early_router: bool = False
-    early_qkv_a: bool = False
-    attention_tiles: AttentionTiles = ""
+    decode: Decode | None = None
     query_group: int = 0
 
     def __post_init__(self) -> None:
@@ -55,15 +52,34 @@ class Layout:
         allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
-        for field in ("early_router", "early_qkv_a", "attention_tiles"):
-            if (given := getattr(self, field)) and self.target != "neuron":
-                raise ConfigError(f"expected {type(given)()!r} for {self.target}, got {given!r}", field=field)
-        if self.query_group and (not self.attention_tiles or self.query_group % 2):
-            expected = "0 without attention_tiles" if not self.attention_tiles else "an even number"
+        held = expert_formats().get(self.experts)
+        in_tiles = held is not None and held.tiles
+        if self.decode is None:
+            object.__setattr__(self, "decode", "kernels" if in_tiles else "xla")
+        if self.decode not in get_args(Decode):
+            raise ConfigError(f"expected {' or '.join(get_args(Decode))}, got {self.decode!r}", field="decode")
+        if in_tiles != self.kernels:
+            expected = "tiles or bf16_tiles" if self.kernels else "no tiles"
+            raise ConfigError(f"expected {expected} with decode {self.decode!r}, got {self.experts}", field="experts")
+        if self.query_group and (self.decode != "layers" or self.query_group % 2):
+            expected = "an even number" if self.decode == "layers" else "0 without decode 'layers'"
             raise ConfigError(f"expected {expected}, got {self.query_group}", field="query_group")
-        if self.attention_tiles not in get_args(AttentionTiles):
-            expected = " or ".join(map(repr, get_args(AttentionTiles)))
-            raise ConfigError(f"expected {expected}, got {self.attention_tiles!r}", field="attention_tiles")
+
+    @property
+    def kernels(self) -> bool:
+        """Whether decode runs on NKI kernels: weights of `early_router` and `early_qkv_a` are written too."""
+        return self.decode != "xla"
+
+    @property
+    def attention_tiles(self) -> AttentionTiles:
+        """Format of attention's weights in the kernel's tiles (`sharding.attention_tiles`); "" without.
+
+        FP8 stands beside the ordinary weights, which prefill reads: for a long cache, which ranks share, BF16 does not
+        fit.
+        """
+        if self.decode != "layers":
+            return ""
+        return "fp8" if self.query_group and self.experts == "tiles" else "bf16"
 
     @property
     def ranks(self) -> int:

@@ -17,7 +17,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.files import read_json
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.planned import ShardingPlan
 from kimi_k2.sharding.rank_file import FileLayout
@@ -52,8 +51,10 @@ def _config_digest(config: KimiK2Config) -> str:
     return hashlib.sha256(config.model_dump_json(exclude=absent).encode()).hexdigest()
 
 
-# Fields of Layout that are written where they are set.
-_ADDED = ("early_router", "early_qkv_a", "attention_tiles", "query_group")
+# Fields of Layout that are written where they are set: files of decode without kernels keep the options of before.
+_ADDED = ("decode", "query_group")
+# What files of before say in place of `decode`, with experts in tiles; of attention_tiles "bf16" or "fp8" is `layers`.
+_BEFORE = {"early_router": True, "early_qkv_a": True, "shared_tiles": True}
 
 
 def _options(layout: Layout) -> dict[str, Any]:
@@ -65,10 +66,35 @@ def _options(layout: Layout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "spmd_rank": layout.has_spmd_rank,
     }
-    # Files without these keep the options that they had before there were such fields.
-    if layout.target == "neuron" and expert_formats()[layout.experts].tiles:
-        options["shared_tiles"] = True
-    return options | {name: value for name in _ADDED if (value := getattr(layout, name))}
+    return options | {name: value for name in _ADDED if (value := getattr(layout, name)) not in ("xla", 0)}
+
+
+def options_of_this_version(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Options of a manifest, those of before in today's fields.
+
+    Raises:
+        ConfigError: the files are of no form of decode that there is.
+    """
+    found, tiles = dict(options), options.get("attention_tiles", "")
+    old = {name: found.pop(name) for name in (*_BEFORE, "attention_tiles") if name in found}
+    in_tiles = options.get("experts") in ("tiles", "bf16_tiles")
+    if "decode" in found or not (old or in_tiles):
+        return found
+    decode = "layers" if tiles else "kernels"
+    wrong = [name for name, value in _BEFORE.items() if in_tiles and options.get(name) != value]
+    wrong += [name for name in old if not in_tiles]
+    if decode == "layers" and tiles != (
+        "fp8" if options.get("query_group") and options["experts"] == "tiles" else "bf16"
+    ):
+        wrong.append("attention_tiles")
+    if wrong:
+        raise ConfigError(
+            f"expected files of one form of decode, got {wrong[0]} {options.get(wrong[0], False)!r} beside experts"
+            f" {options.get('experts')!r}: convert again with --decode",
+            field=wrong[0],
+            file=file,
+        )
+    return {**found, "decode": decode}
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -79,7 +105,7 @@ def made_layout(directory: str | Path) -> Layout:
     """
     directory = Path(directory)
     try:
-        options = load_manifest(directory)["made_from"]["options"]
+        options = options_of_this_version(load_manifest(directory)["made_from"]["options"], directory / MANIFEST)
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
@@ -98,12 +124,10 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    absent = dict.fromkeys((*_ADDED, "shared_tiles"))
-    for option, wanted in {**absent, **_options(layout)}.items():
-        if made_from["options"].get(option) != wanted:
-            raise ConfigError(
-                f"converted with {made_from['options'].get(option)}, expected {wanted}", field=option, file=path
-            )
+    options = options_of_this_version(made_from["options"], path)
+    for option, wanted in {**dict.fromkeys(_ADDED), **_options(layout)}.items():
+        if options.get(option) != wanted:
+            raise ConfigError(f"converted with {options.get(option)}, expected {wanted}", field=option, file=path)
     if made_from["source"]["config_sha256"] != _config_digest(config):
         raise ConfigError("converted from a checkpoint with another configuration", file=path)
 

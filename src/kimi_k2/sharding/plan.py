@@ -17,7 +17,6 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.attention_tiles import check_sizes, check_stored
-from kimi_k2.sharding.early_qkv_a import check_experts
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.plan_cuda import cuda_layer
@@ -45,8 +44,6 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
         if layout.query_group and layout.ranks > 1 and config.num_attention_heads != layout.ranks:
             expected = f"one head a rank ({layout.ranks}) with query_group"
             raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")
-        if layout.early_qkv_a:
-            check_experts(experts)
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
     for layer in range(config.num_hidden_layers):
         tensors += neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, layer)

@@ -31,7 +31,7 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
         yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles, dtype)
         if layout.query_group and config.is_moe_layer(layer):
             yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles, dtype)
-    if layout.early_qkv_a and precedes_another(config, layer):
+    if layout.kernels and precedes_another(config, layer):
         sizes = (ranks, layout.moe_tp, layout.moe_ep)
         yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)
     if not config.is_moe_layer(layer):
@@ -41,7 +41,7 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
     gate = (hidden, count) if experts.tiles else (count, hidden)
     yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
-    if layout.early_router:
+    if layout.kernels:
         yield from early_router_tensors(config, root, layer, ranks)
     mlps = f"{root}.mlp.expert_mlps"
     if layout.has_spmd_rank:

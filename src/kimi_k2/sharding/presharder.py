@@ -35,7 +35,15 @@ from kimi_k2.sharding.flusher import Flusher
 from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, describe, load_manifest, rank_file_name, write_manifest
+from kimi_k2.sharding.manifest import (
+    MANIFEST,
+    WEIGHTS,
+    describe,
+    load_manifest,
+    options_of_this_version,
+    rank_file_name,
+    write_manifest,
+)
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 from kimi_k2.sharding.rank_file import RESUME, FileLayout, RankFile
@@ -259,7 +267,8 @@ class Presharder:
         """
 
         def without_files(made_from: dict[str, Any]) -> dict[str, Any]:
-            return {**made_from, "source": {**made_from["source"], "shards": None}}
+            options = options_of_this_version(made_from["options"], file)
+            return {**made_from, "options": options, "source": {**made_from["source"], "shards": None}}
 
         if without_files(recorded) != without_files(self.made_from):
             raise ConfigError(f"{what} of another source or other options", file=file)
@@ -345,7 +354,7 @@ class Presharder:
 
     def _following(self, layer: int) -> Tensor | None:
         """What early down projections fold of the layer behind; None without them, or where there is none."""
-        if not self.layout.early_qkv_a or not precedes_another(self.config, layer):
+        if not self.layout.kernels or not precedes_another(self.config, layer):
             return None
         groups = self._modules[layer + 1]
         return scaled_projections(self.config, layer + 1, lambda module: self._stored(module, groups))

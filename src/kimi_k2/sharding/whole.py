@@ -16,7 +16,7 @@ from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
 from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.experts.format import ExpertFormat
-from kimi_k2.sharding.layout import AttentionTiles, Layout
+from kimi_k2.sharding.layout import Decode, Layout
 from kimi_k2.sharding.plan import make_plan
 
 
@@ -27,9 +27,7 @@ def whole_state_dict(
     names: Iterable[str],
     read: Callable[[str], Tensor],
     *,
-    early_router: bool = False,
-    early_qkv_a: bool = False,
-    attention_tiles: AttentionTiles = "",
+    decode: Decode | None = None,
     query_group: int = 0,
     ranks: int = 1,
 ) -> dict[str, Tensor]:
@@ -41,9 +39,7 @@ def whole_state_dict(
         experts: how the routed experts are held.
         names: stored names, without prefix; all that `config` implies and no others.
         read: called once with each.
-        early_router: with the early router's weights.
-        early_qkv_a: with those of early down projections.
-        attention_tiles: with attention's tiles, in this format.
+        decode: of `Layout`.
         query_group: of `Layout`.
         ranks: that will divide the heads, in whose order attention's tiles lie.
 
@@ -55,15 +51,7 @@ def whole_state_dict(
         raise MissingTensorError("not among the tensors given", tensor=lost[0])
     if more := sorted(set(names) - expected):
         raise UnexpectedTensorError("the configuration implies no such tensor", tensor=more[0])
-    layout = Layout(
-        1,
-        experts=experts.name,
-        dtype=dtype,
-        early_router=early_router,
-        early_qkv_a=early_qkv_a,
-        attention_tiles=attention_tiles,
-        query_group=query_group,
-    )
+    layout = Layout(1, experts=experts.name, dtype=dtype, decode=decode, query_group=query_group)
     planned = {tensor.name: tensor for tensor in make_plan(config, layout, experts).tensors}
     state: dict[str, Tensor] = {}
     layers = modules_by_layer(names)
@@ -77,7 +65,7 @@ def whole_state_dict(
 
     for layer, modules in sorted(layers.items()):
         following = None
-        if early_qkv_a and precedes_another(config, layer):
+        if layout.kernels and precedes_another(config, layer):
             following = scaled_projections(config, layer + 1, partial(stored_of, layer + 1, keep=True))
         converter = Converter(config, layout, planned, experts, report=False, following=following, ranks=ranks)
         for unit in units(modules, layout, shared=converter.holds_shared):
@@ -98,9 +86,7 @@ def load_whole_state_dict(
     dtype: torch.dtype,
     experts: ExpertFormat,
     *,
-    early_router: bool = False,
-    early_qkv_a: bool = False,
-    attention_tiles: AttentionTiles = "",
+    decode: Decode | None = None,
     query_group: int = 0,
     ranks: int = 1,
 ) -> dict[str, Tensor]:
@@ -111,9 +97,7 @@ def load_whole_state_dict(
         experts,
         reader.names(),
         reader.get,
-        early_router=early_router,
-        early_qkv_a=early_qkv_a,
-        attention_tiles=attention_tiles,
+        decode=decode,
         query_group=query_group,
         ranks=ranks,
     )

@@ -45,8 +45,8 @@ class KimiK2Attention(nn.Module):
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
         self.flash_decoding = neuron.flash_decoding_enabled
         self.sequence_parallel = neuron.sequence_parallel_enabled
-        # Of a part of the cache the kernel of whole layers alone takes care.
-        on_kernel = "attention" in neuron.nki_kernels and not self.flash_decoding
+        # A part of the cache, or one in blocks, the kernel of whole layers alone takes, or none.
+        on_kernel = neuron.kernels and not (self.flash_decoding or neuron.is_block_kv_layout)
         self.kernel = AttentionKernel(neuron.logical_nc_config) if on_kernel else None
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
@@ -56,17 +56,18 @@ class KimiK2Attention(nn.Module):
         )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
-        self.tiles = AttentionTiles(config, moe) if neuron.attention_tiles else None
+        kind = config.layout.attention_tiles
+        self.tiles = AttentionTiles(config, moe) if kind else None
         in_tiles = on_kernel and self.tiles is not None
         self.block = AttentionBlockKernel(neuron.logical_nc_config) if in_tiles else None
-        self.tiles_alone = in_place_of_linears(neuron.attention_tiles)
+        self.tiles_alone = in_place_of_linears(kind)
         if not self.tiles_alone:
             column = {"bias": False, "gather_output": False, "dtype": dtype}
             self.q_b_proj = ColumnParallelLinear(hf.q_lora_rank, heads * hf.qk_head_dim, **column)
             self.kv_b_proj = ColumnParallelLinear(
                 hf.kv_lora_rank, heads * (hf.qk_nope_head_dim + hf.v_head_dim), **column
             )
-            output = OutputProjection if neuron.early_router else RowParallelLinear
+            output = OutputProjection if neuron.kernels else RowParallelLinear
             self.o_proj = output(
                 heads * hf.v_head_dim, hf.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
                 reduce_dtype=neuron.rpl_reduce_dtype,

@@ -16,26 +16,23 @@ from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.whole import load_whole_state_dict, whole_state_dict
 
 
-def load_neuron_state_dict(
-    directory: str | Path, dtype: torch.dtype, experts: ExpertFormat, world_size: int, **beside: Any
-) -> dict[str, Tensor]:
-    """Stream a checkpoint directory into an unsharded Neuron state dict; `beside` as of `whole_state_dict`.
+def load_neuron_state_dict(directory: str | Path, neuron_config: Any, experts: ExpertFormat) -> dict[str, Tensor]:
+    """Stream a checkpoint directory into an unsharded Neuron state dict.
 
     Raises:
         ConfigError, CheckpointError: see `KimiK2Config.from_pretrained` and `CheckpointReader`.
     """
     config = KimiK2Config.from_pretrained(directory)
     with CheckpointReader.for_config(directory, config) as reader:
-        return _ranked(load_whole_state_dict(reader, config, dtype, experts, ranks=world_size, **beside), world_size)
+        state = load_whole_state_dict(reader, config, neuron_config.torch_dtype, experts, **_layout(neuron_config))
+        return _ranked(state, neuron_config.tp_degree)
 
 
 def convert_state_dict(
     state_dict: dict[str, Any],
     config: KimiK2Config,
-    dtype: torch.dtype,
+    neuron_config: Any,
     experts: ExpertFormat,
-    world_size: int,
-    **beside: Any,
 ) -> dict[str, Tensor]:
     """The same from a state dict in memory; it is emptied on the way.
 
@@ -49,10 +46,14 @@ def convert_state_dict(
         for name in state_dict
         if not IGNORED.search(name)
     }
-    state = whole_state_dict(
-        config, dtype, experts, given, lambda name: state_dict.pop(given[name]), ranks=world_size, **beside
-    )
-    return _ranked(state, world_size)
+    read, dtype = lambda name: state_dict.pop(given[name]), neuron_config.torch_dtype
+    state = whole_state_dict(config, dtype, experts, given, read, **_layout(neuron_config))
+    return _ranked(state, neuron_config.tp_degree)
+
+
+def _layout(neuron_config: Any) -> dict[str, Any]:
+    decode, group = neuron_config.decode, neuron_config.query_group
+    return {"decode": decode, "query_group": group, "ranks": neuron_config.tp_degree}
 
 
 def _ranked(state: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:

@@ -11,20 +11,20 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
-from kimi_k2.sharding.experts.format import quantization_types
-from kimi_k2.sharding.experts.tiled import check_width, shared_width
-from kimi_k2.sharding.layout import AttentionTiles, Layout
+from kimi_k2.sharding.experts import tiled
+from kimi_k2.sharding.experts.format import ExpertFormat, held_format, quantization_types
+from kimi_k2.sharding.layout import Decode, Layout
 
 from . import lora, options
+from .presharding import layout_of
 from .quantized import MODULES_TO_NOT_CONVERT
 
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
 HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
 
 
-# Operations that can run as NKI kernels; docs/nki.md.
-NKI_KERNELS = ("router", "attention", "experts")
 EXPERTS_OF_KERNEL = 8
 
 
@@ -34,22 +34,11 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
-        nki_kernels: operations of decode that run as NKI kernels of ours, some of NKI_KERNELS: the vendor's `nki` where
-            it is importable, and in CPU mode its emulator. `experts` needs expert_tiles.
-        expert_tiles: routed experts are held in the kernel's tiles, and the router's weight as [H, E], as
-            `kimi-k2 convert --experts tiles` writes them.
-        shared_expert_tiles: columns of the shared expert that a rank holds in such tiles; 0 where it is three linears.
-        early_router: sum the router's logits of decode over the ranks together with the attention's output, by weights
-            that are folded from the checkpoint (`kimi-k2 convert --early-router`); see early_router.py.
-        early_qkv_a: sum q_a and kv_a of decode over the ranks together with the feed-forward output before them, by
-            weights that are folded from the checkpoint (`kimi-k2 convert --early-qkv-a`); see early_qkv_a.py. Needs
-            experts in tiles.
-        attention_tiles: attention's weights are held in the tiles of a kernel that is all of it but the down
-            projections: "bf16" for the model's dtype, for prefill too; "fp8" for the checkpoint's FP8 blocks, beside
-            the ordinary ones; or "" for none. Needs `attention` among nki_kernels.
-        decode_layers_kernel: all MoE layers of a step run as one kernel with its collectives inside (decode_layers.py).
-            Needs `attention` and `experts` among nki_kernels, tiles of the routed and the shared expert and of
-            attention, early_router and early_qkv_a.
+        decode: form of a decode step. `xla`: PyTorch operations. `kernels`: router, attention and experts on NKI
+            kernels (the vendor's `nki` where it is importable, and in CPU mode its emulator), with the router's logits
+            and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
+            early_qkv_a.py). `layers`: all MoE layers in one kernel with its collectives inside (decode_layers.py). The
+            weights are those of `kimi-k2 convert --decode`.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
@@ -64,22 +53,13 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self,
         *,
         router_bias_before_sigmoid: bool = False,
-        nki_kernels: Sequence[str] = (),
-        expert_tiles: bool = False,
-        shared_expert_tiles: int = 0,
-        early_router: bool = False,
-        early_qkv_a: bool = False,
-        attention_tiles: AttentionTiles = "",
-        decode_layers_kernel: bool = False,
+        decode: Decode = "xla",
         prefill_rows_at_once: int = 16384,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
         **kwargs: Any,
     ) -> None:
         options.check(kwargs)
-        unknown = sorted(set(nki_kernels) - set(NKI_KERNELS))
-        if unknown:
-            raise ConfigError(f"expected some of {', '.join(NKI_KERNELS)}, got {unknown[0]!r}", field="nki_kernels")
         if prefill_rows_at_once < 1:
             raise ConfigError(f"expected at least 1, got {prefill_rows_at_once}", field="prefill_rows_at_once")
         # The router returns weights that are normalised and scaled already.
@@ -99,33 +79,25 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
-        options.check_kernels(self, nki_kernels, expert_tiles, shared_expert_tiles, decode_layers_kernel)
-        if early_router:
-            options.check_early_router(self)
-        options.check_attention_tiles(attention_tiles, nki_kernels)
-        if early_qkv_a:
-            options.check_early_qkv_a(self, expert_tiles)
-        given = {"early_router": early_router, "early_qkv_a": early_qkv_a, "attention_tiles": attention_tiles}
-        if decode_layers_kernel:
-            options.check_decode_layers(self, nki_kernels, {**given, "shared_expert_tiles": shared_expert_tiles})
+        self.decode = decode
+        options.check_decode(self)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
-        if decode_layers_kernel and self.num_cores_per_group > 1:
+        if self.query_group:
             options.check_shared_cache(self, self.num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
-        self.nki_kernels = list(nki_kernels)
-        self.expert_tiles = expert_tiles
-        self.shared_expert_tiles = shared_expert_tiles
-        self.early_router, self.early_qkv_a = early_router, early_qkv_a
-        self.attention_tiles = attention_tiles
-        self.decode_layers_kernel = decode_layers_kernel
         self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
     @property
+    def kernels(self) -> bool:
+        """Whether decode runs on NKI kernels, with early sums and experts in tiles."""
+        return self.decode != "xla"
+
+    @property
     def query_group(self) -> int:
         """Ranks that share a cache, each of which makes the queries of all their heads; 0 where none does."""
-        return self.num_cores_per_group if self.decode_layers_kernel and self.num_cores_per_group > 1 else 0
+        return self.num_cores_per_group if self.decode == "layers" and self.num_cores_per_group > 1 else 0
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:
@@ -141,6 +113,8 @@ def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceCo
         for name in HF_FIELDS:
             setattr(target, name, fields[name])
         target.tensor_prefix = config.tensor_prefix
+        if config.quantization is not None:  # whether attention and the shared expert have FP8 blocks
+            target.quantization_config = config.quantization.to_hf_dict()
         if not isinstance(source, KimiK2Config):
             target._name_or_path = str(source)
 
@@ -178,7 +152,25 @@ class KimiK2InferenceConfig(InferenceConfig):
         # transformers' deepseek_v3 class keeps no field that it has no use for, such as moe_layer_freq.
         fields = {name: getattr(self, name) for name in HF_FIELDS if hasattr(self, name)}
         fields["intermediate_size"] = getattr(self, "dense_intermediate_size", fields["intermediate_size"])
+        if stored := getattr(self, "quantization_config", None):
+            fields["quantization"] = parse_quantization(stored)
         return KimiK2Config.model_validate(fields)
+
+    @property
+    def layout(self) -> Layout:
+        """Ranks and formats of the weights."""
+        return layout_of(self.neuron_config)
+
+    @property
+    def experts(self) -> ExpertFormat:
+        """How the routed experts are held, and in tiles the shared one."""
+        held = held_format(self.neuron_config)
+        return held.for_layout(self.hf, self.layout) if held.tiles else held
+
+    @property
+    def shared_width(self) -> int:
+        """Columns of the shared expert that a rank holds in tiles; 0 where it is three linears."""
+        return 0 if self.experts.shared is None else tiled.shared_width(self.hf, self.layout)
 
     def _check_parallelism(self) -> None:
         hf, neuron = self.hf, self.neuron_config
@@ -190,34 +182,35 @@ class KimiK2InferenceConfig(InferenceConfig):
             ("moe_intermediate_size", hf.moe_intermediate_size, moe_tp if moe_ep > 1 else tp),
             ("n_routed_experts", hf.n_routed_experts, moe_ep),
             ("intermediate_size", hf.intermediate_size, tp),
-            ("hidden_size", hf.hidden_size, tp if neuron.early_router or neuron.early_qkv_a else 1),
+            ("hidden_size", hf.hidden_size, tp if neuron.kernels else 1),
         ):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)
-        if neuron.expert_tiles:
-            layout = Layout(moe_tp if moe_ep > 1 else tp, moe_ep)
-            check_width(hf, layout)
-            if neuron.shared_expert_tiles not in (0, width := shared_width(hf, layout)):
-                raise ConfigError(
-                    f"expected 0 or {width}, got {neuron.shared_expert_tiles}", field="shared_expert_tiles"
-                )
-        if neuron.attention_tiles:
+        if neuron.kernels:
+            self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        hf, neuron = self.hf, self.neuron_config
+        tiled.check_width(hf, self.layout)
+        if neuron.decode == "layers":
             check_sizes(hf)
-        if neuron.decode_layers_kernel:
-            options.check_layer_sizes(hf, tp, neuron.query_group)
+            options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
+            if not self.shared_width:
+                expected = "the shared expert in tiles: in FP8 blocks beside FP8 experts, of 32 or 64 columns a rank"
+                raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
-        if "attention" in neuron.nki_kernels and (rank % 128 or rank > 512 or rope > 128):
+        if rank % 128 or rank > 512 or rope > 128:
             raise ConfigError(
                 f"the attention kernel takes a multiple of 128 up to 512, and up to 128 rotary values, got {rank} and"
                 f" {rope}",
                 field="kv_lora_rank",
             )
-        if "experts" in neuron.nki_kernels and hf.num_experts_per_tok != EXPERTS_OF_KERNEL:
+        if hf.num_experts_per_tok != EXPERTS_OF_KERNEL:
             raise ConfigError(
                 f"the experts kernel takes {EXPERTS_OF_KERNEL}, got {hf.num_experts_per_tok}",
                 field="num_experts_per_tok",
             )
-        if neuron.nki_kernels and hf.hidden_size % (128 * cores):
+        if hf.hidden_size % (128 * cores):
             raise ConfigError(
                 f"the kernels take a multiple of {128 * cores}, got {hf.hidden_size}", field="hidden_size"
             )

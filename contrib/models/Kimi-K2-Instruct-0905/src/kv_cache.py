@@ -56,7 +56,8 @@ class LatentKVCacheManager(KVCacheManager):
 
         Kernels are given the whole cache: a graph would copy a part of it before the call.
         """
-        if "attention" in self.neuron_config.nki_kernels and not (self.flash_decoding_enabled and idx < self.dense):
+        layers, split = self.neuron_config.decode == "layers", self.flash_decoding_enabled
+        if self.neuron_config.kernels and (layers and idx >= self.dense if split else True):
             kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE

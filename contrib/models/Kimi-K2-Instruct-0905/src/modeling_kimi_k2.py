@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimi_k2.sharding.early_qkv_a import precedes_another
-from kimi_k2.sharding.experts.format import held_format
 
 from . import cpu_mode, lora, patches, prefill
 from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
-from .config import NKI_KERNELS, KimiK2InferenceConfig
+from .config import KimiK2InferenceConfig
 from .decode_layers import DecodeLayersKernel, WholeLayers
 from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
 from .early_router import EarlyLogits, EarlyRouter, OutputProjection
@@ -60,7 +59,7 @@ class KimiK2MLP(nn.Module):
         self.sequence_parallel = config.neuron_config.sequence_parallel_enabled
         self.gate_proj = ColumnParallelLinear(hidden, width, **column)
         self.up_proj = ColumnParallelLinear(hidden, width, **column)
-        down = OutputProjection if config.neuron_config.early_qkv_a else RowParallelLinear
+        down = OutputProjection if config.neuron_config.kernels else RowParallelLinear
         self.down_proj = down(
             width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=config.neuron_config.rpl_reduce_dtype,
@@ -95,11 +94,11 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         enable_spmd_rank=blockwise.parallelize_token_to_block_mapping or neuron.moe_ep_degree > 1,
         use_index_calc_kernel=neuron.use_index_calc_kernel,
     )
-    kernel_cores = {name: neuron.logical_nc_config if name in neuron.nki_kernels else 0 for name in NKI_KERNELS}
+    kernel_cores = neuron.logical_nc_config if neuron.kernels else 0
     experts = KimiK2ExpertMLPs(
         tiles=tile_dtype(neuron),
-        shared_width=neuron.shared_expert_tiles,
-        kernel_cores=kernel_cores["experts"],
+        shared_width=config.shared_width,
+        kernel_cores=kernel_cores,
         rows_at_once=neuron.prefill_rows_at_once,
         early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,
         routed_experts_mlp_config=routed,
@@ -114,7 +113,7 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         cte_expert_model_parallel_group=prefill_ep,
     )
     shared = None
-    if hf.n_shared_experts and not neuron.shared_expert_tiles:
+    if hf.n_shared_experts and not config.shared_width:
         shared = SharedExperts(
             hidden_size=hf.hidden_size,
             intermediate_size=hf.moe_intermediate_size,
@@ -126,8 +125,8 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
     router = KimiK2Router(
         hf,
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
-        kernel_cores=kernel_cores["router"],
-        transposed=neuron.expert_tiles,
+        kernel_cores=kernel_cores,
+        transposed=neuron.kernels,
         sequence_parallel_enabled=False,  # it is given the gathered tokens
         sequence_dimension=1,
         dtype=neuron.torch_dtype,
@@ -147,7 +146,7 @@ def plain_mlp_width(config: KimiK2InferenceConfig, layer: int) -> int:
     hf = config.hf
     if not hf.is_moe_layer(layer):
         return hf.intermediate_size
-    return 0 if config.neuron_config.shared_expert_tiles else hf.moe_intermediate_size * hf.n_shared_experts
+    return 0 if config.shared_width else hf.moe_intermediate_size * hf.n_shared_experts
 
 
 class KimiK2DecoderLayer(nn.Module):
@@ -160,8 +159,8 @@ class KimiK2DecoderLayer(nn.Module):
         self.self_attn = KimiK2Attention(config, hf.is_moe_layer(layer))
         self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.is_moe = hf.is_moe_layer(layer)
-        self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.early_router else None
-        early = config.neuron_config.early_qkv_a and precedes_another(hf, layer)
+        self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.kernels else None
+        early = config.neuron_config.kernels and precedes_another(hf, layer)
         self.early_qkv_a = EarlyProjections(config, plain_mlp_width(config, layer)) if early else None
         self.mlp = make_moe(config, early=early) if self.is_moe else KimiK2MLP(config)
 
@@ -240,7 +239,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
         )
         self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
         sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
-        self.whole = DecodeLayersKernel(*sizes) if neuron.decode_layers_kernel else None
+        self.whole = DecodeLayersKernel(*sizes) if neuron.decode == "layers" else None
         self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
             hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling,
@@ -281,9 +280,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
         if split and kwargs["is_for_context_encoding"] and self.prefix_size:
             kwargs["own"] = self._own(kwargs["input_ids"].shape[1])
         if not kwargs["is_for_context_encoding"]:
-            if self.neuron_config.early_router:
+            if self.neuron_config.kernels:
                 kwargs["tensor_rank"] = self.rank_util.get_rank()
-            if self.neuron_config.early_qkv_a:
                 kwargs["following"] = Following(self.rank_util.get_rank())
             if self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
                 kwargs["whole"] = WholeLayers(self.layers, self.whole)
@@ -303,11 +301,6 @@ class NeuronKimiK2Model(NeuronBaseModel):
         for name, value in scales.items():
             self.get_parameter(name).data = value
         return self
-
-
-def _beside(neuron: Any) -> dict[str, Any]:
-    names = ("early_router", "early_qkv_a", "attention_tiles", "query_group")
-    return {name: getattr(neuron, name) for name in names}
 
 
 class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
@@ -421,18 +414,12 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
-        neuron = config.neuron_config
-        return load_neuron_state_dict(
-            model_name_or_path, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_beside(neuron)
-        )
+        return load_neuron_state_dict(model_name_or_path, config.neuron_config, config.experts)
 
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: KimiK2InferenceConfig) -> dict[str, Tensor]:
         """The same for an unquantized state dict in memory."""
-        neuron = config.neuron_config
-        return convert_state_dict(
-            state_dict, config.hf, neuron.torch_dtype, held_format(neuron), neuron.tp_degree, **_beside(neuron)
-        )
+        return convert_state_dict(state_dict, config.hf, config.neuron_config, config.experts)
 
     def shard_weights(
         self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None

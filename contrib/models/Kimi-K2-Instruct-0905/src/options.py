@@ -6,14 +6,18 @@ no effect, and no error. `check` is the one place that refuses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, get_args
 
 import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.layout import AttentionTiles
+from kimi_k2.sharding.layout import Decode
+
+_LOG = logging.getLogger(__name__)
 
 # Their effect on the model's outputs is tested in test/nxd (or by what loads and serves it).
 # fmt: off
@@ -148,49 +152,24 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "windowed_context_encoding_size": ((None,), _CACHE),
 }  # fmt: skip
 
-# With an operation of `nki_kernels`: field: (the values that are taken, why no other is). Continuous batching and
-# sequence parallelism are tested with all of them, a bucket's part of the cache too.
-KERNEL_REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
-    "attention": {
-        "flash_decoding_enabled": ((False,), "without decode_layers_kernel no kernel takes a part of the positions"),
-        "is_prefix_caching": ((False,), "the kernel reads a cache in one piece"),
-        "lora_config": ((None,), "not tried together"),
-        "speculation_length": ((0,), "the kernel takes one token a sequence"),
-    },
-    "experts": {"expert_tiles": ((True,), "the kernel reads experts in tiles (kimi-k2 convert --experts tiles)")},
-    "router": {},
+# With NKI kernels at decode: field: (the values that are taken, why no other is). Continuous batching and sequence
+# parallelism are tested with them, a bucket's part of the cache too; attention over a part of the positions, or over
+# blocks, is PyTorch's beside the other kernels.
+KERNELS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "lora_config": ((None,), "an adapter would not be in the weights that are folded at conversion"),
+    "rpl_reduce_dtype": ((None, torch.float32), "what rides in an all-reduce is summed in float32"),
+    "speculation_length": ((0,), "kernels take one token a sequence"),
 }
-
-# The same with `early_router`, whose weights are folded at conversion and which rides in a step's one all-reduce.
-EARLY_ROUTER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "lora_config": ((None,), "an adapter of o_proj would not be in the folded weights"),
-    "rpl_reduce_dtype": ((None, torch.float32), "logits and attention's output are summed in float32"),
-    "speculation_length": ((0,), "steps of several tokens take the router's own weight"),
-}
-
-# The same with `early_qkv_a`, whose weights are folded with the experts' down projections.
-EARLY_QKV_A_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "expert_tiles": ((True,), "the folded weights lie beside experts in tiles (kimi-k2 convert --experts tiles)"),
-    "lora_config": ((None,), "not tried together"),
-    "rpl_reduce_dtype": ((None, torch.float32), "down projections and the experts' output are summed in float32"),
-    "speculation_length": ((0,), "the layers hand on the projections of one token a sequence"),
-}
-
-# The same with `decode_layers_kernel`; what its parts refuse, it does too.
-DECODE_LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; without it they can"),
+# The same with one kernel of all layers.
+LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **KERNELS_REFUSED,
+    "is_prefix_caching": ((False,), "the kernel reads a cache in one piece"),
+    "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; with decode 'kernels' they can"),
 }
 MOST_COLUMNS = 128  # of the residual, on a rank
 MOST_SEQUENCES = 32  # whose tiles fit SBUF at the widths of a rank of 64 and 4,096 slots, by the emulator
 MOST_HEADS = 128  # of all sequences, where a group of ranks shares a cache: a partition each
 EXPERTS_IN_COLUMNS, MOST_EXPERTS = 128, 512  # the router's logits lie as columns of so many
-# What it is made of: the option, and what it asks of it.
-DECODE_LAYERS_NEEDS = {
-    "early_router": "True",
-    "early_qkv_a": "True",
-    "attention_tiles": "'bf16' or 'fp8'",
-    "shared_expert_tiles": "32 or 64",
-}
 
 # Fields of blockwise_matmul_config. Both make a view of the token map, which loses its reduction over the ranks.
 BLOCKWISE_REFUSED = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
@@ -201,7 +180,7 @@ DEPRECATED = frozenset({"disable_normalize_top_k_affinities", "logical_neuron_co
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse options that the model does not follow.
+    """Refuse options that the model does not follow, and say which of a newer release are inherited.
 
     Args:
         options: values by NxDI's names: arguments, or the attributes of a neuron config.
@@ -216,7 +195,20 @@ def check(options: Mapping[str, Any]) -> None:
                 expected = " or ".join(repr(one) for one in taken)
                 raise ConfigError(f"expected {expected}, got {value!r}: {reason}", field=name)
         elif name not in TESTED and name not in INHERITED and name not in DEPRECATED:
-            raise ConfigError("NxDI has no such option", field=name)
+            defaults = _defaults()
+            if name not in defaults:
+                raise ConfigError("NxDI has no such option", field=name)
+            if value != defaults[name]:
+                expected = f"{defaults[name]!r}, the release's default"
+                raise ConfigError(f"expected {expected}, got {value!r}: not tried with this model", field=name)
+            _LOG.info("%s: %r, NxDI's default; not known here", name, value)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from neuronx_distributed_inference.models.config import MoENeuronConfig
+
+    return dict(vars(MoENeuronConfig()))
 
 
 def check_together(config: Any) -> None:
@@ -324,60 +316,44 @@ def _check_several_tokens(config: Any) -> None:
         )
 
 
-def check_early_router(config: Any) -> None:
-    """Refuse what an early router does not follow; `config` is the whole neuron config.
+def check_decode(config: Any) -> None:
+    """Refuse what NKI kernels at decode, and experts in tiles, do not follow; `config` is the whole neuron config.
 
     Raises:
         ConfigError: naming the field.
     """
-    _refuse(vars(config), EARLY_ROUTER_REFUSED, "early_router")
-
-
-def check_early_qkv_a(config: Any, tiles: bool) -> None:
-    """Refuse what early down projections do not follow; `config` is the whole neuron config.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    _refuse({**vars(config), "expert_tiles": tiles}, EARLY_QKV_A_REFUSED, "early_qkv_a")
-
-
-def check_attention_tiles(tiles: str, kernels: Sequence[str]) -> None:
-    """Refuse tiles of an unknown format, or without the kernel that reads them.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    if tiles not in (known := get_args(AttentionTiles)):
-        expected = " or ".join(map(repr, known))
-        raise ConfigError(f"expected {expected}, got {tiles!r}", field="attention_tiles")
-    if tiles and "attention" not in kernels:
-        raise ConfigError(f"expected '' without attention among nki_kernels, got {tiles!r}", field="attention_tiles")
-
-
-def check_decode_layers(config: Any, kernels: Sequence[str], parts: Mapping[str, Any]) -> None:
-    """Refuse what the kernel of all MoE layers does not follow, or is not made of; `config` is the whole neuron config.
-
-    Args:
-        config: of NxDI's fields.
-        kernels: nki_kernels.
-        parts: of our own fields, those in DECODE_LAYERS_NEEDS.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    for kernel in ("attention", "experts"):
-        if kernel not in kernels:
-            raise ConfigError(f"expected {kernel} among them with decode_layers_kernel", field="nki_kernels")
-    for field, expected in DECODE_LAYERS_NEEDS.items():
-        if not parts[field]:
-            raise ConfigError(f"expected {expected} with decode_layers_kernel, got {parts[field]!r}", field=field)
-    _refuse(vars(config), DECODE_LAYERS_REFUSED, "decode_layers_kernel")
-    if config.tkg_batch_size > MOST_SEQUENCES:
+    if config.decode not in get_args(Decode):
+        raise ConfigError(f"expected {' or '.join(get_args(Decode))}, got {config.decode!r}", field="decode")
+    if not config.kernels:
+        return
+    layers = config.decode == "layers"
+    for name, (taken, reason) in (LAYERS_REFUSED if layers else KERNELS_REFUSED).items():
+        if (value := getattr(config, name)) not in taken:
+            expected = " or ".join(repr(one) for one in taken)
+            raise ConfigError(f"expected {expected} with decode {config.decode!r}, got {value!r}: {reason}", field=name)
+    if layers and config.tkg_batch_size > MOST_SEQUENCES:
+        expected = f"at most {MOST_SEQUENCES} sequences with decode 'layers'"
+        raise ConfigError(f"expected {expected}, got {config.tkg_batch_size}", field="batch_size")
+    if not config.flash_decoding_enabled and not config.is_block_kv_layout:
+        _check_slots(config, 128 * config.logical_nc_config, "the attention kernel takes a multiple of {tile}")
+    if config.quantized and config.quantization_type != "blockwise_symmetric":
+        expected = f"blockwise_symmetric with decode {config.decode!r}"
+        raise ConfigError(f"expected {expected}, got {config.quantization_type!r}", field="quantization_type")
+    if not config.blockwise_matmul_config.use_torch_block_wise:
         raise ConfigError(
-            f"decode_layers_kernel takes at most {MOST_SEQUENCES} sequences, got {config.tkg_batch_size}",
-            field="batch_size",
+            f"expected True with decode {config.decode!r}: NxD's NKI kernels read experts in another arrangement",
+            field="blockwise_matmul_config.use_torch_block_wise",
         )
+
+
+def _check_slots(config: Any, tile: int, taken: str) -> None:
+    """Refuse cache lengths that kernels do not take."""
+    made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
+    for name in ("seq_len", "token_generation_buckets"):
+        stated = getattr(config, name) or made_by_nxdi
+        for length in [stated] if isinstance(stated, int) else stated:
+            if length % tile:
+                raise ConfigError(f"{taken.format(tile=tile)}, got {length}", field=name)
 
 
 def check_shared_cache(config: Any, group: int) -> None:
@@ -388,18 +364,12 @@ def check_shared_cache(config: Any, group: int) -> None:
     """
     if config.logical_nc_config != 2 or group % 2:
         field = "num_cores_per_group" if group % 2 else "logical_nc_config"
-        raise ConfigError("decode_layers_kernel divides a group's heads between two cores", field=field)
+        raise ConfigError("decode 'layers' divides a group's heads between two cores", field=field)
     if config.tkg_batch_size * group > MOST_HEADS:
         expected = f"at most {MOST_HEADS // group} sequences over groups of {group}"
-        raise ConfigError(f"decode_layers_kernel takes {expected}, got {config.tkg_batch_size}", field="batch_size")
+        raise ConfigError(f"decode 'layers' takes {expected}, got {config.tkg_batch_size}", field="batch_size")
     tile = 128 * config.logical_nc_config * group
-    made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
-    for name in ("seq_len", "token_generation_buckets"):
-        stated = getattr(config, name) or made_by_nxdi
-        for length in [stated] if isinstance(stated, int) else stated:
-            if length % tile:
-                expected = f"a multiple of {tile}, {tile // group} a rank"
-                raise ConfigError(f"decode_layers_kernel takes {expected}, got {length}", field=name)
+    _check_slots(config, tile, f"decode 'layers' takes a multiple of {{tile}}, {tile // group} a rank")
 
 
 def check_layer_sizes(hf: KimiK2Config, ranks: int, group: int = 0) -> None:
@@ -411,64 +381,22 @@ def check_layer_sizes(hf: KimiK2Config, ranks: int, group: int = 0) -> None:
     dense = [layer for layer in range(hf.num_hidden_layers) if not hf.is_moe_layer(layer)]
     if not dense or dense != list(range(len(dense))):
         raise ConfigError(
-            f"decode_layers_kernel takes MoE layers behind dense ones, got dense layers {dense}",
+            f"decode 'layers' takes MoE layers behind dense ones, got dense layers {dense}",
             field="first_k_dense_replace",
         )
     count, own = hf.n_routed_experts, hf.hidden_size // ranks
     if count % EXPERTS_IN_COLUMNS or count > MOST_EXPERTS:
         expected = f"a multiple of {EXPERTS_IN_COLUMNS} up to {MOST_EXPERTS}"
-        raise ConfigError(f"decode_layers_kernel takes {expected}, got {count}", field="n_routed_experts")
+        raise ConfigError(f"decode 'layers' takes {expected}, got {count}", field="n_routed_experts")
     if own > MOST_COLUMNS:
         raise ConfigError(
-            f"decode_layers_kernel takes at most {MOST_COLUMNS} columns of the residual a rank, got {own}",
+            f"decode 'layers' takes at most {MOST_COLUMNS} columns of the residual a rank, got {own}",
             field="hidden_size",
         )
     if group and hf.num_attention_heads != ranks:
         expected = f"one head a rank ({ranks}) with flash decoding"
         raise ConfigError(
-            f"decode_layers_kernel takes {expected}, got {hf.num_attention_heads}", field="num_attention_heads"
+            f"decode 'layers' takes {expected}, got {hf.num_attention_heads}", field="num_attention_heads"
         )
     if not hf.norm_topk_prob:
-        raise ConfigError("decode_layers_kernel normalises the weights, got False", field="norm_topk_prob")
-
-
-def _refuse(values: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]], option: str) -> None:
-    for name, (taken, reason) in table.items():
-        if values[name] not in taken:
-            expected = " or ".join(repr(one) for one in taken)
-            raise ConfigError(f"expected {expected} with {option}, got {values[name]!r}: {reason}", field=name)
-
-
-def check_kernels(config: Any, kernels: Sequence[str], tiles: bool, shared: int = 0, layers: bool = False) -> None:
-    """Refuse what the NKI kernels, and experts in their tiles, do not follow; `config` is the whole neuron config.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    values = {**vars(config), "expert_tiles": tiles}
-    if layers:  # the kernel of whole layers takes a part of the positions
-        values["flash_decoding_enabled"] = False
-    for kernel in kernels:
-        _refuse(values, KERNEL_REFUSED[kernel], "nki_kernels")
-    if "attention" in kernels and not config.flash_decoding_enabled:
-        tile = 128 * config.logical_nc_config
-        made_by_nxdi: int | list[int] = NXDI_SMALLEST_BUCKET if config.enable_bucketing else []
-        for name in ("seq_len", "token_generation_buckets"):
-            stated = getattr(config, name) or made_by_nxdi
-            for length in [stated] if isinstance(stated, int) else stated:
-                if length % tile:
-                    raise ConfigError(f"the attention kernel takes a multiple of {tile}, got {length}", field=name)
-    if not tiles:
-        if shared:
-            raise ConfigError(f"expected 0 without expert_tiles, got {shared}", field="shared_expert_tiles")
-        return
-    if config.quantized and config.quantization_type != "blockwise_symmetric":
-        raise ConfigError(
-            f"expected blockwise_symmetric with expert_tiles, got {config.quantization_type!r}",
-            field="quantization_type",
-        )
-    if not config.blockwise_matmul_config.use_torch_block_wise:
-        raise ConfigError(
-            "expected True with expert_tiles: NxD's NKI kernels read experts in another arrangement",
-            field="blockwise_matmul_config.use_torch_block_wise",
-        )
+        raise ConfigError("decode 'layers' normalises the weights, got False", field="norm_topk_prob")

@@ -13,31 +13,18 @@ from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.presharder import Presharder
 
 
-def layout_of(neuron_config: Any, config: KimiK2Config) -> Layout:
-    """The layout of the files that a neuron config loads.
-
-    Raises:
-        ConfigError: the scale blocks are not the ones that the files have.
-    """
-    held = held_format(neuron_config)
+def layout_of(neuron_config: Any) -> Layout:
+    """The layout of the files that a neuron config loads."""
     expert_parallel = neuron_config.moe_ep_degree > 1
-    layout = Layout(
+    return Layout(
         neuron_config.moe_tp_degree if expert_parallel else neuron_config.tp_degree,
         neuron_config.moe_ep_degree,
-        experts=held.name,
+        experts=held_format(neuron_config).name,
         dtype=neuron_config.torch_dtype,
         spmd_rank=expert_parallel or neuron_config.blockwise_matmul_config.parallelize_token_to_block_mapping,
-        early_router=neuron_config.early_router,
-        early_qkv_a=neuron_config.early_qkv_a,
-        attention_tiles=neuron_config.attention_tiles,
+        decode=neuron_config.decode,
         query_group=neuron_config.query_group,
     )
-    if held != (written := expert_formats()[held.name].for_layout(config, layout)):
-        raise ConfigError(
-            f"expected {written.neuron_options()}, the options of the files, got {held.neuron_options()}",
-            field="quantization_block_size",
-        )
-    return layout
 
 
 def preshard(model_path: str | Path, directory: str | Path, neuron_config: Any) -> None:
@@ -47,11 +34,13 @@ def preshard(model_path: str | Path, directory: str | Path, neuron_config: Any) 
     then. An interrupted run goes on where it stopped.
 
     Raises:
-        ConfigError: the files there belong to another model or layout.
+        ConfigError: the files there belong to another model or layout, or their scale blocks are not those asked for.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     config = KimiK2Config.from_pretrained(model_path)
-    layout = layout_of(neuron_config, config)
+    layout, given = layout_of(neuron_config), held_format(neuron_config).neuron_options()
+    if given != (written := expert_formats()[layout.experts].for_layout(config, layout).neuron_options()):
+        raise ConfigError(f"expected {written}, the options of the files, got {given}", field="quantization_block_size")
     if (Path(directory) / MANIFEST).exists():
         check_made_for(directory, config, layout)
         return

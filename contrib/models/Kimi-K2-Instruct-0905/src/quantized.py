@@ -30,7 +30,7 @@ def q_config(neuron_config: Any) -> dict[str, Any]:
 
 def tile_dtype(neuron_config: Any) -> torch.dtype | None:
     """Dtype of the routed experts' tiles; None where they are held in NxD's own arrangement."""
-    if not neuron_config.expert_tiles:
+    if neuron_config.decode == "xla":
         return None
     dtype: torch.dtype = torch.float8_e4m3fn if neuron_config.quantized else neuron_config.torch_dtype
     return dtype

@@ -17,7 +17,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compiler_args import compiler_args, environment, runtime_environment
 from kimi_k2.plan.deployment import STAGES, Deployment, NeuronOptions
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Decode, Layout
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
@@ -75,24 +75,25 @@ def _with_preset(preset: Deployment, options: Mapping[str, Any]) -> dict[str, An
     return {"compiler_args": arguments, **defaults, **options}
 
 
-def checkpoint_experts(config: KimiK2Config) -> str:
-    """The form that keeps what a checkpoint stores: its FP8 blocks exactly, INT4 as FP8 a channel, else BF16."""
+def checkpoint_experts(config: KimiK2Config, decode: Decode = "xla") -> str:
+    """The form that keeps what a checkpoint stores: its FP8 blocks exactly, INT4 as FP8, else BF16."""
     if config.quantization is None:
-        return "bf16"
+        return "bf16" if decode == "xla" else "bf16_tiles"
+    if decode != "xla":
+        return "tiles"
     return "blockwise" if config.quantization.e4m3_block else "per_channel"
 
 
-def hold_experts(config: KimiK2InferenceConfig, quantization: Mapping[str, Any] | None) -> None:
+def hold_experts(config: KimiK2InferenceConfig) -> None:
     """Write NxDI's quantization settings for the routed experts into `config.neuron_config`."""
     neuron: Any = config.neuron_config
     if neuron.quantized:  # chosen by hand; checked by KimiK2NeuronConfig
         return
     if neuron.experts == FROM_CHECKPOINT:
-        stored = {**config.hf.to_hf_dict(), "quantization_config": quantization}
-        neuron.experts = checkpoint_experts(KimiK2Config.from_dict(stored))
+        neuron.experts = checkpoint_experts(config.hf, neuron.decode)
     ranks = neuron.moe_tp_degree if neuron.moe_ep_degree > 1 else neuron.tp_degree
-    held = expert_formats()[neuron.experts].for_layout(config.hf, Layout(ranks, neuron.moe_ep_degree))
-    options = held.neuron_options()
+    layout = Layout(ranks, neuron.moe_ep_degree, experts=neuron.experts, decode=neuron.decode)
+    options = expert_formats()[neuron.experts].for_layout(config.hf, layout).neuron_options()
     for name, value in options.items():
         setattr(neuron, name, value)
     if options:
@@ -115,7 +116,7 @@ class ServedInferenceConfig(KimiK2InferenceConfig):
     ) -> None:
         super().__init__(neuron_config, fused_spec_config, load_config, **kwargs)
         if load_config is not None:
-            hold_experts(self, getattr(self, "quantization_config", None))
+            hold_experts(self)
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[ServedNeuronConfig]:

@@ -9,7 +9,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number
+from kimi_k2.cli.options import Decode, Download, ExpertsOption, TargetOption, number
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -31,15 +31,9 @@ def convert(
     spmd_rank: Annotated[
         bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")
     ] = None,
-    early_router: Annotated[
-        bool, typer.Option("--early-router", help="Write the router's weights folded with o_proj's too (neuron).")
-    ] = False,
-    early_qkv_a: Annotated[
-        bool, typer.Option("--early-qkv-a", help="Write q_a and kv_a folded with the experts before them too (neuron).")
-    ] = False,
-    attention_tiles: Annotated[
-        str, typer.Option(help="Write attention in the decode kernel's tiles: bf16 or fp8 (neuron).")
-    ] = "",
+    decode: Annotated[
+        Decode | None, typer.Option(help="Form of a decode step (neuron); by default kernels for experts in tiles.")
+    ] = None,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
@@ -69,9 +63,9 @@ def convert(
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
-        layout = make_layout(tp, ep, target, experts, spmd_rank, early_router, early_qkv_a, attention_tiles)
+        layout = make_layout(tp, ep, target, experts, spmd_rank, decode)
     else:
-        for name in ("tp", "ep", "target", "experts", "spmd_rank", "early_router", "early_qkv_a", "attention_tiles"):
+        for name in ("tp", "ep", "target", "experts", "spmd_rank", "decode"):
             source_of = context.get_parameter_source(name)
             if source_of is not None and source_of.name == "COMMANDLINE":
                 raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")

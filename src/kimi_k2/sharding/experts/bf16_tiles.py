@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kimi_k2.sharding.experts.bf16 import FloatExperts
 from kimi_k2.sharding.experts.format import register
@@ -36,15 +36,6 @@ class FloatTiles(TiledExperts, FloatExperts):
         """
         check_width(config, layout)
         return cls(shared_width(config, layout))
-
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> FloatTiles:
-        """With the width that `shared_expert_tiles` names."""
-        return cls(neuron_config.shared_expert_tiles)
-
-    def neuron_options(self) -> dict[str, Any]:
-        """Tiles."""
-        return {"expert_tiles": True, "shared_expert_tiles": self.shared_width}
 
     @property
     def shared(self) -> FloatTiles | None:

@@ -41,10 +41,10 @@ class ExpertFormat(ABC):
     Attributes:
         name: the project's name, as in `convert --experts`.
         quantization_type: NxD's name, an option of MoENeuronConfig; None for float weights.
-        tiles: for the NKI kernels (option `expert_tiles`): gate and up are held in their tiles, and the router's weight
-            as [hidden, experts].
-        shared: the format of the shared expert, where it lies in tiles too (option `shared_expert_tiles`), a stack of
-            one that all ranks divide; None where it is three linears.
+        tiles: for the NKI kernels (`Layout.decode`): gate and up are held in their tiles, and the router's weight as
+            [hidden, experts].
+        shared: the format of the shared expert, where it lies in tiles too, a stack of one that all ranks divide; None
+            where it is three linears.
     """
 
     name: ClassVar[str]
@@ -106,7 +106,7 @@ def held_format(neuron_config: Any) -> ExpertFormat:
         ValueError: there is none with its `quantization_type`.
     """
     wanted = neuron_config.quantization_type if neuron_config.quantized else None
-    tiles = getattr(neuron_config, "expert_tiles", False)
+    tiles = getattr(neuron_config, "decode", "xla") != "xla"
     for one in expert_formats().values():
         if (one.quantization_type, one.tiles) == (wanted, tiles):
             return one.from_neuron_config(neuron_config)

@@ -44,13 +44,12 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
 
     @classmethod
     def from_neuron_config(cls, neuron_config: Any) -> Fp8Tiles:
-        """With the widths that `quantization_block_size` and `shared_expert_tiles` name."""
-        return cls(neuron_config.quantization_block_size[1], neuron_config.shared_expert_tiles)
+        """With the width that `quantization_block_size` names."""
+        return cls(neuron_config.quantization_block_size[1])
 
     def neuron_options(self) -> dict[str, Any]:
-        """Tiles, with blocks of the rank's width."""
-        tiles = {"expert_tiles": True, "shared_expert_tiles": self.shared_width}
-        return {**tiles, **self.quantization_options((PARTITIONS, self.width))}
+        """Blocks of the rank's width."""
+        return self.quantization_options((PARTITIONS, self.width))
 
     @property
     def shared(self) -> Fp8Tiles | None:
