@@ -70,7 +70,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
         "prefill": step(prefill, target),
         "kernels": kernel_step(config, target, sharding),
-        "uses_kernels": bool(target.kernels or target.decode_layers),
+        "uses_kernels": target.layout.kernels,
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
             "ttft": roofline(prefill, target.machine).bound,
