@@ -28,13 +28,14 @@ from kimi_k2.config_file import KV_CACHE_SCHEME, normalised
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_json
 from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS, YARN_FIELDS
-from kimi_k2.quantization.stored import StoredFormat
+from kimi_k2.quantization.stored import StoredFormat, format_of, parse_quantization
 from kimi_k2.vision_config import VisionConfig
 
 # Hugging Face builds q_a_layernorm and kv_a_layernorm with the class default and never passes
 # config.rms_norm_eps on. The checkpoints were trained and are served that way.
 LATENT_NORM_EPS = 1e-6
 
+MODELOPT = "hf_quant_config.json"
 PRESET_DIR = Path(__file__).parent / "presets"
 # Fields of KimiK2Config that no file has under that name.
 DERIVED = ("quantization", "kv_cache_fp8", "tensor_prefix", "vision")
@@ -210,6 +211,11 @@ class KimiK2Config(BaseModel):
         """Whether decoder layer `layer` (from 0) holds routed experts rather than a dense MLP."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
+    def format_of_experts(self, projection: str = "experts.0.gate_proj") -> StoredFormat:
+        """What a projection of the first layer with experts is stored in."""
+        layer = next((one for one in range(self.num_hidden_layers) if self.is_moe_layer(one)), 0)
+        return format_of(self.quantization, f"model.layers.{layer}.mlp.{projection}")
+
     # -- constructors ------------------------------------------------------------------------------
 
     @classmethod
@@ -233,7 +239,7 @@ class KimiK2Config(BaseModel):
             raw = read_json(path, ConfigError)
         except FileNotFoundError:
             raise ConfigError("no such file; expected a Hugging Face config.json", file=path) from None
-        return cls.from_dict(raw, file=path)
+        return cls.from_dict(_with_modelopt(raw, path.with_name(MODELOPT)), file=path)
 
     @classmethod
     def from_preset(cls, name: str, *, vision: Any = None, **overrides: Any) -> KimiK2Config:
@@ -307,6 +313,29 @@ class KimiK2Config(BaseModel):
             if self.kv_cache_fp8:
                 raw["quantization_config"]["kv_cache_scheme"] = dict(KV_CACHE_SCHEME)
         return raw
+
+
+def _with_modelopt(raw: Any, path: Path) -> Any:
+    """A config.json with what modelopt says in a file of its own, which holds for the whole model.
+
+    Raises:
+        ConfigError: the file is no such file, or says something else than config.json.
+    """
+    if not path.is_file() or not isinstance(raw, dict):
+        return raw
+    held = read_json(path, ConfigError)
+    said = held.get("quantization") if isinstance(held, dict) else None
+    if not isinstance(said, dict):
+        raise ConfigError("expected an object", field="quantization", file=path)
+    given = {"quant_method": "modelopt", **said}
+    try:
+        found = parse_quantization(given, field="quantization")
+    except ConfigError as error:
+        raise ConfigError(error.message, field=error.field, file=path) from None
+    own = raw.get("quantization_config")
+    if own is not None and parse_quantization(own) != found:
+        raise ConfigError(f"says something else than {MODELOPT}", field="quantization_config", file=path.parent)
+    return {**raw, "quantization_config": given} if own is None else raw
 
 
 def _published() -> str:

@@ -165,7 +165,10 @@ def _normalise_rope(text: Mapping[str, Any], flat: dict[str, Any], place: str) -
 def _quantization(raw: Mapping[str, Any], text: Mapping[str, Any], place: str) -> tuple[StoredFormat | None, bool]:
     """The checkpoint's format and whether it asks for an FP8 cache; K2.5 has the object at both levels."""
     found: list[tuple[str, StoredFormat, bool]] = []
-    for holder, where in ((text, place), (raw, "")) if place else ((raw, ""),):
+    outer = raw.get("quantization_config")
+    # modelopt writes its own beside the whole model, and leaves the quantization that it read in `text_config`.
+    whole = not place or (isinstance(outer, Mapping) and outer.get("quant_method") == "modelopt")
+    for holder, where in ((raw, ""),) if whole else ((text, place), (raw, "")):
         for key in QUANTIZATION_FIELDS:
             if holder.get(key) is None:
                 continue
@@ -194,12 +197,12 @@ def _is_fp8_cache(quantization: Any, field: str) -> bool:
     """Whether a `quantization_config` has compressed-tensors' `kv_cache_scheme`, of which FP8 a tensor is supported."""
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
     if scheme is None:
-        return False
+        return isinstance(quantization, Mapping) and quantization.get("kv_cache_quant_algo") == "FP8"  # modelopt's
     field = f"{field}.kv_cache_scheme"
     if not isinstance(scheme, Mapping):
         raise ConfigError(f"expected an object or null, got {type(scheme).__name__}", field=field)
     for name, wanted in KV_CACHE_SCHEME.items():
-        if scheme.get(name) != wanted:
+        if scheme.get(name, "tensor") != wanted:  # modelopt leaves the strategy out
             raise ConfigError(f"expected {wanted!r}, got {scheme.get(name)!r}", field=f"{field}.{name}")
     refuse_unknown(scheme, KV_CACHE_SCHEME, field, only=_KV_CACHE_ONLY, harmless=_KV_CACHE_HARMLESS)
     return True

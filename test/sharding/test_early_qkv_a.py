@@ -19,7 +19,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
-from kimi_k2.quantization.stored import format_holding
+from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding import manifest
 from kimi_k2.sharding.early_qkv_a import fold, scaled_projections
 from kimi_k2.sharding.experts.format import expert_formats
@@ -54,7 +54,7 @@ def matrix(reader: CheckpointReader, config: KimiK2Config, module: str) -> Tenso
     """A module's weight, float64."""
     names = [name for name in reader.names() if name.rpartition(".")[0] == module]
     stored = {name.rpartition(".")[2]: reader.get(name) for name in names}
-    return format_holding(config.quantization, stored).dequantize(stored, torch.float32).double()
+    return format_of(config.quantization, module).dequantize(stored, torch.float32).double()
 
 
 @pytest.mark.parametrize("fmt", TILED)
@@ -255,7 +255,7 @@ def test_down_projections_are_closer_to_exact_than_those_of_rounded_hidden_state
     names = {"q_a_proj": w_a[:1536], "kv_a_proj_with_mqa": w_a[1536:], "input_layernorm": gamma}
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905").model_copy(update={"quantization": None})
     scaled = scaled_projections(config, 1, lambda module: {"weight": names[module.rpartition(".")[2]]})
-    of_inner = fold(scaled, {"weight": down}, format_holding(None, {"weight": down}), torch.bfloat16)
+    of_inner = fold(scaled, {"weight": down}, format_of(None, ""), torch.bfloat16)
     of_residual = scaled.T.to(torch.bfloat16)
     # Summands of each rank in float32, and in BF16 as they would ride in a BF16 all-reduce.
     summands = torch.stack([

@@ -15,7 +15,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.router import noaux_tc_gate
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
-from kimi_k2.quantization.stored import format_holding
+from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.early_router import fold
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import rank_file_name
@@ -95,7 +95,7 @@ def test_choices_are_closer_to_exact_than_those_by_rounded_hidden_states() -> No
     rounded = norm(stream).float() @ gate.float().T
 
     stored = {"weight": o_proj}
-    of_residual, of_heads = fold(gate, gamma, stored, format_holding(None, stored))
+    of_residual, of_heads = fold(gate, gamma, stored, format_of(None, ""))
     early = residual.float() @ of_residual + values.float() @ of_heads
     early = early * torch.rsqrt(stream.float().square().mean(dim=1, keepdim=True) + eps)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of
 
 # Present in published checkpoints but no part of the language model: inv_freq is a leftover that even has
@@ -24,6 +25,33 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 def linear_specs(config: KimiK2Config, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
     """The stored tensors of the Linear `module` with a [rows, columns] weight, in the checkpoint's format."""
     yield from format_of(config.quantization, module).specs(module, rows, columns)
+
+
+def routed_format(config: KimiK2Config, experts: str, projection: str) -> StoredFormat:
+    """The one format of all routed experts of a layer, which are stacked as they are stored.
+
+    Args:
+        config: of the model.
+        experts: `model.layers.3.mlp.experts`.
+        projection: `gate_up_proj` or `down_proj`.
+
+    Raises:
+        ConfigError: they are stored in several.
+    """
+    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    first = format_of(config.quantization, f"{experts}.0.{parts[0]}")
+    if config.quantization is None:
+        return first
+    for expert in range(config.n_routed_experts):
+        for part in parts:
+            found = format_of(config.quantization, f"{experts}.{expert}.{part}")
+            if found is not first and found != first:
+                raise ConfigError(
+                    f"{experts}.{expert}.{part} is stored as {found.name}, {experts}.0.{parts[0]} as {first.name};"
+                    " expected one format to keep as stored: dequantize them, or convert with --experts bf16",
+                    field="quantization_config",
+                )
+    return first
 
 
 def _mlp_specs(config: KimiK2Config, module: str, intermediate: int) -> Iterator[TensorSpec]:

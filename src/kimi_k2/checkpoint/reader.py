@@ -31,13 +31,14 @@ from kimi_k2.errors import (
 )
 from kimi_k2.files import open_regular
 from kimi_k2.limits import NAME_CHARACTERS
-from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
+from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
 # after this many bytes keeps a 17 GB shard from counting as 17 GB.
 RELEASE_BYTES = 128 * 2**20
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+_CACHE_SCALES = ("k_scale", "v_scale")
 _WHOLE = (torch.int32, torch.int64)
 
 
@@ -181,7 +182,6 @@ class CheckpointReader:
         """
         self.quantization = config.quantization
         suffixes = config.quantization.suffixes if config.quantization else ()
-        implied = tuple(f".{suffix}" for suffix in (config.quantization.implied if config.quantization else ()))
         for name, lone in self.tensors.items():
             for other in companions(config.quantization, name):
                 if other not in self.tensors:
@@ -197,6 +197,7 @@ class CheckpointReader:
                     file=self.directory / shard,
                     tensor=key,
                 )
+        self._leave_out(config)
         expected = {spec.name: spec for spec in expected_tensors(config)}
         if self.vision:
             expected |= {spec.name: spec for spec in vision_tensors(config)}
@@ -211,13 +212,14 @@ class CheckpointReader:
                     file=self.directory,
                     tensor=self.stored_name(name),
                 )
-            if stored.shape != spec.shape:
+            if stored.shape != spec.shape and {stored.shape, spec.shape} != {(), (1,)}:
                 raise TensorShapeError(
                     f"expected shape {list(spec.shape)} from config.json, got {list(stored.shape)}",
                     file=self.directory / stored.shard,
                     tensor=self.stored_name(name),
                 )
-            alike = _WHOLE if name.endswith(implied) else _FLOATING
+            module, _, suffix = name.rpartition(".")
+            alike = _WHOLE if suffix in format_of(config.quantization, module).implied else _FLOATING
             if stored.dtype != spec.dtype and not (spec.dtype in alike and stored.dtype in alike):
                 raise TensorDtypeError(
                     f"expected {spec.dtype}, got {stored.dtype}",
@@ -231,6 +233,19 @@ class CheckpointReader:
                 file=self.directory / extra.shard,
                 tensor=self.stored_name(name),
             )
+
+    def _leave_out(self, config: KimiK2Config) -> None:
+        """Scales of activations and of the cache, which stay as they are here, are no tensors of the weights."""
+        unused = set()
+        for name in self.tensors:
+            module, _, suffix = name.rpartition(".")
+            of_cache = suffix in _CACHE_SCALES and ".self_attn." in name
+            if of_cache or suffix in format_of(config.quantization, module).unused:
+                unused.add(name)
+        if unused:
+            self.tensors = {name: stored for name, stored in self.tensors.items() if name not in unused}
+            for shard, names in self._by_shard.items():
+                self._by_shard[shard] = [name for name in names if name not in unused]
 
     # -- data ----------------------------------------------------------------------------------------
 
@@ -282,7 +297,7 @@ class CheckpointReader:
         if values:
             for suffix, tensor in stored.items():
                 self._check_values(f"{module}.{suffix}", tensor)
-        held = format_holding(self.quantization, stored)
+        held = format_of(self.quantization, module)
         if set(stored) != set(held.suffixes):
             return  # the router: a weight and a bias
         if found := held.contradiction(stored):

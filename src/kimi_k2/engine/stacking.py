@@ -20,8 +20,7 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
         return Weight({"weight": torch.cat((first.dequantized(dtype), second.dequantized(dtype)))})
     both: dict[str, Tensor] = {}
     for suffix, top in one.tensors.items():
-        if held is None or suffix not in held.implied:
-            both[suffix] = _join(top, other.tensors[suffix])
+        both[suffix] = _join(top, other.tensors[suffix])
     first.hold({suffix: tensor[: len(one.tensors[suffix])] for suffix, tensor in both.items()})
     second.hold({suffix: tensor[len(one.tensors[suffix]) :] for suffix, tensor in both.items()})
     return Weight(both, held)
@@ -32,7 +31,7 @@ def _ends_with_a_block(weight: Weight, rows: int) -> bool:
     held = weight.quantization
     if held is None:
         return True
-    counts = [len(tensor) if tensor.dim() else 0 for name, tensor in weight.tensors.items() if name not in held.implied]
+    counts = [len(tensor) if tensor.dim() else 0 for tensor in weight.tensors.values()]
     return rows % held.block[0] == 0 and set(counts) <= {rows, rows // held.block[0]}
 
 

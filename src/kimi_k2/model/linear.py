@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.ops.linear import linear
 from kimi_k2.ops.weights import Weight, dequantize
-from kimi_k2.quantization.stored import dequantize_stored
+from kimi_k2.quantization.stored import format_of
 
 
 class Linear(nn.Module):
@@ -34,22 +33,23 @@ class Linear(nn.Module):
         keep_quantized: bool = False,
     ) -> None:
         super().__init__()
-        self.quantization = config.quantization
-        self.suffixes = tuple(spec.name.rpartition(".")[2] for spec in linear_specs(config, module, rows, columns))
-        self.quantized = keep_quantized and len(self.suffixes) > 1
+        self.quantization = format_of(config.quantization, module)
+        specs = {spec.name.rpartition(".")[2]: spec for spec in self.quantization.held(module, rows, columns)}
+        self.suffixes = tuple(specs)
+        self.quantized = keep_quantized and self.quantization.method is not None
         if self.quantized:
-            for spec in linear_specs(config, module, rows, columns):
-                self.register_buffer(spec.name.rpartition(".")[2], torch.empty(spec.shape, dtype=spec.dtype))
+            for suffix, spec in specs.items():
+                self.register_buffer(suffix, torch.empty(spec.shape, dtype=spec.dtype))
         else:
             self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
 
     def load(self, stored: dict[str, Tensor]) -> None:
         """Take the stored tensors (by suffix) of this Linear, dequantizing unless the stored form is kept."""
         if self.quantized:
-            for suffix, tensor in stored.items():
+            for suffix, tensor in self.quantization.hold(stored).items():
                 getattr(self, suffix).copy_(tensor)
         else:
-            self.weight.copy_(dequantize_stored(stored, self.quantization, self.weight.dtype))
+            self.weight.copy_(self.quantization.dequantize(stored, self.weight.dtype))
 
     @property
     def rows(self) -> int:
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         """The weight as it is held; its tensors are this module's own."""
         if not self.quantized:
             return Weight({"weight": self.weight})
-        return Weight({suffix: getattr(self, suffix) for suffix in self.suffixes}, self.quantization)
+        return Weight({suffix: getattr(self, suffix) for suffix in self.suffixes}, self.quantization.held_as)
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
         """Hold these tensors, by suffix, instead of those that it has."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.names import linear_specs
+from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.router import Router
 from kimi_k2.ops.experts import ExpertWeights, gated, routed_experts
 from kimi_k2.ops.weights import Order, Weight, dequantize
-from kimi_k2.quantization.stored import dequantize_stored
+from kimi_k2.quantization.stored import StoredFormat, format_of
 
 
 class MLP(nn.Module):
@@ -56,28 +56,30 @@ class Experts(nn.Module):
 
     def __init__(self, config: KimiK2Config, module: str, *, dtype: torch.dtype, keep_quantized: bool = False) -> None:
         super().__init__()
-        self.quantization = config.quantization
+        self.module, self.quantization = f"{module}.experts", config.quantization
         # A rank of expert parallelism holds experts first_expert .. first_expert + num_experts - 1.
         self.first_expert, self.num_experts = 0, config.n_routed_experts
         self.total_experts = config.n_routed_experts
         self._expert_map: Tensor | None = None
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-        gate = list(linear_specs(config, f"{module}.experts.0.gate_proj", intermediate, hidden))
-        down = list(linear_specs(config, f"{module}.experts.0.down_proj", hidden, intermediate))
         self._orders: dict[str, Order | None] = {}
-        self.quantized: dict[str, bool] = {}
-        for target, specs, parts in (("gate_up_proj", gate, 2), ("down_proj", down, 1)):
-            self.quantized[target] = keep_quantized and len(specs) > 1
-            if not self.quantized[target]:
+        self._formats: dict[str, StoredFormat | None] = {}
+        for target, one, parts in (
+            ("gate_up_proj", (intermediate, hidden), 2),
+            ("down_proj", (hidden, intermediate), 1),
+        ):
+            held = routed_format(config, self.module, target) if keep_quantized else None
+            held = held if held is not None and held.method is not None else None
+            self._formats[target] = None if held is None else held.held_as
+            if held is None:
                 shape = (self.num_experts, *self.shapes[target])
                 self.register_buffer(target, torch.empty(shape, dtype=dtype))
                 continue
-            for spec in specs:
+            for spec in held.held(self.module, *one):
                 suffix = spec.name.rpartition(".")[2]
-                if self.quantization and suffix not in self.quantization.implied:
-                    stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
-                    self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
+                stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
+                self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
 
     def expert_map(self) -> Tensor | None:
         """int32 [experts of the model] to the local expert, -1 elsewhere; None if all are held."""
@@ -98,12 +100,12 @@ class Experts(nn.Module):
         if any(self._orders.values()):
             raise KernelError("experts in a kernel's order take no more weights: load before they are prepared")
         target = "down_proj" if projection == "down_proj" else "gate_up_proj"
-        if not self.quantized[target]:
-            destination = getattr(self, target)[expert]
-            stored = {"weight": dequantize_stored(stored, self.quantization, destination.dtype)}
+        source = format_of(self.quantization, f"{self.module}.{expert}.{projection}")
+        if self._formats[target] is None:
+            stored = {"weight": source.dequantize(stored, getattr(self, target).dtype)}
+        else:
+            stored = source.hold(stored)
         for suffix, tensor in stored.items():
-            if self.quantization and suffix in self.quantization.implied:
-                continue
             rows = getattr(self, target + suffix.removeprefix("weight"))[expert]
             half = rows.shape[0] // 2
             part = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[projection]
@@ -117,7 +119,7 @@ class Experts(nn.Module):
     def _stored(self, target: str) -> Weight:
         names = [name for name in self._buffers if name.startswith(target)]
         tensors = {"weight" + name.removeprefix(target): getattr(self, name) for name in names}
-        return Weight(tensors, self.quantization if self.quantized[target] else None, self._orders.get(target))
+        return Weight(tensors, self._formats[target], self._orders.get(target))
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Let the kernel that would serve tokens of `dtype` put the weights into its own order, in place."""

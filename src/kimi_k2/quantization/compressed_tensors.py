@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kimi_k2.config_fields import refuse_unknown
+from kimi_k2.config_fields import refuse_unknown, same
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.modules import module_list
 
@@ -13,23 +13,41 @@ _READ = ("quant_method", "format", "config_groups", "ignore", "kv_cache_scheme",
 _HARMLESS = ("global_compression_ratio", "version", "run_compressed")
 _DENSE = {"format": "dense"}
 _ONLY = {"sparsity_config": (None, {}, _DENSE), "transform_config": (None, {}), "moe_sparsity_config": (None,)}
-_ARGUMENTS = ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder", "block_structure")
-# How the scales were found says nothing of what they are.
+_ARGUMENTS = {"num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder", "block_structure"}
+# How the scales were found, and in what dtype they were, says nothing of what is stored.
 _OF_THE_QUANTIZER = ("observer", "observer_kwargs", "zp_dtype", "scale_dtype")
+# Of the format of the whole file where each group has its own.
+_MIXED = "mixed-precision"
+_NOTHING: dict[str, Any] = {"group_size": None, "actorder": None, "block_structure": None, "dynamic": False}
 
 
-class Group(NamedTuple):
+class Scheme(NamedTuple):
     """What one config group says.
 
     Attributes:
         field: its dotted name.
+        kind: its format: `pack-quantized`, `float-quantized`, `nvfp4-pack-quantized` ...
+        targets: modules, or `Linear` for all.
         weights: the weights' arguments.
+        activations: what is asked of activations, in words; None if they stay as they are.
         ignore: modules that stay unquantized.
     """
 
     field: str
+    kind: str
+    targets: tuple[str, ...]
     weights: Mapping[str, Any]
+    activations: str | None
     ignore: tuple[str, ...]
+
+    def name(self, argument: str) -> str:
+        """The dotted name of one of the weights' arguments."""
+        return f"{self.field}.weights.{argument}"
+
+    def holds(self, **arguments: Any) -> bool:
+        """Whether the weights' arguments are these, those not named being absent, null or false."""
+        wanted = {**_NOTHING, **arguments}
+        return all(same(self.weights.get(name, _NOTHING.get(name)), value) for name, value in wanted.items())
 
 
 def is_compressed_tensors(raw: Mapping[str, Any]) -> bool:
@@ -38,37 +56,78 @@ def is_compressed_tensors(raw: Mapping[str, Any]) -> bool:
     return method == "compressed-tensors" or (method is None and raw.get("format") == "pack-quantized")
 
 
-def parse_compressed_tensors(raw: Mapping[str, Any], field: str) -> Group:
-    """Read the object, whose members are all obeyed or refused.
+def parse_schemes(raw: Mapping[str, Any], field: str) -> Iterator[Scheme]:
+    """Read the object, whose members are all obeyed or refused, one config group at a time.
 
     Raises:
         ConfigError: naming the member.
     """
     refuse_unknown(raw, _READ, field, only=_ONLY, harmless=_HARMLESS)
-    kind = raw.get("format", "pack-quantized")
-    if kind != "pack-quantized":
-        raise ConfigError(f"expected 'pack-quantized', got {kind!r:.100}", field=f"{field}.format")
     if raw.get("quantization_status") not in (None, "compressed"):
         raise ConfigError(
             f"expected 'compressed', got {raw['quantization_status']!r:.100}", field=f"{field}.quantization_status"
         )
+    ignore = module_list(raw.get("ignore"), "compressed", f"{field}.ignore")
     groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise ConfigError("expected exactly one config group", field=f"{field}.config_groups")
-    name, group = next(iter(groups.items()))
-    where = f"{field}.config_groups.{name}"
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError("expected an object of config groups", field=f"{field}.config_groups")
+    for name, group in groups.items():
+        yield _scheme(group, f"{field}.config_groups.{name}", raw.get("format", "pack-quantized"), ignore, field)
+
+
+def _scheme(group: Any, where: str, kind: Any, ignore: tuple[str, ...], field: str) -> Scheme:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise ConfigError("expected an object of quantization arguments", field=f"{where}.weights")
-    only = {"output_activations": (None,), "format": (None, kind)}
-    refuse_unknown(group, ("targets", "weights", "input_activations"), where, only=only, harmless=())
-    if group.get("input_activations") is not None:
-        raise ConfigError("expected null (weight-only)", field=f"{where}.input_activations")
-    if group.get("targets", ["Linear"]) != ["Linear"]:
-        raise ConfigError(f"expected ['Linear'], got {group['targets']!r}", field=f"{where}.targets")
+    read = ("targets", "weights", "input_activations", "format")
+    refuse_unknown(group, read, where, only={"output_activations": (None,)}, harmless=())
+    own = group.get("format")
+    if own is not None and own != kind and kind != _MIXED:
+        raise ConfigError(f"is {own!r:.100} but {field}.format is {kind!r:.100}", field=f"{where}.format")
+    kind = kind if own is None else own
+    if not isinstance(kind, str) or kind == _MIXED:
+        raise ConfigError(f"expected the name of a format, got {kind!r:.100}", field=f"{where}.format")
+    targets = group.get("targets", ["Linear"])
+    if targets != ["Linear"]:
+        targets = module_list(targets, "compressed", f"{where}.targets")
     weights = group["weights"]
-    for key in ("num_bits", "group_size", "strategy", "symmetric"):
+    for key in ("num_bits", "strategy", "symmetric"):
         if key not in weights:
             raise ConfigError("missing", field=f"{where}.weights.{key}")
-    only = {"block_structure": (None,)}
-    refuse_unknown(weights, set(_ARGUMENTS) - set(only), f"{where}.weights", only=only, harmless=_OF_THE_QUANTIZER)
-    return Group(where, weights, module_list(raw.get("ignore"), "compressed", f"{field}.ignore"))
+    refuse_unknown(weights, _ARGUMENTS, f"{where}.weights", only={}, harmless=_OF_THE_QUANTIZER)
+    activations = _activations(group.get("input_activations"), f"{where}.input_activations")
+    return Scheme(where, kind, tuple(targets), weights, activations, ignore)
+
+
+def _activations(raw: Any, field: str) -> str | None:
+    """In words, what is asked of activations; they stay unquantized here, which only floats may ask for instead."""
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected an object or null, got {type(raw).__name__}", field=field)
+    refuse_unknown(raw, _ARGUMENTS, field, only={}, harmless=_OF_THE_QUANTIZER)
+    if raw.get("type") != "float" or raw.get("num_bits") not in (4, 8):
+        found = raw.get("num_bits"), raw.get("type")
+        raise ConfigError(f"expected null, or floats of 8 or 4 bits, got {found!r:.100}", field=field)
+    return f"{'static' if raw.get('dynamic') is False else 'dynamic'} FP{raw['num_bits']} a {raw.get('strategy')}"
+
+
+def _group(weights: Mapping[str, Any], activations: str | None) -> dict[str, Any]:
+    asked = None
+    if activations is not None:
+        when, bits, _, strategy = activations.split()
+        asked = {"num_bits": int(bits[2:]), "type": "float", "strategy": strategy, "dynamic": when == "dynamic"}
+    return {"targets": ["Linear"], "weights": dict(weights), "input_activations": asked, "output_activations": None}
+
+
+def config_of(
+    kind: str, weights: Mapping[str, Any], ignore: tuple[str, ...], activations: str | None = None
+) -> dict[str, Any]:
+    """The content of a `quantization_config` of one group as compressed-tensors writes it."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": _group(weights, activations)},
+        "ignore": list(ignore),
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+    }

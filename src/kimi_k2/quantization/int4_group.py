@@ -14,7 +14,7 @@ from pydantic import PositiveInt, field_validator
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.compressed_tensors import is_compressed_tensors, parse_compressed_tensors
+from kimi_k2.quantization.compressed_tensors import Scheme, config_of
 from kimi_k2.quantization.draw import filled, scale_factors
 from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, named_errors, register
 
@@ -128,7 +128,7 @@ class Int4GroupFormat(StoredFormat):
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
     scales = ("weight_scale",)
     implied = ("weight_shape",)
-    added = ()
+    added = ("activations",)
 
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
     format: Literal["pack-quantized"] = "pack-quantized"
@@ -140,6 +140,7 @@ class Int4GroupFormat(StoredFormat):
     dynamic: Literal[False] = False
     actorder: None = None
     ignore: tuple[str, ...] = DEFAULT_INT4_IGNORE
+    activations: str | None = None
 
     @field_validator("group_size")
     @classmethod
@@ -149,42 +150,27 @@ class Int4GroupFormat(StoredFormat):
         return size
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> Int4GroupFormat | None:
-        """Read compressed-tensors' object; older exports name the method only by its format."""
-        if not is_compressed_tensors(raw):
+    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
+        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> Int4GroupFormat | None:
+        """Whatever is packed into 32-bit words; what is not supported is named."""
+        if scheme.kind != "pack-quantized":
             return None
-        read = parse_compressed_tensors(raw, field)
+        if "group_size" not in scheme.weights:
+            raise ConfigError("missing", field=scheme.name("group_size"))
+        if scheme.weights.get("block_structure") is not None:
+            raise ConfigError("expected null", field=scheme.name("block_structure"))
         keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-        with named_errors(f"{read.field}.weights"):
-            return cls.model_validate(
-                {"ignore": read.ignore, **{key: read.weights[key] for key in keys if key in read.weights}}
-            )
+        given = {key: scheme.weights[key] for key in keys if key in scheme.weights}
+        with named_errors(f"{scheme.field}.weights"):
+            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {
-            "num_bits": self.num_bits,
-            "group_size": self.group_size,
-            "strategy": self.strategy,
-            "symmetric": self.symmetric,
-            "type": self.type,
-            "dynamic": self.dynamic,
-            "actorder": self.actorder,
-        }
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-        }
-        return {
-            "quant_method": self.quant_method,
-            "format": self.format,
-            "config_groups": {"group_0": group},
-            "ignore": list(self.ignore),
-            "quantization_status": "compressed",
-            "kv_cache_scheme": None,
-        }
+        keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
+        return config_of(self.format, {key: getattr(self, key) for key in keys}, self.ignore, self.activations)
 
     @property
     def block(self) -> tuple[int, int]:

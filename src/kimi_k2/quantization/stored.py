@@ -6,8 +6,9 @@ once its module is imported.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.modules import Rule, names_module
 from kimi_k2.quantization.registry import Registry
 from kimi_k2.quantization.rows import row_chunks
@@ -54,6 +56,7 @@ class StoredFormat(BaseModel, ABC):
         scales: those of `suffixes` whose values are scales: positive, or zero where all values are zero.
         implied: those of `suffixes` that say what shapes say already; ranks' files and models leave them out.
             Whether they are int32 or int64 says nothing either.
+        unused: of tensors that may stand beside, for activations, which stay as they are here.
         rule: how `ignore` names modules.
         added: fields that came after the first ranks were converted.
         ignore: modules that stay unquantized.
@@ -66,6 +69,7 @@ class StoredFormat(BaseModel, ABC):
     suffixes: ClassVar[tuple[str, ...]] = ("weight",)
     scales: ClassVar[tuple[str, ...]] = ()
     implied: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
     rule: ClassVar[Rule] = "compressed"
     added: ClassVar[tuple[str, ...]] = ("ignore",)
 
@@ -93,9 +97,22 @@ class StoredFormat(BaseModel, ABC):
             ConfigError, ValidationError: a member is missing, mistyped or unsupported; `field` is the object's name.
         """
 
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> StoredFormat | None:
+        """The format that a group of compressed-tensors' config describes; None if it is another.
+
+        Raises:
+            ConfigError: it is this one, with an argument that is not supported.
+        """
+        return None
+
     @abstractmethod
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as Hugging Face's libraries write it."""
+
+    def of(self, module: str) -> StoredFormat:
+        """The format of the Linear called `module` (no `.weight`, no prefix)."""
+        return self if self.quantizes(module) else unquantized()
 
     def quantizes(self, module: str) -> bool:
         """Whether the Linear called `module` (no `.weight`, no prefix) is stored in this format."""
@@ -114,6 +131,16 @@ class StoredFormat(BaseModel, ABC):
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """The stored tensors of a Linear with a [rows, columns] weight, one a suffix."""
 
+    @property
+    def held_as(self) -> StoredFormat:
+        """The format of what models and ranks hold."""
+        return self
+
+    def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """The tensors that models and ranks hold of a Linear: those of `hold`, each with two dimensions."""
+        implied = tuple(f".{suffix}" for suffix in self.implied)
+        yield from (spec for spec in self.specs(module, rows, columns) if not spec.name.endswith(implied))
+
     def cut(self, module: str, rows: int, columns: int, dim: int | None, parts: int) -> Iterator[TensorSpec]:
         """The stored tensors that ranks hold; each is cut along the weight's dimension `dim` into `parts`.
 
@@ -124,14 +151,17 @@ class StoredFormat(BaseModel, ABC):
             share, block = (rows, columns)[dim] // parts, self.block[dim]
             if share % block:
                 raise ConfigError(f"{module}: a rank's {share} of dimension {dim} cut a scale block of {block}")
-        implied = tuple(f".{suffix}" for suffix in self.implied)
-        yield from (spec for spec in self.specs(module, rows, columns) if not spec.name.endswith(implied))
+        yield from self.held(module, rows, columns)
 
     # -- values --------------------------------------------------------------------------------------
 
+    def hold(self, stored: Stored) -> Stored:
+        """What models and ranks hold of a Linear's stored tensors, of the shapes of `held`."""
+        return {suffix: tensor for suffix, tensor in stored.items() if suffix not in self.implied}
+
     @abstractmethod
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The weight [..., rows, columns] in `dtype` from tensors by suffix; `implied` ones may be missing.
+        """The weight [..., rows, columns] in `dtype` from tensors by suffix, as stored or as held.
 
         Raises:
             ValueError: shapes contradict each other.
@@ -177,7 +207,7 @@ class StoredFormat(BaseModel, ABC):
     def impossible_scales(self, stored: Stored) -> tuple[str, str] | None:
         """A suffix and what is wrong with its scales, if no quantizer would write them; None if none is."""
         for suffix in self.scales:
-            scale = stored[suffix]
+            scale = stored[suffix].to(torch.float32)
             if not scale.numel():
                 continue
             low, high = (float(value) for value in scale.aminmax())
@@ -188,7 +218,7 @@ class StoredFormat(BaseModel, ABC):
                 return suffix, f"{count} of {scale.numel()} scales are above {_LARGEST_SCALE:.3g}"
             if low == 0:
                 # With 1 for each zero scale and 0 for the others, what is left are values that zero scales wipe out.
-                wiped = self.dequantize({**stored, suffix: (scale == 0).to(scale.dtype)}, torch.float32)
+                wiped = self.dequantize({**stored, suffix: (scale == 0).to(stored[suffix].dtype)}, torch.float32)
                 if lost := int(wiped.count_nonzero()):
                     zeros = int((scale == 0).sum())
                     return suffix, f"{zeros} of {scale.numel()} scales are 0, and {lost} of their values are not"
@@ -198,13 +228,53 @@ class StoredFormat(BaseModel, ABC):
 # Times the largest FP8 value this is the largest BF16 number: a larger scale makes Inf of a finite weight.
 _LARGEST_SCALE = torch.finfo(torch.bfloat16).max / torch.finfo(torch.float8_e4m3fn).max
 
+
+class RecastFormat(StoredFormat, ABC):
+    """A format whose values models and ranks hold in another, exactly."""
+
+    @property
+    @abstractmethod
+    def held_as(self) -> StoredFormat:
+        """The other format."""
+
+    @abstractmethod
+    def hold(self, stored: Stored) -> Stored:
+        """The same values as the other format has them; what is held already is given back."""
+
+    def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """The other format's."""
+        return self.held_as.held(module, rows, columns)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The other format's."""
+        return self.held_as.block
+
+    @property
+    def e4m3_block(self) -> tuple[int, int] | None:
+        """The other format's."""
+        return self.held_as.e4m3_block
+
+    def e4m3_blocks(self, stored: Stored) -> tuple[Tensor, Tensor] | None:
+        """The other format's."""
+        return self.held_as.e4m3_blocks(self.hold(stored))
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The other format's."""
+        return self.held_as.dequantize(self.hold(stored), dtype)
+
+    def dequantized_rows(self, stored: Stored) -> Iterator[tuple[slice, Tensor]]:
+        """The other format's."""
+        return self.held_as.dequantized_rows(self.hold(stored))
+
+
 _REGISTRY: Registry[StoredFormat] = Registry("kimi_k2.quantization")
 register = _REGISTRY.register
 
 
 def formats() -> Mapping[str, type[StoredFormat]]:
-    """All known formats by name."""
-    return _REGISTRY.known()
+    """All formats that a Linear may be stored in, by name."""
+    return {name: one for name, one in _REGISTRY.known().items() if one.suffixes}
 
 
 @contextmanager
@@ -226,6 +296,12 @@ def named_errors(field: str) -> Iterator[None]:
         raise ConfigError(message, field=name) from None
 
 
+@functools.cache
+def unquantized() -> StoredFormat:
+    """The format of Linears that nothing quantizes."""
+    return formats()["bf16"]()
+
+
 def parse_quantization(raw: Any, *, field: str = "quantization_config") -> StoredFormat:
     """Read a `quantization_config` or `compression_config` object.
 
@@ -235,34 +311,13 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
     with named_errors(field):
-        for candidate in formats().values():
+        for candidate in _REGISTRY.known().values():
             if (found := candidate.parse(raw, field)) is not None:
                 return found
-    known = " or ".join(repr(one.method) for one in formats().values() if one.method)
+    known = " or ".join(sorted({repr(one.method) for one in formats().values() if one.method}))
     raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
 
 
 def format_of(quantization: StoredFormat | None, module: str) -> StoredFormat:
     """The format of the Linear `module` in a checkpoint with that quantization."""
-    if quantization is not None and quantization.quantizes(module):
-        return quantization
-    return formats()["bf16"]()
-
-
-def format_holding(quantization: StoredFormat | None, suffixes: Sequence[str] | Stored) -> StoredFormat:
-    """The format of a Linear that is stored as these suffixes: `weight` alone is unquantized."""
-    if quantization is not None and len(suffixes) > 1:
-        return quantization
-    return formats()["bf16"]()
-
-
-def dequantize_stored(stored: Stored, quantization: StoredFormat | None, dtype: torch.dtype) -> Tensor:
-    """A Linear's weight from its stored tensors.
-
-    Args:
-        stored: by suffix, as the quantization's `suffixes`, or `weight` alone where a module is unquantized. Leading
-            dimensions (experts) are allowed.
-        quantization: of the checkpoint.
-        dtype: of the result.
-    """
-    return format_holding(quantization, stored).dequantize(stored, dtype)
+    return unquantized() if quantization is None else quantization.of(module)

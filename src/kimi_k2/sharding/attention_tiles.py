@@ -16,7 +16,7 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
-from kimi_k2.quantization.stored import Stored, StoredFormat
+from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.layout import AttentionTiles
 from kimi_k2.sharding.planned import PlannedTensor
@@ -55,10 +55,10 @@ def check_stored(config: KimiK2Config, kind: AttentionTiles) -> None:
     Raises:
         ConfigError: it has none.
     """
-    held = config.quantization
-    in_blocks = held is not None and held.e4m3_block == (PARTITIONS, PARTITIONS)
-    if kind == "fp8" and not in_blocks:
-        raise ConfigError("fp8 needs a checkpoint in FP8 blocks of 128 x 128", field="attention_tiles")
+    names = (f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in SOURCES)
+    for name in names if kind == "fp8" else ():
+        if format_of(config.quantization, name).e4m3_block != (PARTITIONS, PARTITIONS):
+            raise ConfigError(f"fp8 needs FP8 blocks of 128 x 128, which {name} lacks", field="attention_tiles")
 
 
 def shapes(config: KimiK2Config, ranks: int) -> dict[str, tuple[Cut, Cut]]:

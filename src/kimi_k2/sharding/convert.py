@@ -13,7 +13,7 @@ from torch import Tensor
 from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.quantization.stored import Stored, dequantize_stored, format_holding
+from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 from kimi_k2.sharding import attention_tiles, early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
@@ -136,8 +136,11 @@ class Converter:
         except ValueError as reason:
             raise CheckpointError(str(reason), tensor=unit.modules[0]) from reason
 
-    def _float(self, stored: Stored) -> Tensor:
-        return dequantize_stored(stored, self.config.quantization, self.layout.dtype)
+    def _format(self, module: str) -> StoredFormat:
+        return format_of(self.config.quantization, module)
+
+    def _float(self, module: str, stored: Stored) -> Tensor:
+        return self._format(module).dequantize(stored, self.layout.dtype)
 
     def _neuron(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
         if len(unit.modules) == len(_FOLDED):
@@ -146,7 +149,7 @@ class Converter:
         module = unit.modules[0]
         name = module.removeprefix("model.")
         if len(unit.modules) == 2:
-            whole = torch.cat([self._float(stored[one]) for one in unit.modules])
+            whole = torch.cat([self._float(one, stored[one]) for one in unit.modules])
             return [Part(name.replace("q_a_proj", "qkv_a_proj") + ".weight", None, whole)]
         if name.endswith(".mlp.gate"):
             router = name.removesuffix("gate") + "router"
@@ -160,9 +163,9 @@ class Converter:
             ]
         root, tiles = name.rpartition(".")[0], self.layout.attention_tiles
         in_tiles = tiles and name.endswith(attention_tiles.SOURCES)
-        made = self._attention_tiles(name, stored[module]) if in_tiles else []
+        made = self._attention_tiles(module, stored[module]) if in_tiles else []
         if not (in_tiles and attention_tiles.in_place_of_linears(tiles)):
-            made.append(Part(f"{name}.weight", None, self._float(stored[module])))
+            made.append(Part(f"{name}.weight", None, self._float(module, stored[module])))
         if self.following is None:
             return made
         if name.endswith(".input_layernorm"):
@@ -170,39 +173,38 @@ class Converter:
             made.append(Part(f"{root}.{early_qkv_a.RESIDUAL}", None, weight))
         elif name.endswith((".mlp.down_proj", ".mlp.shared_experts.down_proj")):
             root = name.rpartition(".mlp.")[0]
-            made.append(Part(f"{root}.{early_qkv_a.VALUES}", None, self._folded(self.following, stored[module])))
+            made.append(
+                Part(f"{root}.{early_qkv_a.VALUES}", None, self._folded(self.following, module, stored[module]))
+            )
         return made
 
-    def _attention_tiles(self, name: str, stored: Stored) -> list[Part]:
+    def _attention_tiles(self, module: str, stored: Stored) -> list[Part]:
         kind, dtype = self.layout.attention_tiles, self.layout.dtype
-        source = format_holding(self.config.quantization, stored)
+        source, name = self._format(module), module.removeprefix("model.")
         root = name.rpartition(".self_attn.")[0]
         shared = self.config.is_moe_layer(int(root.rpartition(".")[2]))  # the kernel of whole layers has those alone
         group = self.layout.query_group if shared else 0
         made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype, group)
         return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
 
-    def _folded(self, following: Tensor, down: Stored) -> Tensor:
-        source = format_holding(self.config.quantization, down)
-        return early_qkv_a.fold(following, down, source, self.layout.dtype)
+    def _folded(self, following: Tensor, module: str, down: Stored) -> Tensor:
+        return early_qkv_a.fold(following, down, self._format(module), self.layout.dtype)
 
     def _early_router(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
         gate, norm, o_proj = unit.modules
         weight, gamma = (stored[one]["weight"].to(self.layout.dtype) for one in (gate, norm))
-        source = format_holding(self.config.quantization, stored[o_proj])
-        residual, heads = fold(weight, gamma, stored[o_proj], source)
+        residual, heads = fold(weight, gamma, stored[o_proj], self._format(o_proj))
         root = norm.removeprefix("model.").rpartition(".")[0]
         return [Part(f"{root}.{RESIDUAL}", None, residual), Part(f"{root}.{HEADS}", None, heads)]
 
     def _cuda(self, module: str, stored: Stored) -> list[Part]:
-        if self.layout.experts == "bf16" and len(stored) > 1 and "e_score_correction_bias" not in stored:
-            return [Part(f"{module}.weight", None, self._float(stored))]
-        implied = format_holding(self.config.quantization, stored).implied
+        source = self._format(module)
+        if self.layout.experts == "bf16" and source.method is not None:
+            return [Part(f"{module}.weight", None, self._float(module, stored))]
         made = []
-        for suffix, tensor in stored.items():
-            if suffix not in implied:
-                name = f"{module}.{suffix}"
-                made.append(Part(name, None, self._kept(tensor, self.planned[name].dtype, exact=len(stored) > 1)))
+        for suffix, tensor in source.hold(stored).items():
+            name = f"{module}.{suffix}"
+            made.append(Part(name, None, self._kept(tensor, self.planned[name].dtype, exact=len(stored) > 1)))
         return made
 
     @staticmethod
@@ -239,15 +241,15 @@ class Converter:
         made = first + [part("down_proj", suffix, down[suffix]) for suffix in down]
         if self.following is not None:
             tensor = self.planned[f"{root}.{early_qkv_a.NAME}.weight"]
-            weight = self._folded(self.following, stored[unit.modules[2]])
+            weight = self._folded(self.following, unit.modules[2], stored[unit.modules[2]])
             made.append(Part(tensor.name, unit.expert, tensor.by_rank(weight)))
         return made
 
     def _matrix(self, module: str, stored: Stored, held: ExpertFormat | None, error: ConversionError | None) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
-        source = format_holding(self.config.quantization, stored)
+        source = self._format(module)
         if held is None:
-            return {suffix: tensor for suffix, tensor in stored.items() if suffix not in source.implied}
+            return source.hold(stored)
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
         if ".shared_experts." in module:
             width *= self.config.n_shared_experts

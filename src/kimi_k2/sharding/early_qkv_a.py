@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.stored import Stored, StoredFormat, format_holding
+from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.planned import PlannedTensor
 
@@ -71,9 +71,9 @@ def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], S
         layer: whose projections.
         read: stored tensors of a module by suffix.
     """
-    q_a, kv_a, norm = (read(f"model.layers.{layer}.{name}") for name in SOURCES)
-    gamma = norm["weight"].to(torch.float32)
-    parts = [format_holding(config.quantization, one).dequantize(one, torch.float32) for one in (q_a, kv_a)]
+    *projections, norm = (f"model.layers.{layer}.{name}" for name in SOURCES)
+    gamma = read(norm)["weight"].to(torch.float32)
+    parts = [format_of(config.quantization, one).dequantize(read(one), torch.float32) for one in projections]
     return torch.cat(parts).mul_(gamma)
 
 

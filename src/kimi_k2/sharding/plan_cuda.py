@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
+from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.stored import TensorSpec, format_of
+from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of, unquantized
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.modules import linears, norms
 from kimi_k2.sharding.planned import PlannedTensor
 
 
 def _held(
-    config: KimiK2Config, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
+    held: StoredFormat, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
 ) -> Iterator[TensorSpec]:
     """A Linear's tensors, each cut along `dim` with its weight."""
     if layout.experts == STORED:
-        yield from format_of(config.quantization, module).cut(module, *shape, dim, parts)
+        yield from held.cut(module, *shape, dim, parts)
     else:
         yield TensorSpec(f"{module}.weight", layout.dtype, shape)
 
@@ -43,7 +44,8 @@ def cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pla
     )
     for name, rows, columns, dim in (*replicated, *linears(config, layer)):
         parts = 1 if dim is None else ranks
-        for spec in _held(config, layout, f"{root}.{name}", (rows, columns), dim, parts):
+        held = format_of(config.quantization, f"{root}.{name}")
+        for spec in _held(held, layout, f"{root}.{name}", (rows, columns), dim, parts):
             yield PlannedTensor(*spec, layer, *_divided(spec, dim, parts))
     if not config.is_moe_layer(layer):
         return
@@ -54,7 +56,8 @@ def cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pla
         ("gate_up_proj", "gate_proj", (width, hidden), 0, 2),
         ("down_proj", "down_proj", (hidden, width), 1, 1),
     ):
-        for spec in _held(config, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
+        held = routed_format(config, f"{root}.mlp.experts", name) if layout.experts == STORED else unquantized()
+        for spec in _held(held, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
             fused = f"{root}.mlp.experts.{name}{spec.name.rpartition('.')[2].removeprefix('weight')}"
             stacked = (experts, stride * spec.shape[0], spec.shape[1])
             cut, sections, parts = _divided(spec, dim, layout.moe_tp, stride)

@@ -81,7 +81,7 @@ def checkpoint_experts(config: KimiK2Config, decode: Decode = "xla") -> str:
         return "bf16" if decode == "xla" else "bf16_tiles"
     if decode != "xla":
         return "tiles"
-    return "blockwise" if config.quantization.e4m3_block else "per_channel"
+    return "blockwise" if config.format_of_experts().e4m3_block else "per_channel"
 
 
 def hold_experts(config: KimiK2InferenceConfig) -> None:

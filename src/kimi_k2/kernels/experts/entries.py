@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
 from kimi_k2.ops.streams import beside
 from kimi_k2.ops.weights import Weight
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 
 BLOCK = (128, 128)
 # Tokens whose unquantized shared expert goes first where its launches and the routed ones have blocks to begin: the
@@ -123,10 +123,12 @@ def _int4_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _is_int4(experts: ExpertWeights, dtype: torch.dtype) -> bool:
     """INT4 kept as stored, groups of 32 (the second projection may be BF16), for BF16 tokens."""
-    scheme: Any = experts.gate_up.quantization
-    if "weight_packed" not in experts.gate_up.tensors or dtype != torch.bfloat16:
+    scheme = experts.gate_up.quantization
+    if not isinstance(scheme, Int4GroupFormat) or not scheme.symmetric or dtype != torch.bfloat16:
         return False
     packed = experts.down.tensors.get("weight_packed")
+    if packed is not None and experts.down.quantization != scheme:
+        return False
     how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
     if moe_w4a16.expert_mode(*how, down_proj_quantized=packed is not None) is None:
         return False

@@ -11,6 +11,7 @@ from kimi_k2.checkpoint.names import EXPERT, IGNORED, LAYER
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
+from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
@@ -71,8 +72,8 @@ class RankLoader:
                 raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
 
     def _implied(self, name: str) -> bool:
-        quantization = self.plan.config.quantization
-        return quantization is not None and name.rpartition(".")[2] in quantization.implied
+        module, _, suffix = name.rpartition(".")
+        return suffix in format_of(self.plan.config.quantization, module).implied
 
     def _local(self, name: str) -> Tensor:
         module, _, suffix = name.rpartition(".")

@@ -36,7 +36,7 @@ class BlockwiseExperts(BlockScaledExperts):
     @classmethod
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> BlockwiseExperts:
         """With the largest block that divides the checkpoint's and a rank's share of an expert."""
-        held = (config.quantization.e4m3_block if config.quantization else None) or DEFAULT_BLOCK
+        held = config.format_of_experts().e4m3_block or DEFAULT_BLOCK
         return cls(math.gcd(*held, config.moe_intermediate_size // layout.moe_tp))
 
     @classmethod

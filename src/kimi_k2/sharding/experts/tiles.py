@@ -39,7 +39,7 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
         Raises:
             ConfigError: see `check_width`.
         """
-        in_blocks = config.quantization is not None and config.quantization.e4m3_block is not None
+        in_blocks = config.format_of_experts("shared_experts.gate_proj").e4m3_block is not None
         return cls(check_width(config, layout), shared_width(config, layout) if in_blocks else 0)
 
     @classmethod

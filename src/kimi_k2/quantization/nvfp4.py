@@ -1,0 +1,189 @@
+"""NVFP4: four-bit floats with an e4m3 scale a group of 16 along the input dimension, and one scale of all the weight.
+
+modelopt multiplies by its second scale (`weight_scale_2`), compressed-tensors divides by its own
+(`weight_global_scale`). Models and ranks hold that scale once a row, so that gate and up keep theirs where they are
+stacked. Activations stay as they are: their static scales are left out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kimi_k2.config_fields import refuse_unknown
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.compressed_tensors import Scheme, config_of
+from kimi_k2.quantization.e2m1 import E2M1_MAX, pack_e2m1, unpack_e2m1
+from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+
+GROUP = 16
+_E4M3_MAX = 448.0
+
+
+class _Nvfp4(StoredFormat):
+    """What both spellings share.
+
+    Attributes:
+        of_all: shape of the scale of all.
+    """
+
+    of_all: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """One row of 16 columns."""
+        return 1, GROUP
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """Two values a byte, an e4m3 scale a group, one float32 scale."""
+        if columns % GROUP:
+            raise ConfigError(f"{module} has {columns} input columns, which do not divide into groups of {GROUP}")
+        packed, scale, whole = self.suffixes
+        yield TensorSpec(f"{module}.{packed}", torch.uint8, (rows, columns // 2))
+        yield TensorSpec(f"{module}.{scale}", torch.float8_e4m3fn, (rows, columns // GROUP))
+        yield TensorSpec(f"{module}.{whole}", torch.float32, self.of_all)
+
+    def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """With the scale of all once a row."""
+        *each, whole = self.specs(module, rows, columns)
+        yield from each
+        yield whole._replace(shape=(rows, 1))
+
+    def hold(self, stored: Stored) -> Stored:
+        """With the scale of all once a row."""
+        packed, _, whole = self.suffixes
+        if stored[whole].dim() == 2:
+            return stored
+        return {**stored, whole: stored[whole].reshape(1, 1).expand(len(stored[packed]), 1).contiguous()}
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The scales' product, then that with the values, in float32; rounded once."""
+        packed, scale, whole = (stored[suffix] for suffix in self.suffixes)
+        whole = whole.to(torch.float32) if whole.dim() > 1 else whole.to(torch.float32).reshape(1, 1)
+        scales = self._scales(scale.to(torch.float32), whole)
+        values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP)).mul_(scales.unsqueeze(-1))
+        weight: Tensor = values.flatten(-2).to(dtype)
+        return weight
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """The scale of all lets the largest group's scale be 448; of each group, its largest value be 6."""
+        groups = weight.to(torch.float32).unflatten(-1, (-1, GROUP))
+        amax = groups.abs().amax(dim=-1)
+        whole = self._whole((amax.max() / (_E4M3_MAX * E2M1_MAX)).clamp(min=1e-30))
+        unit = self._scales(torch.ones(1, 1), whole.reshape(1, 1))
+        scale = (amax / E2M1_MAX / unit).clamp(2**-9, _E4M3_MAX).to(torch.float8_e4m3fn)
+        values = groups / self._scales(scale.to(torch.float32), whole.reshape(1, 1)).unsqueeze(-1)
+        return dict(zip(self.suffixes, (pack_e2m1(values.flatten(-2)), scale, whole), strict=True))
+
+    @abstractmethod
+    def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
+        """float32 scales of the groups."""
+
+    @abstractmethod
+    def _whole(self, unit: Tensor) -> Tensor:
+        """The stored scale of all whose effect is `unit`."""
+
+
+@register
+class Nvfp4Format(_Nvfp4):
+    """modelopt's: `weight` uint8 [rows, columns / 2], `weight_scale` e4m3, `weight_scale_2` float32."""
+
+    name = "nvfp4"
+    method = "modelopt"
+    suffixes = ("weight", "weight_scale", "weight_scale_2")
+    scales = ("weight_scale", "weight_scale_2")
+    unused = ("input_scale",)
+    rule = "glob"
+
+    _only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "group_size": (GROUP, None),
+        "kv_cache_quant_algo": (None, "FP8"),
+        "quantized_layers": (None, {}),
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> Nvfp4Format | None:
+        """Read modelopt's object, from config.json or hf_quant_config.json."""
+        if raw.get("quant_method") != "modelopt":
+            return None
+        read = ("quant_method", "quant_algo", "ignore", "exclude_modules", "kv_cache_scheme", "config_groups")
+        refuse_unknown(raw, read, field, only=cls._only, harmless=("producer", "version"))
+        if raw.get("quant_algo") != "NVFP4":
+            raise ConfigError(f"expected 'NVFP4', got {raw.get('quant_algo')!r:.100}", field=f"{field}.quant_algo")
+        _check_groups(raw.get("config_groups"), f"{field}.config_groups")
+        lists = [
+            module_list(raw[name], cls.rule, f"{field}.{name}") for name in ("ignore", "exclude_modules") if name in raw
+        ]
+        if len(set(lists)) > 1:
+            raise ConfigError("differs from ignore", field=f"{field}.exclude_modules")
+        return cls(ignore=lists[0] if lists else ())
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as modelopt writes it."""
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP, "ignore": list(self.ignore)}
+
+    def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
+        return scale * whole
+
+    def _whole(self, unit: Tensor) -> Tensor:
+        return unit
+
+
+def _check_groups(groups: Any, field: str) -> None:
+    """modelopt repeats in compressed-tensors' words what `quant_algo` says."""
+    if groups is None:
+        return
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise ConfigError("expected one config group of all Linears", field=field)
+    name, group = next(iter(groups.items()))
+    where = f"{field}.{name}"
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"expected an object, got {type(group).__name__}", field=where)
+    only = {"targets": (["Linear"],), "output_activations": (None,)}
+    refuse_unknown(group, ("weights", "input_activations"), where, only=only, harmless=())
+    args = {"num_bits": (4,), "type": ("float",), "group_size": (GROUP,), "dynamic": (False, True, "local")}
+    for part in ("weights", "input_activations"):
+        if group.get(part) is not None:
+            refuse_unknown(group[part], (), f"{where}.{part}", only=args, harmless=())
+
+
+@register
+class CompressedNvfp4Format(_Nvfp4):
+    """compressed-tensors': `weight_packed`, `weight_scale`, `weight_global_scale` float32 [1]."""
+
+    name = "nvfp4-packed"
+    method = "compressed-tensors"
+    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+    scales = ("weight_scale",)
+    unused = ("input_global_scale",)
+    of_all = (1,)
+
+    activations: str | None = None
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
+        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> CompressedNvfp4Format | None:
+        """Of 4-bit floats in groups of 16."""
+        wanted = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "group_size": GROUP}
+        if scheme.kind != "nvfp4-pack-quantized" or not scheme.holds(**wanted):
+            return None
+        return cls(ignore=scheme.ignore, activations=scheme.activations)
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+        return config_of("nvfp4-pack-quantized", weights, self.ignore, self.activations)
+
+    def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
+        return scale / whole
+
+    def _whole(self, unit: Tensor) -> Tensor:
+        return (1 / unit).reshape(1)

@@ -1,0 +1,234 @@
+"""Stored formats of others: each is what its own library says, loads, runs and converts.
+
+The tiny checkpoints are written by the library that defines a format, where there is one on PyPI for a CPU
+(compressed-tensors), or by its rule.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from kimi_k2.cli.app import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, UnexpectedTensorError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.parallel.load import load_rank
+from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.quantization.e2m1 import pack_e2m1, unpack_e2m1
+from kimi_k2.quantization.stored import StoredFormat, format_of, formats, parse_quantization
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
+
+IDS = torch.arange(3, 20)[None]
+LIBRARY = ("fp8-channel", "fp8-block", "nvfp4-packed")
+FORMS = (*LIBRARY, "nvfp4")
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+def arguments(held: StoredFormat) -> dict[str, Any]:
+    """The weights' arguments in a config group."""
+    found: dict[str, Any] = held.to_hf_dict()["config_groups"]["group_0"]["weights"]
+    return found
+
+
+def by_the_library(held: StoredFormat, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """compressed-tensors' decompression; scales in float32 are multiplied in float32."""
+    base = pytest.importorskip("compressed_tensors.compressors.base")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments(held)))
+    compressor = base.BaseCompressor.get_value_from_registry(held.to_hf_dict()["format"])
+    weight: Tensor = compressor.decompress(dict(stored), scheme)["weight"]
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("shape", [(130, 256), (16, 7168)])
+def test_values_are_the_librarys(name: str, shape: tuple[int, int]) -> None:
+    held = formats()[name]()
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(shape, generator=generator) * torch.logspace(-3, 2, shape[0])[:, None]
+    stored = held.quantize(weight)
+    # NVFP4's compressor knows BF16 alone.
+    dtype = torch.bfloat16 if "nvfp4" in name else torch.float32
+    assert torch.equal(held.dequantize(stored, dtype), by_the_library(held, stored, dtype))
+    error = (held.dequantize(stored, torch.float32) - weight).norm() / weight.norm()
+    assert error < (0.12 if "nvfp4" in name else 0.04)
+
+
+def test_e2m1_is_the_librarys() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    codes = torch.arange(256, dtype=torch.uint8)[None]
+    values = unpack_e2m1(codes)
+    assert torch.equal(values, helpers.unpack_fp4_from_uint8(codes, 1, 512, torch.float32))
+    assert torch.equal(pack_e2m1(values), codes)
+    fp4 = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    drawn = torch.cat([torch.arange(-64, 65) / 8, torch.randn(999) * 3])[None]
+    args = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=drawn.shape[1])
+    expected = fp4.quantize(drawn, torch.ones(1, 1), None, args)
+    assert torch.equal(unpack_e2m1(pack_e2m1(drawn)), expected.to(torch.float32))
+
+
+def test_nvfp4_of_modelopt_by_its_rule() -> None:
+    """Value times (e4m3 scale times float32 scale), as modelopt's NVFP4QTensor.dequantize has it."""
+    held = formats()["nvfp4"]()
+    stored = held.quantize(torch.randn(24, 64, generator=torch.Generator().manual_seed(1)))
+    assert [stored[name].dtype for name in held.suffixes] == [torch.uint8, torch.float8_e4m3fn, torch.float32]
+    assert stored["weight_scale_2"].shape == ()
+    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    table += [-one for one in table]
+    found = held.dequantize(stored, torch.float32)
+    for row, column in ((0, 0), (0, 1), (5, 17), (23, 63)):
+        byte = int(stored["weight"][row, column // 2])
+        code = byte >> 4 if column % 2 else byte & 15
+        scale = stored["weight_scale"].float()[row, column // 16] * stored["weight_scale_2"]
+        assert found[row, column] == table[code] * scale
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint in each format."""
+    root = tmp_path_factory.mktemp("forms")
+    for seed, name in enumerate(FORMS):
+        preset = "kimi-k2.5" if name == "nvfp4" else "kimi-k2-instruct-0905"
+        config = tiny_config(preset, num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
+        config = config.model_copy(update={"quantization": formats()[name]()})
+        write_synthetic_checkpoint(root / name, config, seed=seed)
+    return {name: root / name for name in FORMS}
+
+
+def plain_copy(source: Path, target: Path) -> Path:
+    """The same model in float32, dequantized by the library where there is one."""
+    config = KimiK2Config.from_pretrained(source)
+    tensors = {name: one for shard in source.glob("*.safetensors") for name, one in load_file(shard).items()}
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, one in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = one
+    made: dict[str, Tensor] = {}
+    for module, stored in modules.items():
+        held = format_of(config.quantization, module.removeprefix(config.tensor_prefix))
+        if held.method is None or "vision_tower" in module or "mm_projector" in module:
+            made |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
+        else:
+            made[f"{module}.weight"] = held.dequantize(stored, torch.float32)
+    target.mkdir()
+    save_file(made, target / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text())
+    for holder in (raw, raw.get("text_config", {})):
+        holder.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(raw))
+    return target
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> None:
+    source = written[name]
+    config = KimiK2Config.from_pretrained(source)
+    assert config.quantization == formats()[name]()
+    with torch.inference_mode():
+        expected = load_transformers_model(plain_copy(source, tmp_path / "plain"))(IDS).logits
+    for keep in (False, True):
+        model = KimiK2ForCausalLM.from_pretrained(source, keep_quantized=keep)
+        assert float((model(IDS) - expected).abs().max()) <= 1e-5
+    layout = Layout(2, 1, "cuda", "stored")
+    Presharder(source, tmp_path / "cuda", Layout(1, 1, "cuda", "stored")).run()
+    rank = load_rank(tmp_path / "cuda", config, Layout(1, 1, "cuda", "stored"), 0, dtype=torch.float32)
+    assert float((rank(IDS) - expected).abs().max()) <= 1e-2  # norms and embeddings are BF16 there
+    if name != "fp8-block":  # whose blocks of 128 two ranks would cut
+        Presharder(source, tmp_path / "two", layout).run()
+    manifest = Presharder(source, tmp_path / "neuron", Layout(1, 2, experts="per_channel")).run()
+    assert 0 < manifest["errors"]["total"]["relative_l2"] < 0.05
+    for command in (["inspect", str(source)], ["verify", str(tmp_path / "neuron")]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+
+
+def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[str, Path], tmp_path: Path) -> None:
+    """hf_quant_config.json alone, INT4 left in `text_config`, scales of activations and cache among the tensors."""
+    source, directory = written["nvfp4"], tmp_path / "modelopt"
+    directory.mkdir()
+    tensors = {name: one for shard in source.glob("*.safetensors") for name, one in load_file(shard).items()}
+    prefix = "language_model."
+    more = {
+        f"{prefix}{EXPERT}.input_scale": torch.ones(()),
+        f"{prefix}model.layers.0.self_attn.k_scale": torch.ones(()),
+    }
+    save_file(tensors | more, directory / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text())
+    del raw["quantization_config"]
+    raw["text_config"]["quantization_config"] = KimiK2Config.from_preset("kimi-k2.5").to_hf_dict()[
+        "quantization_config"
+    ]
+    (directory / "config.json").write_text(json.dumps(raw))
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": []}
+    about = directory / "hf_quant_config.json"
+    about.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.39"}, "quantization": said}))
+    config = KimiK2Config.from_pretrained(directory)
+    assert config.quantization == formats()["nvfp4"]()
+    assert config.kv_cache_fp8
+    model = KimiK2ForCausalLM.from_pretrained(directory)
+    assert torch.equal(model(IDS), KimiK2ForCausalLM.from_pretrained(source)(IDS))
+    save_file(tensors | {f"{prefix}{EXPERT}.output_scale": torch.ones(())}, directory / "model.safetensors")
+    with pytest.raises(UnexpectedTensorError):
+        KimiK2ForCausalLM.from_pretrained(directory)
+    for change, field in (
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo"),
+        ({"smooth": 1}, "smooth"),
+        ({"group_size": 32}, "group_size"),
+    ):
+        about.write_text(json.dumps({"quantization": said | change}))
+        with pytest.raises(ConfigError) as caught:
+            KimiK2Config.from_pretrained(directory)
+        assert (caught.value.field, caught.value.file) == (f"quantization.{field}", str(about))
+
+
+def test_groups_in_several_formats(tmp_path: Path) -> None:
+    """Attention in FP8 a channel, routed experts in NVFP4, the rest in BF16."""
+    parts = {name: formats()[name]().to_hf_dict() for name in ("fp8-channel", "nvfp4-packed")}
+    targets = (["re:.*self_attn.*"], ["re:.*mlp\\.experts.*"])
+    groups = {
+        f"group_{number}": {**part["config_groups"]["group_0"], "targets": target, "format": part["format"]}
+        for number, (part, target) in enumerate(zip(parts.values(), targets, strict=True))
+    }
+    raw = {**parts["fp8-channel"], "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
+    held = parse_quantization(raw)
+    assert parse_quantization(held.to_hf_dict()) == held
+    root = "model.layers.1"
+    found = {name: held.of(f"{root}.{name}").name for name in ("self_attn.o_proj", "mlp.experts.0.up_proj", "mlp.gate",
+             "mlp.shared_experts.up_proj")}  # fmt: skip
+    assert list(found.values()) == ["fp8-channel", "nvfp4-packed", "bf16", "bf16"]
+    config = tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
+    config = config.model_copy(update={"quantization": held})
+    write_synthetic_checkpoint(tmp_path / "mixed", config, seed=1)
+    assert KimiK2Config.from_pretrained(tmp_path / "mixed") == config
+    with torch.inference_mode():
+        expected = load_transformers_model(plain_copy(tmp_path / "mixed", tmp_path / "plain"))(IDS).logits
+    for keep in (False, True):
+        model = KimiK2ForCausalLM.from_pretrained(tmp_path / "mixed", keep_quantized=keep)
+        assert float((model(IDS) - expected).abs().max()) <= 1e-5
+    for target in ("cuda", "neuron"):
+        command = ["convert", str(tmp_path / "mixed"), str(tmp_path / target), "--tp", "2", "--target", target]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+
+
+def test_experts_of_one_layer_in_several_formats_are_not_stacked(tmp_path: Path) -> None:
+    held = formats()["fp8"](ignore=("model.layers.1.mlp.experts.2",))
+    config = tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
+    write_synthetic_checkpoint(tmp_path / "some", config.model_copy(update={"quantization": held}), seed=1)
+    KimiK2ForCausalLM.from_pretrained(tmp_path / "some")(IDS)
+    with pytest.raises(ConfigError, match=r"experts\.2\.gate_proj is stored as bf16, .* as fp8"):
+        KimiK2ForCausalLM.from_pretrained(tmp_path / "some", keep_quantized=True)
