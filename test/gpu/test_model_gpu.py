@@ -118,7 +118,7 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
 
 
 def plain_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
     """What `query_and_entry` documents, in float32 from float32 inputs."""
@@ -131,15 +131,17 @@ def plain_query(
     nope, rope = q.unflatten(-1, (-1, 192)).split([128, 64], dim=-1)
     cos, sin = cos.float(), sin.float()
     entry = torch.cat((normed(latent, kv_norm, kv_eps), apply_rotary_interleaved(key, cos, sin)), dim=-1)
-    cache[torch.arange(len(qkv_a), device=qkv_a.device), positions] = entry.to(cache.dtype)
+    cache.view(-1, cache.shape[-1])[slots] = entry.to(cache.dtype)
     rotated = apply_rotary_interleaved(rope, cos[:, None], sin[:, None])
     return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), rotated), dim=-1).to(qkv_a.dtype)
 
 
 def plain_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None
-) -> Tensor:
-    """What `attend_values` documents."""
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What `attend_values` documents, of a cache in one piece."""
+    assert block_table is None
     scores = torch.einsum("bhr,btr->bht", query.float(), cache.float()) * softmax_scale
     ahead = torch.arange(cache.shape[1], device=cache.device) >= seq_lens[:, None, None]
     shares = scores.masked_fill(ahead, -torch.inf).softmax(-1)

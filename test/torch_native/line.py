@@ -5,7 +5,8 @@ Pages, buckets, padding, one request a prefill, batched decodes, preemption and 
 
 from __future__ import annotations
 
-import sys
+import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,52 +14,90 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from plain_tokens import expected
 from torch import Tensor
+
+from kimi_k2.config import KimiK2Config
 
 BLOCK = 4
 PROMPT_BUCKETS = (8, 16, 32, 64)
 LINE_BUCKETS = (1, 2, 4, 8)
 
 
-class Group:
-    """vLLM's GroupCoordinator over gloo."""
+class Meeting:
+    """Where the ranks of a group, threads of one process, exchange tensors."""
 
-    def __init__(self, ranks: list[int], rank: int) -> None:
-        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
-        self.device_group: Any = None
+    def __init__(self, size: int) -> None:
+        self.barrier, self.values = threading.Barrier(size, timeout=300), [torch.empty(0)] * size
+
+
+class Group:
+    """vLLM's GroupCoordinator."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank_in_group, self.world_size = meeting, rank, len(meeting.values)
+        self.device_group = self
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self.meeting.values[self.rank_in_group] = x
+        self.meeting.barrier.wait()
+        found = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return found
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if self.world_size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        dist.all_gather(parts, x.contiguous(), group=self.device_group)
-        return torch.cat(parts, dim)
+        return x if self.world_size == 1 else torch.cat(self._exchange(x), dim)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return x
-        out = x.clone()
-        dist.all_reduce(out, group=self.device_group)
-        return out
+        return x if self.world_size == 1 else torch.stack(self._exchange(x)).sum(0)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return self.all_reduce(x).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
 
-def groups(rank: int, tp: int, dp: int) -> tuple[Group, Group]:
-    """This rank's tensor-parallel and data-parallel group; every rank makes all of them."""
-    mine: list[Group] = []
-    for sets in (
-        [[replica * tp + at for at in range(tp)] for replica in range(dp)],
-        [[replica * tp + at for replica in range(dp)] for at in range(tp)],
-    ):
-        for ranks in sets:
-            handle = dist.new_group(ranks) if tp * dp > 1 else None
-            if rank in ranks:
-                mine.append(Group(ranks, rank))
-                mine[-1].device_group = handle
-    return mine[0], mine[1]
+class MetaGroup:
+    """As `Group` for tensors without memory: shapes alone."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self.world_size, self.rank_in_group, self.device_group = world_size, rank, None
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x] * self.world_size, dim)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x + 0
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return x.narrow(dim, 0, x.shape[dim] // self.world_size)
+
+
+HERE = threading.local()  # this rank's groups: tp, dp, ep
+
+
+def on_ranks(tp: int, dp: int, ep: int, run: Callable[[int], Any]) -> list[Any]:
+    """`run` on all ranks, a thread each; their results, or the first error."""
+    heads, replicas = [Meeting(tp) for _ in range(dp)], [Meeting(dp) for _ in range(tp)]
+    results: list[Any] = [None] * (tp * dp)
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        replica, at = divmod(number, tp)
+        HERE.tp, HERE.dp, HERE.ep = Group(heads[replica], at), Group(replicas[at], replica), ep
+        try:
+            results[number] = run(number)
+        except BaseException as error:
+            errors.append(error)
+            for meeting in (*heads, *replicas):
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(tp * dp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
 
 
 @dataclass
@@ -79,23 +118,25 @@ class NeuronConfig:
 class Sampler(torch.nn.Module):
     """The line's, greedy: logits of this rank's part of the vocabulary to tokens."""
 
-    tp: Group
-
     def __init__(self, sampling_config: Any, process_group: Any = None) -> None:
         super().__init__()
         assert sampling_config.all_greedy
+        self.group = process_group
 
     def forward(self, logits: Tensor, sampling_params: Any, logit_mask: Any = None, tp_rank: Any = None) -> Tensor:
-        whole = self.tp.all_gather(logits, -1)
+        whole = logits if self.group is None else self.group.all_gather(logits, -1)
         return (whole if logit_mask is None else whole.masked_fill(~logit_mask, float("-inf"))).argmax(-1)
 
 
-def stand_ins(tp: Group, dp: Group, ep_degree: int) -> dict[str, ModuleType]:
+def stand_ins() -> dict[str, ModuleType]:
     """Modules of vLLM and the line that the model imports."""
-    Sampler.tp = tp
     contents: dict[str, dict[str, Any]] = {
-        "vllm.distributed.parallel_state": {"get_tp_group": lambda: tp, "get_dp_group": lambda: dp},
-        "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: ep_degree},
+        "vllm.distributed.parallel_state": {
+            "get_tp_group": lambda: HERE.tp,
+            "get_dp_group": lambda: HERE.dp,
+            "get_dcp_group": lambda: SimpleNamespace(world_size=getattr(HERE, "dcp", 1)),
+        },
+        "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: HERE.ep},
         "vllm_neuron.model.kv_cache": {
             "KVSpec": lambda layers: SimpleNamespace(layers=layers),
             "LayerSpec": lambda name, heads, size, dtype: SimpleNamespace(
@@ -288,6 +329,54 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int) -> list[list[in
     return [request.output for request in requests]
 
 
-def install(tp: Group, dp: Group, ep_degree: int) -> None:
-    """Put the stand-ins where imports find them, in a process of its own."""
-    sys.modules.update(stand_ins(tp, dp, ep_degree))
+WANTED = 8
+
+
+def hf_config(directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> SimpleNamespace:
+    """What the runner hands over of config.json."""
+    raw = json.loads((directory / "config.json").read_text()) | changes
+    return SimpleNamespace(to_dict=lambda: raw, dtype=dtype)
+
+
+def prompts(directory: Path) -> list[list[int]]:
+    """Eight of drawn lengths; the third begins like the second."""
+    vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 40, (8,), generator=generator).tolist()
+    drawn = [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    drawn[2] = drawn[1][:5] + drawn[2]
+    return drawn
+
+
+def plain_tokens(directory: Path) -> list[list[int]]:
+    """The plain model's greedy tokens of `prompts`, each alone."""
+    return expected(directory, "float32", [{"prompt": one, "new_tokens": WANTED} for one in prompts(directory)])
+
+
+def alone(
+    directory: Path,
+    config: NeuronConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Runner:
+    """A runner on one rank."""
+    HERE.tp, HERE.dp, HERE.ep = Group(Meeting(1), 0), Group(Meeting(1), 0), 1
+    return Runner(directory, hf_config(directory, dtype, **(changes or {})), config, **options)
+
+
+def served(
+    directory: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, held: str = "bf16", sample: bool = False, **options: Any
+) -> list[list[list[int]]]:
+    """Tokens of `prompts` that each rank served."""
+
+    def run(rank: int) -> list[list[int]]:
+        config = NeuronConfig(ep_degree=ep, quantization=held)
+        if sample:
+            config.on_device_sampling_config, config.max_logprobs = SimpleNamespace(all_greedy=True), -1
+        return serve(
+            Runner(directory, hf_config(directory), config, rank=rank % tp, **options), prompts(directory), WANTED
+        )
+
+    return on_ranks(tp, dp, ep, run)

@@ -9,8 +9,9 @@ from torch.nn.functional import linear, silu
 from kimi_k2.config import KimiK2Config
 from kimi_k2.ops.router import noaux_tc_gate
 
-# Rows of one expert that are multiplied at a time at prefill.
-BLOCK = 128
+# Rows of one expert that are multiplied at a time at prefill, and blocks that one operation takes: fewer make graphs of
+# thousands of operations, more hold more experts' weights at a time.
+BLOCK, GROUP = 128, 16
 
 
 def mlp(x: Tensor, weights: nn.Module) -> Tensor:
@@ -97,8 +98,8 @@ class Experts:
             max=count - 1
         )
         rows = nn.functional.pad(x, (0, 0, 0, 1))[token].view(blocks, BLOCK, -1)
-        # Block by block, so that one expert's weights are there at a time.
-        out = torch.cat([self._mlp(rows[at : at + 1], expert[at : at + 1]) for at in range(blocks)]).flatten(0, 1)
+        pieces = zip(rows.split(GROUP), expert.split(GROUP), strict=True)
+        out = torch.cat([self._mlp(*piece) for piece in pieces]).flatten(0, 1)
         at = torch.empty_like(place).scatter(0, order, place).view(tokens, top_k)
         chosen = nn.functional.pad(out, (0, 0, 0, 1))[at].to(torch.float32)
         return (chosen * weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -73,12 +73,14 @@ class Ranks:
         """Of this process, from vLLM's and the line's groups.
 
         Raises:
-            ConfigError: the line's groups do not fit `ep_degree`.
+            ConfigError: the line's groups do not fit `ep_degree`, or divide a sequence's cache.
         """
-        from vllm.distributed.parallel_state import get_dp_group, get_tp_group
+        from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_tp_group
         from vllm_neuron.parallel.neuron_parallel_state import get_neuron_ep_degree
 
         tp, dp, degree = get_tp_group(), get_dp_group(), int(get_neuron_ep_degree())
+        if (parts := get_dcp_group().world_size) > 1:
+            raise ConfigError(f"expected 1, got {parts}", field="decode_context_parallel_size")
         asked = getattr(neuron_config, "ep_degree", degree)
         if asked not in (1, degree):
             raise ConfigError(f"{asked}, but the line's groups have {degree}", field="ep_degree")
