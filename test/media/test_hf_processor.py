@@ -28,6 +28,9 @@ from kimi_k2.vision_config import VisionConfig
 STEP = 1 / 127.5
 
 
+THEIRS = MediaConfig(rules="transformers")
+
+
 def hugging_face() -> Any:
     try:
         import torchvision  # noqa: F401
@@ -42,7 +45,7 @@ def hugging_face() -> Any:
 def processor(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
     directory = tmp_path_factory.mktemp("vocabulary")
     write_synthetic_vocabulary(directory, 768)
-    return MediaProcessor(KimiTokenizer.from_pretrained(directory), VisionConfig(image_token_id=533))
+    return MediaProcessor(KimiTokenizer.from_pretrained(directory), VisionConfig(image_token_id=533), THEIRS)
 
 
 def expected_ids(tokenizer: KimiTokenizer, text: str, video_token: str) -> list[int]:

@@ -16,6 +16,7 @@ from kimi_k2.errors import ConfigError, MediaError, TokenizerError
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import open_image, to_rgb
 from kimi_k2.media.prompt import MediaProcessor, timestamp
+from kimi_k2.media.video import process_frames, sampled_indices
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 
@@ -118,16 +119,30 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def test_images_are_turned_upright_and_laid_on_white() -> None:
+def test_images_are_turned_upright_and_transparency_goes_by_the_rules() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn clockwise
     lying = saved(Image.fromarray(drawn(20, 30, 2)), "PNG", exif=exif)
     assert open_image(lying).size == (20, 30)
     clear = Image.new("RGBA", (2, 2), (10, 20, 30, 0))
-    assert to_rgb(clear).getpixel((0, 0)) == (255, 255, 255)
+    assert to_rgb(clear, MediaConfig(rules="transformers")).getpixel((0, 0)) == (255, 255, 255)
+    assert to_rgb(clear, MediaConfig()).getpixel((0, 0)) == clear.convert("RGB").getpixel((0, 0))
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
     levels = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
     image = open_image(saved(Image.fromarray(levels), "PNG"))
-    assert np.asarray(to_rgb(image))[..., 0].tolist() == (levels >> 8).tolist()
+    assert np.asarray(to_rgb(image, MediaConfig()))[..., 0].tolist() == (levels >> 8).tolist()
+
+
+@pytest.mark.parametrize(("frames", "fps", "places"), [
+    (24, 25.0, [0, 23]), (120, 24.0, [0, 13, 26, 40, 53, 66, 79, 93, 106, 119]), (1, 25.0, [0]),
+    (5, 1.0, [0, 1, 2, 3, 4]),
+    (7, 29.97, [0]), (90, 30.0, [0, 18, 36, 53, 71, 89]),
+])  # fmt: skip
+def test_frames_of_the_models_own_rule(frames: int, fps: float, places: list[int]) -> None:
+    """k = max(round(n min(2, fps) / fps), 1) of n frames, at linspace(0, n - 1, k), rounded; a chunk has four."""
+    assert sampled_indices(frames, fps, MediaConfig()) == places
+    chunks = process_frames([np.zeros((28, 28, 3), np.uint8)] * frames, fps, MediaConfig())
+    assert [chunk.seconds for chunk in chunks] == [place / fps for place in places[::4]]
+    assert sum(chunk.grid.frames for chunk in chunks) == len(places)

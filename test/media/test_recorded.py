@@ -15,6 +15,7 @@ import torch
 from pictures import VIDEOS, drawn, image_of, sizes
 from record import RECORDED, positions
 
+from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import normalised
 from kimi_k2.media.prompt import MediaProcessor
@@ -23,6 +24,7 @@ from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 from kimi_k2.vision_config import VisionConfig
 
+THEIRS = MediaConfig(rules="transformers")
 GIVEN: dict[str, Any] = json.loads(RECORDED.read_text())
 
 
@@ -30,7 +32,7 @@ GIVEN: dict[str, Any] = json.loads(RECORDED.read_text())
 def processor(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
     directory: Path = tmp_path_factory.mktemp("vocabulary")
     write_synthetic_vocabulary(directory, 768)
-    return MediaProcessor(KimiTokenizer.from_pretrained(directory), VisionConfig(image_token_id=533))
+    return MediaProcessor(KimiTokenizer.from_pretrained(directory), VisionConfig(image_token_id=533), THEIRS)
 
 
 def check(patches: torch.Tensor, levels: list[int]) -> None:

@@ -36,7 +36,7 @@ def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None
     kind = _container(data, name)
     try:
         total, fps = _counted(av, data, kind, name)
-        indices = sampled_indices(total, fps, config.sample_fps)
+        indices = sampled_indices(total, fps, config)
         frames: list[tuple[float, Grid, Tensor]] = []
         for place, picture in _decoded(av, data, kind, indices, name):
             if not frames:
@@ -75,16 +75,23 @@ def process_frames(
             raise MediaError(
                 f"expected uint8 [height, width, 3] of one size, got {frame.dtype} {frame.shape}", file=name
             )
-    indices = sampled_indices(len(frames), fps, config.sample_fps)
+    indices = sampled_indices(len(frames), fps, config)
     _check_tokens((shape[0], shape[1]), len(indices), config, name)
     limit = config.max_patches_a_frame
     return chunks_of([(i / fps, *to_patches(Image.fromarray(frames[i]), limit, config)) for i in indices], config)
 
 
-def sampled_indices(total: int, fps: float, sample_fps: float) -> list[int]:
-    """Frames that are taken of `total`: evenly, `sample_fps` a second, at least one and never one twice."""
-    count = min(max(1, int(total / fps * sample_fps)), total)
-    return [place * total // count for place in range(count)]
+def sampled_indices(total: int, fps: float, config: MediaConfig) -> list[int]:
+    """Frames that are taken of `total`: evenly, `sample_fps` a second, at least one and never one twice.
+
+    By the model's rule (`split_video_chunks` of its published processor) they reach from the first frame to the last.
+    """
+    if config.rules == "transformers":
+        count = min(max(1, int(total / fps * config.sample_fps)), total)
+        return [place * total // count for place in range(count)]
+    count = max(1, round(total * min(config.sample_fps, fps) / fps))
+    indices: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    return indices
 
 
 def _check_tokens(size: tuple[int, int], frames: int, config: MediaConfig, name: str | None) -> None:
