@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import asdict
+from typing import Any
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.pop("NXD_CPU_MODE", None)
@@ -24,12 +25,28 @@ from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
-from kimi_k2.plan.hlo import count  # noqa: E402
+from kimi_k2.plan.hlo import count, entry_instructions  # noqa: E402
 from kimi_k2.plan.liveness import peak_live_bytes  # noqa: E402
 from kimi_k2.plan.prefetch import fetches  # noqa: E402
 from kimi_k2.plan.scratch import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
+
+
+def of_experts(graph: Any) -> list[dict[str, Any]]:
+    """What the routed experts' weights become, up to and with the products that they go into, in order."""
+    instructions = list(entry_instructions(graph.hlo))
+    users = Counter(operand for one in instructions for operand in one.operands)
+    weights = {str(n) for n, name in graph.parameters.items() if ".mlp_op." in name and name.endswith("weight")}
+    seen = {one.name for one in instructions if one.op == "parameter" and one.operands[0] in weights}
+    found = []
+    for one in instructions:
+        if one.op != "parameter" and seen.intersection(one.operands):
+            if one.op != "dot":
+                seen.add(one.name)
+            (shape,) = one.shapes
+            found.append({"op": one.op, "type": shape.dtype, "shape": list(shape.dims), "users": users[one.name]})
+    return found
 
 
 def main() -> None:
@@ -57,7 +74,8 @@ def main() -> None:
     facts = {
         **summary(counts), "router_bytes_read": counts.bytes_read(r"router\."), "kinds": kinds,
         "kernels": dict(calls), "fetches": [asdict(one) for one in fetches(graph.hlo)],
-        "planned": summary(planned), "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
+        "of_experts": of_experts(graph), "planned": summary(planned),
+        "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
     }  # fmt: skip
     print("COUNTS " + json.dumps(facts))
 

@@ -45,6 +45,18 @@ def test_expert_parallel_decode_reads_8_experts_not_192() -> None:
     assert swept / read == pytest.approx(24, rel=1e-3)
 
 
+def test_blocks_are_multiplied_as_they_are_stored() -> None:
+    """Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written."""
+    counts = lowered("trn2-tp32-ep2", "2", DECODE)
+    arrays = counts["of_experts"]
+    assert {one["op"] for one in arrays if one["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}
+    dots = [one for one in arrays if one["op"] == "dot"]
+    assert [one["shape"] for one in dots] == [[8, 112, 1, 128], [8, 1, 1, 7168]]  # 8 slots, blocks of 64
+    assert all(one["type"] == "f32" for one in dots)
+    # What a convert gives goes to one product alone.
+    assert all(one["users"] == 1 for one in arrays if one["op"] in ("convert", "reshape") and one["type"] == "bf16")
+
+
 def test_tensor_parallel_decode_reads_8_experts() -> None:
     counts = lowered("trn2-tp64-ep1", "2", DECODE)
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05

@@ -182,7 +182,7 @@ Videos = Annotated[
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 BackendName = Literal["cpu", "cuda", "neuron"]
-DEFAULT_DEPLOYMENT = "trn2-tp64-ep1"
+DEFAULT_DEPLOYMENT = "trn2-tp32-ep2"
 SAMPLING, MODEL, NEURON = "How tokens are chosen", "How the model runs", "The NxDI model (--backend neuron)"
 
 

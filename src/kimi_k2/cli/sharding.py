@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def make_layout(
-    tp: int,
-    ep: int,
+    tp: int | None,
+    ep: int | None,
     target: Target,
     experts: str | None,
     spmd_rank: bool | None = None,
@@ -25,7 +25,8 @@ def make_layout(
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
-    best = "stored" if target == "cuda" else "per_channel" if decode in (None, "xla") else "tiles"
+    best = "stored" if target == "cuda" else "blockwise" if decode in (None, "xla") else "tiles"
+    tp, ep = (32, ep or 2) if tp is None else (tp, ep or 1)  # of trn2-tp32-ep2
     return Layout(tp, ep, target, experts or best, spmd_rank=spmd_rank, decode=decode)
 
 

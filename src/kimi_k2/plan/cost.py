@@ -13,7 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
 from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
-from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once, held_as
+from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
@@ -90,19 +90,6 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         # Where those outputs lie is scattered into a table: updates read and written.
         counts.moved["scatter"] = _moe_layers(config) * slots * 2 * 8
     return counts
-
-
-def dequantized_bytes(config: KimiK2Config, target: Target) -> int:
-    """What a decode step writes of dequantized experts if the compiler fuses nothing: float32, and its BF16 copy.
-
-    Not part of `decode_counts`, which takes them to be fused with the GEMM. 0 where scales multiply the GEMM's result,
-    and where the experts are an NKI kernel.
-    """
-    if not target.is_neuron or not held_as(config, target).dequantized or target.layout.kernels:
-        return 0
-    experts = min(target.batch * config.num_experts_per_tok, _local(config, target))
-    elements = experts * 3 * config.hidden_size * config.moe_intermediate_size // target.layout.moe_tp
-    return _moe_layers(config) * elements * (FLOAT32 + BF16)
 
 
 def _moe_layers(config: KimiK2Config) -> int:

@@ -19,7 +19,7 @@ from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import make_target
 from kimi_k2.sharding.plan import make_plan
 
-LEADING = "trn2-tp64-ep1"
+LEADING = "trn2-tp32-ep2"
 WIDTH = 165  # columns of the table
 
 

@@ -13,7 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
-from kimi_k2.plan.cost import decode_counts, dequantized_bytes, prefill_counts
+from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
 from kimi_k2.plan.kernels import kernel_step, print_kernel_step
@@ -67,7 +67,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         },
         "vision": vision_report(config, memory.room + memory.parts.get(TOWER, 0)),
         "host": host_plan(config, target),
-        "decode": step(decode, target) | {"dequantized_if_not_fused": dequantized_bytes(config, target)},
+        "decode": step(decode, target),
         "prefill": step(prefill, target),
         "kernels": kernel_step(config, target, sharding),
         "uses_kernels": target.layout.kernels,
@@ -82,7 +82,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
 
 def plan(
     model: str | Path,
-    preset: str = "trn2-tp64-ep1",
+    preset: str = "trn2-tp32-ep2",
     *,
     max_model_len: int | None = None,
     batch_size: int | None = None,
@@ -226,8 +226,6 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("reads in all", *(_size(one["bytes_read"]) for one in steps))
     table.add_row("gathers and scatters", *(_size(one["bytes_moved"]) for one in steps))
-    if unfused := steps[0]["dequantized_if_not_fused"]:
-        table.add_row("dequantized experts, if not fused (not in the bound)", _size(unfused), "")
     table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
     table.add_row(
         "collectives",

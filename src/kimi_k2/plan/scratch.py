@@ -114,13 +114,16 @@ class HeldAs(NamedTuple):
 
     Attributes:
         itemsize: bytes a value.
-        dequantized: they are multiplied by scales before their GEMM; of tiles gate and up are.
+        dequantized: they are multiplied by scales before their GEMM; of tiles gate and up are, and of blocks all beside
+            at least as many tokens as a block has rows.
         scales_outputs: the GEMM's outputs are multiplied instead; of tiles those of down are.
+        block: rows of a block of those that are dequantized and lie in none; 0 of others.
     """
 
     itemsize: int
     dequantized: bool
     scales_outputs: bool
+    block: int
 
 
 def held_as(config: KimiK2Config, target: Target) -> HeldAs:
@@ -130,7 +133,8 @@ def held_as(config: KimiK2Config, target: Target) -> HeldAs:
     specs = experts.specs(rows, columns, target.layout.dtype)
     # A scale an output channel multiplies the GEMM's result instead.
     finer = any(shape[-1] > 1 for name, (_, shape) in specs.items() if name != "weight")
-    return HeldAs(specs["weight"][0].itemsize, finer, experts.tiles or not finer)
+    block = rows // specs["scale"][1][0] if finer and not experts.tiles else 0
+    return HeldAs(specs["weight"][0].itemsize, finer, experts.tiles or not finer, block)
 
 
 def _attention_prefill(config: KimiK2Config, target: Target) -> int:
@@ -177,6 +181,10 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     if target.layout.kernels and slots < local:
         return 0
     elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
+    tokens = 1 if slots < local else target.batch
+    if tokens < held.block:  # operands, and a block's products before and after their scales
+        products = elements // held.block * tokens
+        return elements * ((held.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32
     if held.dequantized:
         return 2 * elements * FLOAT32  # before and after the scale
     return elements * ((held.itemsize if slots < local else 0) + BF16)

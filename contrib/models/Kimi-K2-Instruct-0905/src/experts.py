@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .kernels import ExpertsKernel
 from .products import dot_float32
-from .tiles import TiledExperts
+from .tiles import BlockExperts, TiledExperts
 
 
 def over_experts(inner: Tensor, folded: Tensor) -> Tensor:
@@ -29,6 +29,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
 
     Args:
         tiles: dtype of weights that are held in the NKI kernel's tiles; None for NxD's own arrangement.
+        block: rows and columns of FP8 blocks, in NxD's own arrangement; 0 where the experts have none.
         kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
@@ -41,13 +42,14 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         self,
         *,
         tiles: torch.dtype | None = None,
+        block: int = 0,
         kernel_cores: int = 0,
         shared_width: int = 0,
         rows_at_once: int = 16384,
         early: tuple[int, torch.dtype] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.tiles, self.early = tiles, early  # before the base makes the weights
+        self.tiles, self.block, self.early = tiles, block, early  # before the base makes the weights
         super().__init__(**kwargs)
         self.rows_at_once = rows_at_once
         self.shared_experts: TiledExperts | None = None
@@ -59,11 +61,13 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
     def initialize_mlp_op(
         self, tensor_model_parallel_group: Any, expert_model_parallel_group: Any, is_prefill: bool
     ) -> Any:
-        """NxD's Experts, or the same on tiles."""
-        if self.tiles is None:
+        """NxD's Experts, or the same on FP8 blocks or tiles."""
+        if self.tiles is None and not self.block:
             return super().initialize_mlp_op(tensor_model_parallel_group, expert_model_parallel_group, is_prefill)
         config, tp, ep = self.routed_experts_mlp_config, tensor_model_parallel_group, expert_model_parallel_group
         local, width = config.num_experts // ep.size(), config.intermediate_size // tp.size()
+        if self.tiles is None:
+            return BlockExperts(local, config.hidden_size, width, self.block, tp.size(), ep.size())
         return TiledExperts(local, config.hidden_size, width, self.tiles, tp.size(), ep.size(), self.early)
 
     @property

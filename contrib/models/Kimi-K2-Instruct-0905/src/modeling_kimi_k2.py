@@ -45,7 +45,7 @@ from .flash_decoding import every_nth
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
 from .presharding import preshard
-from .quantized import q_config, tile_dtype
+from .quantized import block_size, q_config, tile_dtype
 from .router import KimiK2Router
 
 
@@ -97,6 +97,7 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
     kernel_cores = neuron.logical_nc_config if neuron.kernels else 0
     experts = KimiK2ExpertMLPs(
         tiles=tile_dtype(neuron),
+        block=block_size(neuron),
         shared_width=config.shared_width,
         kernel_cores=kernel_cores,
         rows_at_once=neuron.prefill_rows_at_once,

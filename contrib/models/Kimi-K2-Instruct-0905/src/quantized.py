@@ -34,3 +34,9 @@ def tile_dtype(neuron_config: Any) -> torch.dtype | None:
         return None
     dtype: torch.dtype = torch.float8_e4m3fn if neuron_config.quantized else neuron_config.torch_dtype
     return dtype
+
+
+def block_size(neuron_config: Any) -> int:
+    """Rows and columns of the routed experts' FP8 blocks; 0 where they have none, or lie in tiles."""
+    blocks = neuron_config.quantized and neuron_config.quantization_type == "blockwise_symmetric"
+    return int(neuron_config.quantization_block_size[0]) if blocks and not neuron_config.kernels else 0

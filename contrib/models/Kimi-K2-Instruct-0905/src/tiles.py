@@ -1,4 +1,4 @@
-"""Routed experts held in the NKI kernel's tiles (`kimi_k2.sharding.experts.tiled`), for NxD's expert MLPs.
+"""Routed experts in FP8 blocks or in the NKI kernel's tiles (`kimi_k2.sharding.experts`), for NxD's expert MLPs.
 
 Prefill, and whatever else does not run the kernel, computes with the same tiles in PyTorch: gate and up contract the
 hidden states in the order of the tiles' rows, so that no expert is held twice.
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimi_k2.sharding.experts.tiled import PARTITIONS
+
+from .products import dot_float32
 
 
 class TileWeights(BaseParallelLinear):
@@ -144,3 +146,46 @@ class TiledExperts(nn.Module):
             # One row of blocks: their scales belong to the outputs.
             out = (out.unflatten(2, (blocks, PARTITIONS)).to(torch.float32) * scale.unsqueeze(3)).flatten(2).to(dtype)
         return out
+
+
+class BlockExperts(nn.Module):
+    """What NxD's `Experts` is, on FP8 weights with a scale a block: SwiGLU of tokens by experts.
+
+    NxD multiplies each weight by its scale and rounds it again, so that a decode step writes and reads every chosen
+    expert in float32 and BF16. Here a block's product, summed in float32, is scaled: of the weights there is no array
+    but the operand of that product. Beside as many tokens as a block has rows the products would be larger than the
+    weights, which are scaled then.
+
+    Args:
+        local: experts that this rank holds.
+        hidden: width of the model.
+        width: this rank's columns of an expert.
+        block: rows and columns of a block.
+        tp, ep: sizes of the experts' process groups.
+    """
+
+    def __init__(self, local: int, hidden: int, width: int, block: int, tp: int, ep: int) -> None:
+        super().__init__()
+        self.block = block
+        sizes = {"gate_up_proj": ((hidden, 2 * width), 2, 2), "down_proj": ((width, hidden), 1, 1)}
+        for name, (shape, dim, stride) in sizes.items():
+            weight, scale = ((local, *shape), dim), ((local, *(size // block for size in shape)), dim)
+            self.add_module(name, TileWeights(weight, scale, torch.float8_e4m3fn, stride, tp, ep))
+
+    def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """Tokens [E' or 1, T, H] through all local experts, or those of `expert_indices` [E']: [E', T, H]."""
+        gate, up = self._product("gate_up_proj", hidden_states, expert_indices).chunk(2, dim=2)
+        return self._product("down_proj", F.silu(gate) * up, expert_indices)
+
+    def _product(self, name: str, x: Tensor, expert_indices: Tensor | None) -> Tensor:
+        """[E' or 1, T, K] by weights [E', K, N]: [E', T, N]."""
+        held: Any = self.get_submodule(name)
+        weight, scale = held.chosen(expert_indices)
+        scale = scale.repeat_interleave(self.block, dim=2)
+        x = x.expand(len(weight), -1, -1)
+        if x.shape[1] >= self.block:
+            scaled = weight.to(torch.float32) * scale.repeat_interleave(self.block, dim=1)
+            return torch.bmm(x, scaled.to(x.dtype))
+        rows, columns = weight.to(x.dtype).unflatten(1, (-1, self.block)), x.unflatten(2, (-1, self.block))
+        parts = dot_float32(columns, rows, ([3], [2]), ([0, 2], [0, 1]))  # [E', K / block, T, N]
+        return (parts * scale.unsqueeze(2)).sum(dim=1).to(x.dtype)

@@ -10,12 +10,14 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import parse_layers
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, parse_layers
 
 
 def compile_model(
-    preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")],
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
+    preset: Annotated[
+        str, typer.Option(help="Name of a file in configs/, or a path to one.")
+    ] = DEFAULT_DEPLOYMENT,
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
@@ -71,7 +73,7 @@ COMMAND = Command(
     compile_model,
     "Deploy",
     (
-        "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-tp64-ep1 --out /presharded",
-        "kimi-k2 compile kimi-k2-instruct-0905 --preset trn2-tp64-ep1 --out /tmp/hlo --hlo-only",
+        "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-tp32-ep2 --out /presharded",
+        "kimi-k2 compile kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --out /tmp/hlo --hlo-only",
     ),
 )

@@ -24,8 +24,8 @@ def convert(
     preset: Annotated[
         str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
     ] = None,
-    tp: Annotated[int, number(1, "Ranks that share one expert.")] = 64,
-    ep: Annotated[int, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = 1,
+    tp: Annotated[int | None, number(1, "Ranks that share one expert; 32, with an ep of 2.")] = None,
+    ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None,
     target: TargetOption = "neuron",
     experts: ExpertsOption = None,
     spmd_rank: Annotated[
@@ -124,7 +124,7 @@ COMMAND = Command(
     convert,
     "Checkpoints",
     (
-        "kimi-k2 convert /models/Kimi-K2-Instruct-0905 /presharded --preset trn2-tp64-ep1",
+        "kimi-k2 convert /models/Kimi-K2-Instruct-0905 /presharded --preset trn2-tp32-ep2",
         "kimi-k2 convert /models/Kimi-K2-Thinking /ranks --target cuda --experts stored --tp 8",
         "kimi-k2 convert kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --dry-run",
     ),

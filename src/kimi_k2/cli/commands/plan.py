@@ -10,12 +10,12 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
-from kimi_k2.cli.options import Download, number, picture
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, number, picture
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
-    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = "trn2-tp64-ep1",
+    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
     max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None,
     batch_size: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
     prompt_length: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
@@ -91,7 +91,7 @@ COMMAND = Command(
     plan,
     "Deploy",
     (
-        "kimi-k2 plan kimi-k2-instruct-0905 --preset trn2-tp64-ep1",
+        "kimi-k2 plan kimi-k2-instruct-0905 --preset trn2-tp32-ep2",
         "kimi-k2 plan kimi-k2-thinking --preset h200-tp8 --max-model-len 131072 --verbose",
     ),
 )

@@ -11,6 +11,7 @@ import typer
 
 from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import (
+    DEFAULT_DEPLOYMENT,
     BackendName,
     BatchInvariant,
     KeepQuantized,
@@ -47,7 +48,7 @@ def sweep(
     kv_cache_dtype: KvCacheDtype = "auto",
     batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
-    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = "trn2-tp64-ep1",
+    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = DEFAULT_DEPLOYMENT,
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
