@@ -28,6 +28,8 @@ def test_each_stage_has_its_own_and_nothing_twice(name: str) -> None:
     if tower is not None:
         assert tower.split()[:4] == ["--model-type=transformer", "-O1", "--auto-cast=none", "--lnc=2"]
     assert set(arguments) == set(STAGES)
+    config_of_text = getattr(app, "text_config", app.config).neuron_config
+    assert config_of_text.weights_to_skip_layout_optimization == [".*"]
     for stage, line in arguments.items():
         assert line.startswith(" ".join(settings.compiler_args(preset, stage)))
         options = re.findall(r"(?:^|\s)(-O\d|--[\w-]+)", re.sub(r"'[^']*'", "", line))
@@ -38,7 +40,7 @@ def test_each_stage_has_its_own_and_nothing_twice(name: str) -> None:
 @pytest.mark.parametrize("name", ["trn2-tp32-ep2", None])
 def test_vllm_serves_with_the_same(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     preset = Deployment.load(name or "trn2-tp32-ep2").model_copy(update={"environment": {"OURS": "1"}})
-    expected = settings.environment(preset) if name else settings.runtime_environment(2)
+    expected = settings.environment(preset) if name else settings.runtime_environment(2, 64)
     for variable in settings.environment(preset):
         monkeypatch.setenv(variable, "other")
     serving = environment.contrib("serving")

@@ -166,6 +166,7 @@ def test_compiler_arguments_of_every_stage(name: str, stage: Any, level: str, te
 def test_environment_of_a_process() -> None:
     expected = {
         "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2", "NEURON_RT_EXEC_TIMEOUT": "1800",
+        "LOCAL_WORLD_SIZE": "64",
         "XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1",
     }  # fmt: skip
     assert environment(Deployment.load("trn2-tp32-ep2")) == expected
@@ -199,7 +200,9 @@ def test_a_presets_own_arguments_and_environment_win_and_change_the_digest(monke
     assert environment(changed)["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert compile_digest(changed) != compile_digest(preset)
     before = compile_digest(preset)
-    monkeypatch.setattr("kimi_k2.neuron.compiler_args.runtime_environment", lambda lnc: {"NEW": str(lnc)})
+    monkeypatch.setattr(
+        "kimi_k2.neuron.compiler_args.runtime_environment", lambda lnc, ranks: {"NEW": f"{lnc} {ranks}"}
+    )
     assert compile_digest(preset) != before
 
 

@@ -181,7 +181,8 @@ class NeuronApplication:
             raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
         stored = read_json(compiled / "neuron_config.json", ConfigError)
         # Before NxD is imported; a preset's own variables must be in the environment already.
-        os.environ.update(runtime_environment(stored["neuron_config"]["logical_nc_config"]))
+        neuron = stored["neuron_config"]
+        os.environ.update(runtime_environment(neuron["logical_nc_config"], neuron["tp_degree"]))
         with _stdout_to_stderr():
             app = contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(compiled))
             app.load(str(compiled))

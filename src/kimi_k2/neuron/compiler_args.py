@@ -42,16 +42,18 @@ def compiler_args(deployment: Deployment, stage: str) -> list[str]:
 
 def environment(deployment: Deployment) -> dict[str, str]:
     """Variables that must be set before NxD is imported, for compilation and for loading."""
-    return {**runtime_environment(deployment.neuron_config.logical_nc_config), **deployment.environment}
+    lnc = deployment.neuron_config.logical_nc_config
+    return {**runtime_environment(lnc, deployment.tp_degree), **deployment.environment}
 
 
-def runtime_environment(logical_nc_config: int) -> dict[str, str]:
-    """The same for a compiled model of which only the physical cores of a logical one are known."""
+def runtime_environment(logical_nc_config: int, ranks: int) -> dict[str, str]:
+    """The same for a compiled model of which only the physical cores of a logical one and the ranks are known."""
     lnc = str(logical_nc_config)
     return {
         "NEURON_LOGICAL_NC_CONFIG": lnc,  # the runtime's side of logical_nc_config
         "NEURON_RT_VIRTUAL_CORE_SIZE": lnc,  # its older name; NxD's own tests set both
         "NEURON_RT_EXEC_TIMEOUT": "1800",  # seconds, default 30: the first execution loads 1 TB of weights
+        "LOCAL_WORLD_SIZE": str(ranks),  # NxD's groups read it: of four ranks without a default, of others with 64
         "XLA_HANDLE_SPECIAL_SCALAR": "1",  # undocumented; NxD's quantized MoE tests set both for FP8 experts
         "UNSAFE_FP8FNCAST": "1",  # e4m3fn is taken for e4m3; no value above 240 is in the weights
     }

@@ -65,6 +65,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
+        # Loading is reading then: NxD's transformation of layouts runs on the host, over a terabyte.
+        kwargs.setdefault("weights_to_skip_layout_optimization", [".*"])
         if kwargs.get("is_continuous_batching") and not kwargs.get("is_block_kv_layout"):
             kwargs.setdefault("apply_seq_ids_mask", True)
         if kwargs.get("quantized"):

@@ -49,7 +49,8 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
             experts = experts or deployment.experts
             os.environ.update(environment(deployment))
         else:
-            os.environ.update(runtime_environment(options.get("logical_nc_config", NeuronOptions().logical_nc_config)))
+            lnc = options.get("logical_nc_config", NeuronOptions().logical_nc_config)
+            os.environ.update(runtime_environment(lnc, options.get("tp_degree", 1)))
         experts = experts or FROM_CHECKPOINT
         if experts not in (FROM_CHECKPOINT, *expert_formats()):
             raise ConfigError(

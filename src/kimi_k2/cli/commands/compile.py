@@ -15,9 +15,7 @@ from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, parse_layers
 
 def compile_model(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
-    preset: Annotated[
-        str, typer.Option(help="Name of a file in configs/, or a path to one.")
-    ] = DEFAULT_DEPLOYMENT,
+    preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
