@@ -88,7 +88,7 @@ def vllm_command(
     *,
     gpus: tuple[int, int] = (0, 0),
     max_model_len: int | None = None,
-    preset: str = "trn2-tp64-ep1",
+    preset: str = "trn2-tp32-ep2",
     compiled: Path | None = None,
     extra: Sequence[str] = (),
 ) -> Command:

@@ -67,6 +67,6 @@ COMMAND = Command(
     (
         "kimi-k2 serve /models/Kimi-K2-Thinking",
         "kimi-k2 serve /models/Kimi-K2.5 --max-model-len 131072 -- --port 9000 --max-num-seqs 64",
-        "kimi-k2 serve /models/Kimi-K2-Instruct-0905 --backend neuron --preset trn2-tp64-ep1 --compiled /presharded",
+        "kimi-k2 serve /models/Kimi-K2-Instruct-0905 --backend neuron --preset trn2-tp32-ep2 --compiled /presharded",
     ),
 )
