@@ -82,7 +82,10 @@ def main() -> None:
             changed = mutating.mutate_code(
                 source, plugins.get_operator(one.operator_name)(**one.operator_args), one.occurrence
             )
-            if changed is None or bare(changed) == bare(source):
+            try:
+                if changed is None or bare(changed) == bare(source):
+                    continue
+            except SyntaxError:  # * of a signature, read as a product
                 continue
             number += 1
             if not first <= number < first + count:
