@@ -135,20 +135,23 @@ OWN = {
     "files": "the one place",
     "checkpoint/header": "open_tensors is the one place for safetensors",
     "cli/conversation": "--messages <(command) is a pipe; the read is bounded",
+    "cli/commands/rehearse": "reports into a directory of its own",
     "config": "presets of the package",
     "kernels/comm/mailboxes": "/proc",
     "kernels/common/build": "sources of the package",
     "kernels/experts/tuning": "tables of the package, and where `tune` writes them",
     "neuron/contrib": "sources of an installed package",
+    "neuron/sdk": "constraint files of the package",
     "nki/step_counts": "a table of the package",
     "parity/golden": "SafeTensors after open_regular",
     "parity/kernels": "a recording that the same command wrote",
     "serving/paged/support": "source of an installed package",
+    "tokenization/rendering": "/proc",
     "tokenization/chat": "a template of the package",
 }
 CALLS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "safe_open", "load_file"}
 # Of other things than names of files, or methods that are called so.
-OTHERS = {"Image", "av", "CheckpointIndex", "NeuronApplication", "files", "cls", "self"}
+OTHERS = {"Image", "av", "CheckpointIndex", "KimiK2", "NeuronApplication", "files", "cls", "self"}
 
 
 def opened(path: Path) -> Iterator[str]:

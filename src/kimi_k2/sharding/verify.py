@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kimi_k2.checkpoint.header import DTYPES, header_bytes
+from safetensors import SafetensorError
+from torch import Tensor
+
+from kimi_k2.checkpoint.header import DTYPES, header_bytes, open_tensors
+from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import (
     CheckpointError,
     CorruptHeaderError,
@@ -20,8 +25,8 @@ from kimi_k2.errors import (
 from kimi_k2.files import PARTIAL_SUFFIX, open_regular, parse_json
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.checksum import FIRST_CHECKSUM, Digest, MakeDigest, digest_maker
-from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, load_manifest
-from kimi_k2.sharding.rank_file import FileLayout
+from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, load_manifest, rank_file_name
+from kimi_k2.sharding.rank_file import MEND, FileLayout
 from kimi_k2.sharding.vision_file import VISION_FILE, vision_layout
 
 _CHUNK = 2**22
@@ -71,6 +76,39 @@ def verify_vision(directory: Path, on_bytes: Callable[[int], None] | None = None
     if tower := manifest.get("vision"):
         for fault in _vision_faults(directory, tower, _digest(directory, manifest), on_bytes):
             raise fault
+
+
+@contextmanager
+def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tensor]]:
+    """What reads a tensor of a finished conversion's file by its name, and compares it with its checksum.
+
+    Raises:
+        MissingShardError, CorruptHeaderError: the manifest or the file is missing or damaged.
+        MissingTensorError: (when reading) the file has no such tensor.
+        CheckpointError: (when reading) the bytes are not those that were written.
+    """
+    manifest = load_manifest(directory)
+    path = directory / WEIGHTS / rank_file_name(rank)
+    sums, make_digest = manifest["checksums"][path.name], _digest(directory, manifest)
+    try:
+        with open_tensors(path) as file:
+            names = set(file.keys())
+
+            def read(name: str) -> Tensor:
+                if name not in names:
+                    raise MissingTensorError("not in the file", file=path, tensor=name)
+                tensor: Tensor = file.get_tensor(name)
+                digest = make_digest()
+                digest.update(tensor_bytes(tensor))
+                if digest.hexdigest() != sums.get(name):
+                    raise CheckpointError(
+                        f"the bytes differ from the manifest's checksum; {MEND}", file=path, tensor=name
+                    )
+                return tensor
+
+            yield read
+    except (OSError, SafetensorError) as error:
+        raise MissingShardError(f"cannot be read: {error}", file=path) from None
 
 
 def _vision_faults(

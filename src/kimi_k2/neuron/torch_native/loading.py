@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError, MissingShardError, MissingTensorError
+from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
 from kimi_k2.sharding.layout import GLOBAL_LAYER
-from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, check_made_for, made_layout, rank_file_name
+from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
 from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.verify import open_rank_file
 
 
 def rank_tensors(
@@ -61,16 +61,9 @@ def _from_rank_file(
     # NxD's rank numbers may lie in the file too; they are not read.
     layout = dataclasses.replace(layout_of(ranks, experts, dtype), spmd_rank=made_layout(directory).spmd_rank)
     check_made_for(directory, config, layout)
-    path = directory / WEIGHTS / rank_file_name(ranks.moe_rank)
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for tensor in planned:
-                if tensor.name not in names:
-                    raise MissingTensorError("not in the file", file=path, tensor=tensor.name)
-                yield tensor.name, file.get_tensor(tensor.name)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise MissingShardError(f"cannot be read: {error}", file=path) from None
+    with open_rank_file(directory, ranks.moe_rank) as read:
+        for tensor in planned:
+            yield tensor.name, read(tensor.name)
 
 
 def _from_checkpoint(
