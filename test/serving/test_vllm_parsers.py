@@ -112,6 +112,29 @@ def test_a_quoted_marker_in_a_stream_is_text(through_vllm: Any) -> None:
         assert message.content == f"No {SECTION_END}"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_forced_call_spelled_with_ordinary_tokens(choice: Any, through_vllm: Any) -> None:
+    """A grammar takes markers by their text. Within a string of the arguments a spelling is text all the same."""
+    tokenizer, draw = through_vllm.TOKENIZER, random.Random(1)
+    arguments = '{"text": "a \\" ' + CALL_END + '", "b": "\\\\"}'
+    text = section(call("functions.f:0", arguments), call("functions.f:1", "{}"))
+    asked = through_vllm.request([tool("f", "text", "b")], tool_choice=choice)
+    for _ in range(100):
+        by_token = draw.choice(
+            [tokenizer.encode(text, allow_special=False), tokenizer.encode(text, allow_special=True)]
+        )
+        decoder, pieces, held = tokenizer.incremental_decoder(), [], ""
+        for token in by_token:
+            held += decoder.feed(token)
+            ready = max(len(held) - draw.choice((0, 0, 3, 30)), 0)
+            pieces.append((held[:ready], [token]))
+            held = held[ready:]
+        message, _ = through_vllm.stream([*pieces, (held, [])], asked, through_vllm.Tokenizer(), reasoning=None)
+        assert message.content == ""
+        assert as_tuples(message) == [("functions.f:0", "f", arguments), ("functions.f:1", "f", "{}")]
+    assert as_tuples(through_vllm.whole(text, asked, through_vllm.Tokenizer(), reasoning=None)) == as_tuples(message)
+
+
 def test_arguments_come_as_they_are_written(through_vllm: Any) -> None:
     pieces = [SECTION_BEGIN + CALL_BEGIN + "functions.f:0", "<|tool_call_argument_begin|>", *'{"a": 12}', CALL_END]
     _, deltas = through_vllm.streamed([*pieces, SECTION_END])

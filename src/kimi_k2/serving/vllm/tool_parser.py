@@ -36,6 +36,33 @@ class _NoCalls:
         return iter(())
 
 
+class _Quotes:
+    """Reads a call's lexemes where a spelling within a string of JSON is text, as the grammar has it."""
+
+    def __init__(self) -> None:
+        self._in_string = self._escaped = False
+
+    def read(self, lexeme: Lexeme) -> Lexeme:
+        """The lexeme, or the text of a marker that is quoted."""
+        if isinstance(lexeme, Marker):
+            if self._in_string:
+                return lexeme.value
+            return lexeme
+        for character in lexeme:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = self._in_string
+            elif character == '"':
+                self._in_string = not self._in_string
+        return lexeme
+
+
+def _forces_calls(request: Any) -> bool:
+    """Whether vLLM holds the reply to a grammar of calls."""
+    return getattr(request, "tool_choice", None) not in (None, "auto", "none")
+
+
 def definitions(tools: Iterable[Any]) -> list[dict[str, Any]]:
     """A request's tools as OpenAI's Chat Completions define them; the Responses API has the function's fields outside.
 
@@ -64,7 +91,8 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
         super().__init__(tokenizer, tools)
         self._lexer = aligned_lexer(tokenizer, self.vocab)
         self._machine: ToolCallMachine | _NoCalls | None = None
-        self._is_open = False
+        self._is_open = self._is_forced = False
+        self._quotes = _Quotes()
 
     def adjust_request(self, request: Any) -> Any:
         """Ask for text with markers in it, and in versions without structural tags for JSON where calls are forced."""
@@ -75,7 +103,7 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
         """Parse a whole reply: its calls and its content, each complete."""
-        lexer, machine = TextLexer(), self._new_machine(request)
+        lexer, machine, self._is_forced = TextLexer(), self._new_machine(request), _forces_calls(request)
         lexemes = [*lexer.feed(model_output), *lexer.flush()]
         message = collect(merged([*self._push(machine, lexemes), *machine.finish()]))
         calls = [
@@ -98,9 +126,10 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
     ) -> Any:
         """What these tokens add to the message; None if nothing yet."""
         if self._machine is None:
-            self._machine = self._new_machine(request)
+            self._machine, self._is_forced = self._new_machine(request), _forces_calls(request)
         self._is_open = True
-        self._lexer.feed(delta_text, delta_token_ids)
+        # The grammar of a forced call takes markers by their text, so the model may spell them with ordinary tokens.
+        self._lexer.feed(delta_text, () if self._is_forced else delta_token_ids)
         return self._delta(merged(self._push(self._machine, self._lexer.lexemes())))
 
     def finish_streaming(self) -> Any:
@@ -119,6 +148,8 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
 
     def _push(self, machine: ToolCallMachine | _NoCalls, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
         for lexeme in lexemes:
+            if self._is_forced and machine.in_call:
+                lexeme = self._quotes.read(lexeme)
             if self.skip_reasoning_parsing and isinstance(lexeme, Marker) and lexeme in _TAGS and not machine.in_call:
                 yield from machine.push(lexeme.value)
             else:
