@@ -21,7 +21,7 @@ from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, runner, support
 
 HERE = Path(plugin.__file__).parent
-MODEL = ("attention", "model", "prompt_graphs", "ranks", "recorder")
+MODEL = ("attention", "connectors", "model", "prompt_graphs", "ranks")
 WORKER = ("decode_steps", *MODEL)
 
 
@@ -283,7 +283,8 @@ def test_gpus_that_are_ours() -> None:
         ({"block_size": 128, "user_specified_block_size": True}, {}, "pages of 128 tokens, the kernels take 64"),
         ({}, {"num_attention_heads": 128, "num_key_value_heads": 128}, "128 heads a rank"),
         ({}, {"kv_lora_rank": 256}, "attention of sizes (256, 64, 128, 128)"),
-        ({"cache_dtype": "fp8"}, {}, "a cache in fp8"),
+        ({"cache_dtype": "fp8_e5m2"}, {}, "a cache in fp8_e5m2"),
+        ({"cache_dtype": "float32"}, {}, "a cache in float32"),
         ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, {}, "data parallelism, whose experts need vLLM's exchange"),
         ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
@@ -332,15 +333,27 @@ def test_variables_that_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert support.refusal(one, model()) == reason
 
 
-@pytest.mark.parametrize(("cache", "ours"), [("auto", False), ("bfloat16", True)])
-def test_a_checkpoint_that_asks_for_an_fp8_cache(cache: str, ours: bool) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "cache", "dtype"),
+    [
+        (False, "auto", torch.float32),
+        (True, "auto", torch.float8_e4m3fn),
+        (True, "float32", torch.float32),
+        (False, "fp8", torch.float8_e4m3fn),
+        (False, "fp8_e5m2", None),
+    ],
+)
+def test_the_caches_dtype(scheme: bool, cache: str, dtype: torch.dtype | None) -> None:
+    """As asked, else what the checkpoint's kv_cache_scheme says, else the model's."""
     raw = KimiK2Config.load("kimi-k2-thinking").to_hf_dict()
-    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
-    raw["quantization_config"]["kv_cache_scheme"] = scheme
-    one = deployment(device_type="cpu", dtype=torch.float32, cache_dtype=cache)
-    reason = support.refusal(one, SimpleNamespace(to_dict=lambda: raw))
-    assert (reason is None) == ours
-    assert ours or "a cache in FP8, as the checkpoint has it" in str(reason)
+    if scheme:
+        raw["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    one, given = (
+        deployment(device_type="cpu", dtype=torch.float32, cache_dtype=cache),
+        SimpleNamespace(to_dict=lambda: raw),
+    )
+    assert support.cache_dtype(one, common.config_of(given)) == dtype
+    assert support.refusal(one, given) == (None if dtype else "a cache in fp8_e5m2")
 
 
 @pytest.mark.usefixtures("hopper")

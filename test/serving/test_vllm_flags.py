@@ -33,6 +33,7 @@ class Arguments:
     tomorrows: int = 3
     compilation_config: Compilation = field(default_factory=Compilation)
     weight_transfer_config: Any = None
+    kv_transfer_config: Any = None
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ class Arguments:
         ({"compilation_config": {"mode": 3}}, [], ["--compilation-config.mode 3"]),
         ({"weight_transfer_config": {"backend": "nccl"}}, [], []),
         ({"weight_transfer_config": {"backend": "m2n"}}, ["--weight-transfer-config.backend m2n"], []),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, [], []),
+        ({"kv_transfer_config": {"kv_connector": "Other"}}, ["--kv-transfer-config.kv_connector Other"], []),
         ({"weight_transfer_config": {"other": 1}}, ["--weight-transfer-config.other 1"], []),
     ],
 )

@@ -210,6 +210,37 @@ def test_two_ranks(
         assert answer["tokens"] == expected_of_ranks(directory, layout, dtype, job, tmp_path)
 
 
+def test_fp8_cache_of_the_checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """compressed-tensors' kv_cache_scheme, which the plain model obeys too."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints["thinking"], model)
+    raw = json.loads((model / "config.json").read_text())
+    raw["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    (model / "config.json").write_text(json.dumps(raw))
+    job = requests(seed=13, count=4)
+    answer, log = serve(model, "float32", job, tmp_path)
+    assert OURS in log
+    assert answer["tokens"] == expected(model, "float32", job) != expected(checkpoints["thinking"], "float32", job)
+
+
+def test_caches_move_between_engines(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """One engine saves the caches of its prompts by layer, the next loads them: the plain model's tokens twice."""
+    job, stored = requests(seed=12, count=3), tmp_path / "stored"
+    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {"shared_storage_path": str(stored)}  # type: ignore[assignment]
+    wanted = expected(checkpoints["thinking"], "float32", job)
+    for hits in (False, True):
+        answer, log = serve(checkpoints["thinking"], "float32", job, tmp_path, kv_transfer_config=config)
+        assert OURS in log
+        assert answer["tokens"] == wanted
+        assert ("External Cache Hit" in log) == hits
+    files = [path.name for path in stored.rglob("*.safetensors")]
+    assert {name.removesuffix(".safetensors") for name in files} == {
+        f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)
+    }
+    assert len(files) == LAYERS * len(job)
+
+
 def test_text_of_k2_5(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Its tensors have another prefix; vLLM's K2.5 asks for its text under this architecture."""
     model = tmp_path / "model"

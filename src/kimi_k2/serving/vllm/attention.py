@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.kernels.attention.mla_sizes import PAGE
+from kimi_k2.serving.vllm.connectors import LatentBatch
 
 NAME = "KIMI_K2_MLA"
 
@@ -43,8 +44,8 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
             known = common.seq_lens if known is None else known
             lengths = known[decodes : common.num_reqs].tolist()
         if not lengths:  # some of them may be padding, without a token
-            return Batch(decodes, decodes, common.seq_lens, common.slot_mapping, common.block_table_tensor)
-        return Batch.of_sequences(
+            return LatentBatch(decodes, decodes, common.seq_lens, common.slot_mapping, common.block_table_tensor)
+        return LatentBatch.of_sequences(
             common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.query_start_loc, common.seq_lens,
             lengths, common.block_table_tensor, common.slot_mapping, self.kv_cache_spec.block_size,
         )  # fmt: skip

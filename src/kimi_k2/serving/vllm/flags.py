@@ -32,7 +32,7 @@ OBEYED = _names("""
     block_size enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval gpu_memory_utilization
     kv_cache_memory_bytes num_gpu_blocks_override kv_events_config
     enable_sleep_mode enable_cumem_allocator ec_transfer_config ec_manager_config enable_prompt_embeds
-    worker_cls worker_extension_cls model_class_overrides
+    kv_transfer_config worker_cls worker_extension_cls model_class_overrides
     language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
     mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
     mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
@@ -99,7 +99,7 @@ VLLMS: dict[str, tuple[Any, ...]] = {
         _names("""
         quantization_config attention_backend attention_config moe_backend linear_backend kernel_config ir_op_priority
         monokernel cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
-        offload_prefetch_step offload_params kv_transfer_config kv_offloading_size calculate_kv_scales
+        offload_prefetch_step offload_params kv_offloading_size calculate_kv_scales
         kv_cache_dtype_skip_layers kv_sharing_fast_prefill override_attention_dtype pooler_config diffusion_config
         engram_config aux_output_config enable_return_routed_experts enable_batch_sharded_sampling
         expert_placement_strategy enable_elastic_ep enable_fault_tolerance fault_tolerance_config
@@ -110,6 +110,8 @@ VLLMS: dict[str, tuple[Any, ...]] = {
     ),
     "load_format": ("hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "dummy",
                     "runai_streamer"),
+    # Others have not been tried with our model.
+    "kv_transfer_config.kv_connector": ("ExampleConnector", "SharedStorageConnector"),
     "model_impl": ("vllm",),
     "runner": ("generate",),
     "convert": ("none",),
@@ -166,9 +168,9 @@ def judged(arguments: Any) -> dict[str, list[str]]:
     unused: list[str] = []
     changed = asked(arguments)
     for name, value in changed.items():
-        whole = name.partition(".")[0]
+        whole, dot, part = name.partition(".")
         held = name if known(name) else whole
-        text = f"--{name.replace('_', '-')} {value!s:.60}"
+        text = f"--{whole.replace('_', '-')}{dot}{part} {value!s:.60}"
         if not known(held):
             vllms.append(f"{text}, which this version of the plugin does not know")
         elif held in VLLMS and value not in VLLMS[held]:

@@ -16,9 +16,10 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
+from kimi_k2.serving.vllm.connectors import move_caches
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
-from kimi_k2.serving.vllm.support import layout_of, refusal
+from kimi_k2.serving.vllm.support import cache_dtype, layout_of, refusal
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -51,9 +52,10 @@ class _Ours:
         self.held = nn.ModuleList(
             LatentAttention(
                 vllm_config,
-                f"{prefix}.layers.{number}.self_attn.attn".lstrip("."),
+                # As vLLM's own model calls it: connectors and caches on disk go by this name.
+                f"{prefix}.model.layers.{number}.self_attn.attn".lstrip("."),
                 config.cache_dim,
-                model_config.dtype,
+                cast(torch.dtype, cache_dtype(vllm_config, config)),
             )
             for number in range(config.num_hidden_layers)
         )
@@ -108,6 +110,8 @@ class _Ours:
             inputs_embeds = self.embed_input_ids(input_ids)
         x = inputs_embeds
         batch = self.paged.batch(positions, x)
+        if batch is not None:
+            move_caches(batch, cast(Sequence[LatentAttention], self.held))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
         if batch is not None and batch.chunks and self._graphs is not None and self._graphs.takes(len(x)):

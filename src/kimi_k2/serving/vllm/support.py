@@ -5,14 +5,25 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.serving.vllm import flags
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 
 ON_GPU = "KIMI_K2_VLLM_GPU"
+# By vLLM's names; e4m3 holds the values as they are, at scale 1.
+CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 # Of vLLM's, which change what its model computes or how.
 VLLMS_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
@@ -26,9 +37,17 @@ def layout_of(vllm_config: Any) -> Layout:
     return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED)
 
 
+def cache_dtype(vllm_config: Any, config: KimiK2Config) -> torch.dtype | None:
+    """Of the entries: as asked, else the checkpoint's own, else the model's; None for what ours does not write."""
+    name = vllm_config.cache_config.cache_dtype
+    if name == "auto":
+        return kv_cache_dtype("auto", config) or vllm_config.model_config.dtype
+    return CACHE_DTYPES.get(name)
+
+
 def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     """Why vLLM's own model is to serve this deployment; None if ours can."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     for reason, holds in (
         ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
         ("data parallelism, whose experts need vLLM's exchange", parallel.data_parallel_size > 1),
@@ -38,7 +57,6 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
         ("LoRA", vllm_config.lora_config is not None),
         ("speculative decoding", vllm_config.speculative_config is not None),
-        (f"a cache in {cache.cache_dtype}", cache.cache_dtype not in ("auto", "bfloat16", "float32")),
         *((f"{name}={os.environ.get(name)}", os.environ.get(name, "0") not in ("0", "")) for name in VLLMS_VARIABLES),
         *((argument, True) for argument in flags.noted(vllm_config, "vllm")),
     ):
@@ -49,8 +67,8 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         make_plan(config, layout_of(vllm_config))
     except KimiK2Error as error:
         return str(error)
-    if config.kv_cache_fp8 and cache.cache_dtype == "auto":
-        return "a cache in FP8, as the checkpoint has it (--kv-cache-dtype bfloat16 is ours)"
+    if cache_dtype(vllm_config, config) not in (vllm_config.model_config.dtype, torch.float8_e4m3fn):
+        return f"a cache in {vllm_config.cache_config.cache_dtype}"
     raw = hf_config.to_dict()
     own = (raw.get("quantization_config") or raw.get("compression_config") or {}).get("quant_method")
     for method in flags.noted(vllm_config, "quantization"):
