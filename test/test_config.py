@@ -176,7 +176,7 @@ def test_each_wrong_field_is_named(change: dict[str, Any], field: str, says: str
     [
         (("num_bits",), 8, "num_bits"),
         (("strategy",), "channel", "strategy"),
-        (("symmetric",), False, "symmetric"),
+        (("symmetric",), 0, "symmetric"),
         (("type",), "float", "type"),
         (("actorder",), "group", "actorder"),
         (("group_size",), 0, "group_size"),

@@ -30,9 +30,16 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
 IDS = torch.arange(3, 20)[None]
-LIBRARY = ("fp8-channel", "fp8-block", "nvfp4-packed")
-FORMS = (*LIBRARY, "nvfp4")
+LIBRARY = ("fp8-channel", "fp8-block", "nvfp4-packed", "mxfp4-packed", "int4-zero")
+FORMS = (*LIBRARY, "nvfp4", "awq", "gptq")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+def form(name: str, **fields: Any) -> StoredFormat:
+    """A format, with groups that divide the tiny model's widths."""
+    if "group_size" in formats()[name].model_fields:
+        fields.setdefault("group_size", 32)
+    return formats()[name](**fields)
 
 
 def arguments(held: StoredFormat) -> dict[str, Any]:
@@ -55,15 +62,45 @@ def by_the_library(held: StoredFormat, stored: dict[str, Tensor], dtype: torch.d
 @pytest.mark.parametrize("name", LIBRARY)
 @pytest.mark.parametrize("shape", [(130, 256), (16, 7168)])
 def test_values_are_the_librarys(name: str, shape: tuple[int, int]) -> None:
-    held = formats()[name]()
+    held = form(name)
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(shape, generator=generator) * torch.logspace(-3, 2, shape[0])[:, None]
     stored = held.quantize(weight)
-    # NVFP4's compressor knows BF16 alone.
-    dtype = torch.bfloat16 if "nvfp4" in name else torch.float32
-    assert torch.equal(held.dequantize(stored, dtype), by_the_library(held, stored, dtype))
+    # The compressor of four-bit floats knows BF16 alone.
+    dtype = torch.bfloat16 if "fp4" in name else torch.float32
+    widened = {suffix: one.to(torch.float32) if one.dtype == torch.bfloat16 else one for suffix, one in stored.items()}
+    assert torch.equal(held.dequantize(stored, dtype), by_the_library(held, widened, dtype))
     error = (held.dequantize(stored, torch.float32) - weight).norm() / weight.norm()
-    assert error < (0.12 if "nvfp4" in name else 0.04)
+    assert error < (0.04 if "fp8" in name else 0.13)
+    assert torch.equal(held.dequantize(held.hold(stored), dtype), held.dequantize(stored, dtype))
+    assert {suffix: one.shape for suffix, one in held.hold(stored).items()} == {
+        spec.name.removeprefix("x."): spec.shape for spec in held.held("x", *shape)
+    }
+
+
+@pytest.mark.parametrize(("name", "fields"), [("awq", {}), ("gptq", {}), ("gptq", {"checkpoint_format": "gptq_v2"})])
+def test_awq_and_gptq_by_their_packing(name: str, fields: dict[str, Any]) -> None:
+    """(code - zero point) times scale, with codes where AutoAWQ's gemm and AutoGPTQ's packers put them."""
+    held = form(name, **fields)
+    stored = held.quantize(torch.randn(24, 96, generator=torch.Generator().manual_seed(1)))
+    assert {suffix: one.shape for suffix, one in stored.items()} == {
+        spec.name.removeprefix("x."): spec.shape for spec in held.specs("x", 24, 96)
+    }
+    found = held.dequantize(stored, torch.float32)
+    order = [0, 4, 1, 5, 2, 6, 3, 7] if name == "awq" else list(range(8))  # the nibble of a word that a column is in
+
+    def nibble(word: Tensor, place: int) -> int:
+        return (int(word) >> 4 * place) & 15
+
+    for row in range(24):
+        for column in (0, 1, 7, 8, 31, 32, 95):
+            group, place = column // 32, order[row % 8]
+            if name == "awq":
+                code = nibble(stored["qweight"][column, row // 8], place)
+            else:
+                code = nibble(stored["qweight"][column // 8, row], column % 8)
+            zero = nibble(stored["qzeros"][group, row // 8], place) + (name == "gptq" and not fields)
+            assert found[row, column] == (code - zero) * stored["scales"][group, row].float()
 
 
 def test_e2m1_is_the_librarys() -> None:
@@ -104,7 +141,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for seed, name in enumerate(FORMS):
         preset = "kimi-k2.5" if name == "nvfp4" else "kimi-k2-instruct-0905"
         config = tiny_config(preset, num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
-        config = config.model_copy(update={"quantization": formats()[name]()})
+        config = config.model_copy(update={"quantization": form(name)})
         write_synthetic_checkpoint(root / name, config, seed=seed)
     return {name: root / name for name in FORMS}
 
@@ -137,7 +174,7 @@ def plain_copy(source: Path, target: Path) -> Path:
 def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> None:
     source = written[name]
     config = KimiK2Config.from_pretrained(source)
-    assert config.quantization == formats()[name]()
+    assert config.quantization == form(name)
     with torch.inference_mode():
         expected = load_transformers_model(plain_copy(source, tmp_path / "plain"))(IDS).logits
     for keep in (False, True):

@@ -108,6 +108,40 @@ def quantize_int4_group(
     return packed, scale, torch.tensor([rows, columns], dtype=torch.int32)
 
 
+def whole_words(size: int) -> int:
+    """A group's size, refused if a word would hold values of two groups."""
+    if size % VALUES_PER_WORD:
+        raise ConfigError(f"expected a multiple of {VALUES_PER_WORD}, since as many share a word, got {size}")
+    return size
+
+
+def check_columns(module: str, columns: int, group_size: int) -> None:
+    """Refuse a weight whose input columns do not divide into groups.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if columns % group_size:
+        raise ConfigError(
+            f"{group_size}: {module} has {columns} input columns, which do not divide into such groups",
+            field="quantization_config: group_size",
+        )
+
+
+def scheme_arguments(scheme: Scheme) -> dict[str, Any]:
+    """The weights' arguments of a group that is packed into words.
+
+    Raises:
+        ConfigError: `group_size` is missing, or there are blocks.
+    """
+    if "group_size" not in scheme.weights:
+        raise ConfigError("missing", field=scheme.name("group_size"))
+    if scheme.weights.get("block_structure") is not None:
+        raise ConfigError("expected null", field=scheme.name("block_structure"))
+    keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
+    return {key: scheme.weights[key] for key in keys if key in scheme.weights}
+
+
 DEFAULT_INT4_IGNORE = (
     "lm_head",
     r"re:.*self_attn.*",
@@ -138,16 +172,11 @@ class Int4GroupFormat(StoredFormat):
     symmetric: Literal[True] = True
     type: Literal["int"] = "int"
     dynamic: Literal[False] = False
-    actorder: None = None
+    actorder: Literal["weight", "static"] | None = None
     ignore: tuple[str, ...] = DEFAULT_INT4_IGNORE
     activations: str | None = None
 
-    @field_validator("group_size")
-    @classmethod
-    def _whole_words(cls, size: int) -> int:
-        if size % VALUES_PER_WORD:
-            raise ConfigError(f"expected a multiple of {VALUES_PER_WORD}, since as many share a word, got {size}")
-        return size
+    _whole_words = field_validator("group_size")(whole_words)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> None:
@@ -156,14 +185,9 @@ class Int4GroupFormat(StoredFormat):
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Int4GroupFormat | None:
         """Whatever is packed into 32-bit words; what is not supported is named."""
-        if scheme.kind != "pack-quantized":
+        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False:
             return None
-        if "group_size" not in scheme.weights:
-            raise ConfigError("missing", field=scheme.name("group_size"))
-        if scheme.weights.get("block_structure") is not None:
-            raise ConfigError("expected null", field=scheme.name("block_structure"))
-        keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-        given = {key: scheme.weights[key] for key in keys if key in scheme.weights}
+        given = scheme_arguments(scheme)
         with named_errors(f"{scheme.field}.weights"):
             return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
 
@@ -179,11 +203,7 @@ class Int4GroupFormat(StoredFormat):
 
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Eight values a word, a BF16 scale a group, and the weight's shape."""
-        if columns % self.group_size:
-            raise ConfigError(
-                f"{self.group_size}: {module} has {columns} input columns, which do not divide into such groups",
-                field="quantization_config: group_size",
-            )
+        check_columns(module, columns, self.group_size)
         words, groups = -(-columns // VALUES_PER_WORD), columns // self.group_size
         yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
         yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))

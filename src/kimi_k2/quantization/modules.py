@@ -19,7 +19,8 @@ from kimi_k2.limits import MODULE_PATTERNS
 # `compressed`: names and, after `re:`, expressions that match from the start (compressed-tensors).
 # `transformers`: expressions that match from the start to a dot or the end, or endings (`should_convert_module`).
 # `glob`: names with `*` and `?` (modelopt, quark).
-Rule = Literal["compressed", "transformers", "glob"]
+# `substring`: parts of names (AWQ).
+Rule = Literal["compressed", "transformers", "glob", "substring"]
 
 _WRAPPERS = ("model.language_model.", "language_model.")
 _SECONDS_A_MATCH = 0.05
@@ -67,6 +68,8 @@ def module_list(raw: Any, rule: Rule, field: str) -> tuple[str, ...]:
 
 def _pattern(entry: str, rule: Rule) -> str | None:
     """The regular expression that an entry is, None for a plain name."""
+    if rule == "substring":
+        return None
     if rule == "compressed":
         return entry[3:] if entry.startswith("re:") else None
     if rule == "glob":
@@ -90,6 +93,8 @@ def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
     endings, packages = (tuple(names), names) if rule == "transformers" else ((), frozenset())
 
     def named(module: str) -> bool:
+        if rule == "substring" and any(name in module for name in names):
+            return True
         if module in names or (endings and module.endswith(endings)):
             return True
         dots = [index for index, one in enumerate(module) if one == "."] if packages else []
