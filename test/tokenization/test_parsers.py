@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_cases import as_tuples, call, check_cuts, check_nothing_is_lost, cut, section, without_markers
+from parser_cases import as_tuples, call, check_cuts, check_nothing_is_lost, cut, section, streamed, without_markers
 
 from kimi_k2.tokenization.deltas import (
     AssistantMessage,
@@ -21,6 +21,7 @@ from kimi_k2.tokenization.deltas import (
     ToolCallStart,
     collect,
 )
+from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream, parse_reasoning
 from kimi_k2.tokenization.special_tokens import (
     ARGUMENT_BEGIN,
@@ -281,3 +282,27 @@ def test_reasoning_loses_nothing(pieces: list[str], prefilled: bool, place: int)
     parts = [stream.feed(text[:place]), stream.feed(text[place:]), stream.flush()]
     assert "".join(p.reasoning for p in parts) == out.reasoning
     assert "".join(p.content for p in parts) == out.content
+
+
+NESTED = [
+    "<|tool_call_" + CALL_END + "begin|>",
+    "a<|tool_call_" + "<|tool_calls_sec" + CALL_END + "tion_end|>" + "begin|>b",
+    "<|tool_call_begin|" + section(call()) + ">x",
+    "<|tool_" + THINK_END + "call_end|>" + "<|tool_call_be" + CALL_END,
+]
+
+
+@pytest.mark.parametrize("text", NESTED)
+def test_markers_put_together_around_others_do_not_reach_content(text: str) -> None:
+    whole = parse_message(text)
+    assert without_markers(whole.content) == whole.content
+    assert parse_tool_calls(text).content == whole.content
+    for size in (1, 2, 7):
+        assert streamed([text[i : i + size] for i in range(0, len(text), size)])[0] == whole
+    assert whole.content == {0: "", 1: "ab", 2: "x", 3: "<|tool_call_be"}[NESTED.index(text)]
+
+
+def test_deeply_nested_markers_take_linear_time() -> None:
+    depth = 20_000
+    text = "<|tool_call_" * depth + CALL_END + "begin|>" * depth
+    assert parse_message(text).content == ""

@@ -35,6 +35,7 @@ from kimi_k2.tokenization.deltas import (
     merged,
     openai_delta,
 )
+from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, TextLexer, TokenLexer
 from kimi_k2.tokenization.reasoning import ReasoningMachine
 from kimi_k2.tokenization.special_tokens import THINK
@@ -84,6 +85,7 @@ class MessageStream:
         self._tokens = TokenLexer(tokenizer) if tokenizer is not None else None
         self._reasoning = ReasoningMachine(prefilled=prefilled)
         self._calls = ToolCallMachine(tools)
+        self._eraser, self._is_text = MarkerEraser(), False
         self._finish_reason: FinishReason | None = None
 
     @property
@@ -93,7 +95,8 @@ class MessageStream:
 
     def feed(self, text: str) -> list[Delta]:
         """What this text adds; a marker spelled out in it counts as the marker."""
-        return merged(self._push(self._text.feed(text)))
+        self._is_text = True
+        return merged(self._eraser.push(self._push(self._text.feed(text))))
 
     def feed_token(self, token: int) -> list[Delta]:
         """What this token adds; only special tokens count as markers. Tokens that end a turn are not to be fed.
@@ -103,7 +106,9 @@ class MessageStream:
         """
         if self._tokens is None:
             raise TokenizerError("feed_token needs a MessageStream made with a tokenizer")
-        return merged(self._push([*self._text.flush(), *self._tokens.feed(token)]))
+        held = [*self._eraser.push(self._push(self._text.flush())), *self._eraser.finish()]
+        self._is_text = False
+        return merged([*held, *self._push(self._tokens.feed(token))])
 
     def finish(self, reason: Literal["stop", "length"] | None = None) -> list[Delta]:
         """What was held back, at the end of the message.
@@ -112,10 +117,11 @@ class MessageStream:
             reason: `length` if the token limit ended the message, `stop` if the model did; None if nobody knows: then
                 a message that ends inside a call or inside its reasoning counts as cut off.
         """
-        held = [*self._text.flush(), *(self._tokens.flush() if self._tokens else [])]
-        last = [*self._push(held), *self._through(self._reasoning.finish())]
+        held = [*self._eraser.push(self._push(self._text.flush()))]
+        last = [*self._push(self._tokens.flush() if self._tokens else []), *self._through(self._reasoning.finish())]
         cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
         last += self._calls.finish()
+        last = [*held, *(self._eraser.push(last) if self._is_text else last), *self._eraser.finish()]
         self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
         return merged(last)
 

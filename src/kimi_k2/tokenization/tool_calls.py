@@ -25,6 +25,7 @@ from kimi_k2.tokenization.deltas import (
     collect,
     merged,
 )
+from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 from kimi_k2.tokenization.tool_ids import Resolved, ToolNames
 
@@ -156,15 +157,16 @@ class ToolCallStream:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._lexer = TextLexer()
-        self._machine = ToolCallMachine(tools)
+        self._machine, self._eraser = ToolCallMachine(tools), MarkerEraser()
 
     def feed(self, text: str) -> list[Delta]:
         """Deltas that this text completes."""
-        return merged(self._push(self._lexer.feed(text)))
+        return merged(self._eraser.push(self._push(self._lexer.feed(text))))
 
     def flush(self) -> list[Delta]:
         """Deltas at the end of the text: whatever was held back comes out."""
-        return merged([*self._push(self._lexer.flush()), *self._machine.finish()])
+        last = [*self._push(self._lexer.flush()), *self._machine.finish()]
+        return merged([*self._eraser.push(last), *self._eraser.finish()])
 
     def _push(self, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
         for lexeme in lexemes:

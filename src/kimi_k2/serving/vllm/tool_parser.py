@@ -17,6 +17,7 @@ from kimi_k2.serving.vllm.protocol import (
 )
 from kimi_k2.serving.vllm.vocabulary import aligned_lexer
 from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect, merged
+from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 from kimi_k2.tokenization.tool_calls import ToolCallMachine
 
@@ -104,8 +105,10 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
         """Parse a whole reply: its calls and its content, each complete."""
         lexer, machine, self._is_forced = TextLexer(), self._new_machine(request), _forces_calls(request)
+        eraser = MarkerEraser()
         lexemes = [*lexer.feed(model_output), *lexer.flush()]
-        message = collect(merged([*self._push(machine, lexemes), *machine.finish()]))
+        deltas = eraser.push([*self._push(machine, lexemes), *machine.finish()])
+        message = collect(merged([*deltas, *eraser.finish()]))
         calls = [
             ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in message.tool_calls
