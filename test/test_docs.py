@@ -96,7 +96,9 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
         elif program == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
         elif words[:2] == ["python", "-m"]:
-            assert importlib.util.find_spec(words[2]) is not None, words
+            engine = words[2].partition(".")[0]
+            if engine not in ("vllm", "sglang") or importlib.util.find_spec(engine):  # not needed by the tests
+                assert importlib.util.find_spec(words[2]) is not None, words
         elif words[0].startswith(("python", "scripts/")):
             script = next(word for word in words if word.startswith("scripts/"))
             source = (ROOT / script).read_text(encoding="utf-8")
