@@ -1,4 +1,4 @@
-"""Batch-invariant mode on a CPU: a sequence's logits have the same bits alone, in any batch and in any chunks."""
+"""Batch-invariant mode on a CPU: a sequence has the same bits alone, in any batch, in any chunks and in pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.cache import PagedCache, pages_of
+from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.generate import prefill
+from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
@@ -35,14 +38,23 @@ def _mode() -> Iterator[None]:
 
 
 def run(
-    model: KimiK2ForCausalLM, prompts: list[list[int]], following: list[list[int]], chunk: int | None, spare: int = 0
+    model: KimiK2ForCausalLM,
+    prompts: list[list[int]],
+    following: list[list[int]],
+    chunk: int | None,
+    spare: int = 0,
+    paged: bool = False,
 ) -> Tensor:
     """Logits [B, 1 + STEPS, vocab_size]: of the prompts' last tokens, then of the tokens that follow."""
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + STEPS + spare)
-    rows = [prefill(model, prompts, cache, chunk)]
+    lengths = [len(prompt) + STEPS + spare for prompt in prompts]
+    pages = sum(map(pages_of, lengths)) if paged else None
+    cache = PagedCache(model.config, len(prompts), max(lengths), pages, dtype=model.kv_cache_dtype or model.dtype)
+    cache.assign(lengths)
+    decode = DecodeStep(model, cache)
+    rows = [prefill(model, prompts, cache, chunk, read=PromptStep(decode))]
     for step in range(STEPS):
         tokens = torch.tensor([one[step] for one in following])
-        rows.append(decode_step(model, tokens, torch.tensor([len(prompt) + step for prompt in prompts]), cache))
+        rows.append(decode(tokens, torch.tensor([len(prompt) + step for prompt in prompts])))
     return torch.stack(rows, dim=1)
 
 
@@ -73,6 +85,7 @@ def test_logits_do_not_depend_on_the_batch(
             [*others[:place], following[0], *others[place:]],
             chunk,
             rng.choice([0, 5]),
+            paged=bool(seed % 2),
         )
         assert torch.equal(batch[place], alone[0]), (seed, len(prompts), place, chunk)
 

@@ -133,7 +133,7 @@ class Client:
         )
         self.met["in pages"] += cache.pages is not None
         chunk = self.draw.choice([self.chunk // self.batch, self.chunk // self.batch, 64, 500])
-        logits = prefill(self.model, prompts, cache, chunk, read=self.generator._prompt)
+        logits = prefill(self.model, prompts, cache, chunk, read=self.generator.prompt)
         if not ends and self.draw.random() < 0.3:
             return
         yield self.pairs(logits, rows, lengths)

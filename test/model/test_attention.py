@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import decode_step
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.generate import prefill
 from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheaper
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM

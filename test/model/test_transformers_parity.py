@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from plain import decode_step
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import decode_step, generate, prefill
+from kimi_k2.engine.generate import generate, prefill
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import MissingLibraryError, load_transformers_model, reference_state_dict

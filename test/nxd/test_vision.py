@@ -13,9 +13,10 @@ import pytest
 import torch
 from environment import contrib
 from harness import SLOW, launch, neuron_config
+from plain import decode_step
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.model.decoder import KimiK2ForCausalLM

@@ -6,6 +6,7 @@ vLLM on a CPU takes prompts whole, so the parts that a GPU's come in are made he
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,42 @@ def test_heads_of_zeros(name: str, checkpoints: dict[str, Path], wide: Path) -> 
 
 def test_heads_that_the_kernels_take() -> None:
     assert [kernel_heads(heads) for heads in (1, 2, 4, 8, 16, 24, 64, 65)] == [8, 8, 8, 8, 16, 32, 64, None]
+
+
+@torch.inference_mode()
+def test_an_idle_rank_takes_part_in_the_sums_alone(checkpoints: dict[str, Path]) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=True)
+    sums: list[tuple[int, ...]] = []
+
+    def reduce(x: Tensor) -> Tensor:
+        sums.append(tuple(x.shape))
+        return x
+
+    layers, none = Layers(model, reduce), torch.zeros(0, dtype=torch.int64)
+    before = [cache.clone() for cache in layers.caches]
+    idle = Batch(0, 0, none.int(), none, layers.table[:0], rotation=model.model.rotary(none, torch.float32))
+    x, delta = through(layers.steps, model.model.embed_tokens(none), idle, layers.caches)
+    assert x.shape == delta.shape == (0, model.config.hidden_size)
+    assert sums == [(0, model.config.hidden_size)] * 2 * len(layers.steps)
+    assert all(torch.equal(*pair) for pair in zip(before, layers.caches, strict=True))
+
+
+@torch.inference_mode()
+def test_a_connector_is_asked_before_and_behind_each_attention(checkpoints: dict[str, Path]) -> None:
+    """Before it the cache is as it was, behind it the layer's new tokens are there."""
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["bf16"])
+    layers, seen = Layers(model), list[tuple[str, int, bool]]()
+    slots = torch.tensor([5, 9, 10, 11])
+    starts, table = torch.tensor([0, 1, 4]).int(), torch.tensor([[1, 0], [2, 0]]).int()
+    made = Batch.of_sequences([0, 1, 4], starts, torch.tensor([2, 4]).int(), [4], table, slots, PAGE)
+    made.rotation = model.model.rotary(torch.tensor([1, 1, 2, 3]), torch.float32)
+    before = [cache.clone() for cache in layers.caches]
+
+    def note(what: str, layer: int) -> None:
+        changed = (layers.caches[layer] != before[layer]).any(-1).flatten().nonzero().flatten()
+        seen.append((what, layer, changed.tolist() == slots.tolist()))
+
+    made.before_attention, made.after_attention = partial(note, "before"), partial(note, "behind")
+    through(layers.steps, torch.randn(4, model.config.hidden_size), made, layers.caches)
+    both = [(("before", number, False), ("behind", number, True)) for number in range(len(layers.steps))]
+    assert seen == [one for pair in both for one in pair]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from kimi_k2.engine.generate import decode_step
-from kimi_k2.model.attention import MultiHeadLatentAttention
+from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -27,37 +29,34 @@ def measure(
     moment of the machine falls on all of them.
 
     Returns:
-        Rows with `context`, `step`, `attention` (all layers' MultiHeadLatentAttention) and `rest`, in seconds.
+        Rows with `context`, `step`, `attention` (all layers' attention halves) and `rest`, in seconds.
     """
-    cache = model.new_cache(batch, max(lengths))
+    cache = new_cache(model, batch, max(lengths))
     cache.data.normal_()
-    spent = 0.0
-    began = 0.0
+    decode, spent = DecodeStep(model, cache), 0.0
 
-    def before(*_: Any) -> None:
-        nonlocal began
-        began = time.perf_counter()
+    def timed(half: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def call(*given: Any) -> tuple[Tensor, Tensor]:
+            nonlocal spent
+            began = time.perf_counter()
+            made = half(*given)
+            spent += time.perf_counter() - began
+            return made
 
-    def after(*_: Any) -> None:
-        nonlocal spent
-        spent += time.perf_counter() - began
+        return call
 
-    handles = []
-    for module in model.modules():
-        if isinstance(module, MultiHeadLatentAttention):
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    for layer in decode.layers:
+        layer.attention_half = timed(layer.attention_half)  # type: ignore[method-assign]
     samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
     tokens = torch.ones(batch, dtype=torch.int64)
     for repeat in range(repeats + 3):
         for length in lengths:
             spent = 0.0
             start = time.perf_counter()
-            decode_step(model, tokens, torch.full((batch,), length - 1), cache)
+            decode(tokens, torch.full((batch,), length - 1))
             step = time.perf_counter() - start
             if repeat >= 3:
                 samples[length].append((step, spent))
-    for handle in handles:
-        handle.remove()
     return [
         {
             "context": length,

@@ -24,7 +24,7 @@ def bare_loop(backend: TorchBackend, prompts: Prompts, new_tokens: int) -> float
     """Seconds a token after the first of nothing but decode steps and argmax: what `stream` adds is the rest."""
     model, length = backend.model, len(prompts[0])
     cache, decode = backend.generator.prepare(len(prompts), length + new_tokens - 1)
-    tokens = prefill(model, prompts, cache).argmax(-1)
+    tokens = prefill(model, prompts, cache, read=backend.generator.prompt).argmax(-1)
     tokens.tolist()
     start = time.perf_counter()
     for step in range(new_tokens - 1):

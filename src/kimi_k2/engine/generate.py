@@ -119,12 +119,6 @@ def _read_plainly(
     return logits
 
 
-def decode_step(model: KimiK2ForCausalLM, tokens: Tensor, positions: Tensor, cache: LatentCache) -> Tensor:
-    """One token a sequence by the plain model: int64 [B] at positions int64 [B] to logits [B, vocab_size]."""
-    logits: Tensor = model(tokens[:, None], positions[:, None], cache)
-    return logits[:, 0]
-
-
 def sequence_slots(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
     """Cache slots that a generation fills of each sequence; GenerationError if a prompt is empty."""
     return [length + params.max_new_tokens - 1 for length in prompt_lengths(prompts)]
@@ -189,6 +183,9 @@ class Generator:
         keep: a prompt that begins as the one before and its reply did, as a chat's next turn does, is read from where
             they part; for one sequence of text at a time, and not in batch-invariant mode, as decode steps wrote the
             reply's part of the cache.
+
+    Attributes:
+        prompt: reads prompts into the cache that `prepare` gave last.
     """
 
     def __init__(
@@ -202,7 +199,7 @@ class Generator:
         self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
         self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
-        self._prompt: PromptStep | None = None
+        self.prompt: PromptStep | None = None
         self._layers: list[LayerStep] | None = None
 
     def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[PagedCache, DecodeStep]:
@@ -223,18 +220,18 @@ class Generator:
         layers = None if cache.data.is_cuda else self._layers
         options: dict[str, Any] = {"reduce": self.reduce, "gather": self.gather, "layers": layers}
         step = self._step = DecodeStep(self.model, cache, graph=kept and cache.data.is_cuda, **options)
-        self._prompt, self._layers = PromptStep(step), step.layers
+        self.prompt, self._layers = PromptStep(step), step.layers
         if kept:  # captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites
             step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         return cache, step
 
     def close(self) -> None:
         """Give the cache and its graphs up; the next generation makes them anew."""
-        if self._prompt is not None:
-            self._prompt.close()
+        if self.prompt is not None:
+            self.prompt.close()
         if self._step is not None:
             self._step.close()
-        self._step = self._prompt = None
+        self._step = self.prompt = None
 
     def stream(
         self,
@@ -265,7 +262,7 @@ class Generator:
         if kept is not None and cache is kept[0] and alone and not batch_invariant():
             pairs = zip(kept[1], prompts[0][:-1], strict=False)
             cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        sampler, read = Sampler(params, prompts), self._prompt
+        sampler, read = Sampler(params, prompts), self.prompt
         chunk_size = max(1, CHUNK // len(prompts)) if chunk_size is None else chunk_size
 
         def first() -> Tensor:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.generate import Generator, prefill
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model
@@ -59,7 +59,7 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
         )
 
     # The first pass through any torch operator pays for its set-up; that is no part of TTFT.
-    decode_step(model, torch.tensor([0]), torch.tensor([0]), model.new_cache(1, 1))
+    model(torch.tensor([[0]]))
     tokens, logits, seconds = _decode(model, prompt, new_tokens)
     difference, same_tokens = _compare(out, prompt, tokens, logits)
 
@@ -83,16 +83,17 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
 
 def _decode(model: KimiK2ForCausalLM, prompt: list[int], new_tokens: int) -> tuple[list[int], Tensor, list[float]]:
     """Greedy tokens, the logits each was chosen from [new_tokens, vocab_size], and the seconds of each step."""
-    cache = model.new_cache(1, len(prompt) + new_tokens)
+    generator = Generator(model)
+    cache, decode = generator.prepare(1, len(prompt) + new_tokens)
     tokens: list[int] = []
     logits: list[Tensor] = []
     seconds: list[float] = []
     for step in range(new_tokens):
         start = time.perf_counter()
         if step == 0:
-            row = prefill(model, [prompt], cache)
+            row = prefill(model, [prompt], cache, read=generator.prompt)
         else:
-            row = decode_step(model, torch.tensor(tokens[-1:]), torch.tensor([len(prompt) + step - 1]), cache)
+            row = decode(torch.tensor(tokens[-1:]), torch.tensor([len(prompt) + step - 1]))
         tokens.append(int(row.argmax()))
         seconds.append(time.perf_counter() - start)
         logits.append(row[0])

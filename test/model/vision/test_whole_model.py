@@ -10,8 +10,9 @@ import pytest
 import torch
 from pictures import drawn, write_video
 from PIL import Image
+from plain import decode_step
 
-from kimi_k2.engine.generate import decode_step, prefill
+from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
