@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kimi_k2.ops import cache as cache_ops
 from kimi_k2.ops import registry
 from kimi_k2.ops.cache import gather_pages, store_slots
 from kimi_k2.ops.mla_decode import SLOTS_AT_ONCE, attend_values, mla_decode, query_and_entry
@@ -81,14 +83,16 @@ def test_step_same_as_in_one_piece() -> None:
     torch.testing.assert_close(found, attend_values(wanted, whole, seq_lens, w_uv, 0.3), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_padding_leaves_the_first_slot_to_its_token(dtype: torch.dtype) -> None:
-    """Padding before and behind the token of slot 0, and padding alone."""
-    cache, entries = torch.ones(2, PAGE, DIM).to(dtype), torch.full((3, DIM), 2.0)
-    store_slots(cache, entries, torch.tensor([-1, -1, -1]))
-    assert bool((cache.float() == 1).all())
-    store_slots(cache, entries, torch.tensor([-1, 0, -1]))
-    assert bool((cache.float().view(-1, DIM)[0] == 2).all()) and bool((cache.float().view(-1, DIM)[1:] == 1).all())
+@pytest.mark.parametrize("store", [store_slots, cache_ops._store_unread])
+def test_padding_leaves_the_first_slot_to_its_token(store: Callable[..., None]) -> None:
+    """Padding before and behind the token of slot 0, and padding alone; the way of a CPU and that of a GPU."""
+    cache, entries = torch.ones(2, PAGE, DIM), torch.tensor([[3.0], [2.0], [4.0]]).expand(3, DIM)
+    store(cache, entries, torch.tensor([-1, -1, -1]))
+    assert bool((cache == 1).all())
+    store(cache, entries, torch.tensor([-1, 0, 6]))
+    rows = cache.view(-1, DIM)
+    assert bool((rows[0] == 2).all() and (rows[6] == 4).all())
+    assert int((rows != 1).any(-1).sum()) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

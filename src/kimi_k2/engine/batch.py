@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,16 @@ class RaggedChunk(NamedTuple):
     places: tuple[Tensor, Tensor] | None
 
 
+class Single(NamedTuple):
+    """What a batch says of the sequences with one new token; attributes as Batch's."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    block_table: Tensor | None
+
+
 @dataclass
 class Batch:
     """New tokens [T] of several sequences: one each of the first `decodes`, then those of the chunks, then padding.
@@ -77,6 +88,14 @@ class Batch:
     plan: Tensor | None = None
     before_attention: Callable[[int], object] | None = None
     after_attention: Callable[[int], object] | None = None
+
+    @cached_property
+    def single(self) -> Single:
+        """Of the decodes, the same for all layers."""
+        one, (cos, sin), table = self.decodes, self.rotation, self.block_table
+        return Single(
+            cos[:one], sin[:one], self.slots[:one], self.seq_lens[:one], None if table is None else table[:one]
+        )
 
     @classmethod
     def of_sequences(

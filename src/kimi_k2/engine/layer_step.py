@@ -140,7 +140,8 @@ class LayerStep:
         number = self.attention.layer
         if batch.before_attention is not None:
             batch.before_attention(number)
-        parts = [self._decode(qkv_a[: batch.decodes], batch, cache)] if batch.decodes else []
+        one = qkv_a if batch.decodes == len(qkv_a) else qkv_a[: batch.decodes]
+        parts = [self._decode(one, batch, cache)] if batch.decodes else []
         if made is not None:
             (q, entries), rest = made, slice(batch.decodes, batch.tokens)
             store_slots(cache, entries[rest], batch.slots[rest])
@@ -157,15 +158,12 @@ class LayerStep:
 
     def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
-        attention, one = self.attention, batch.decodes
-        q_norm, kv_norm, (cos, sin) = attention.q_a_layernorm, attention.kv_a_layernorm, batch.rotation
+        attention, (cos, sin, slots, seq_lens, table) = self.attention, batch.single
+        q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
         query = query_and_entry(
-            qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos[:one], sin[:one], batch.slots[:one],
-            self.w_uk, cache, q_norm.eps, kv_norm.eps,
-        )  # fmt: skip
-        table = None if batch.block_table is None else batch.block_table[:one]
-        scale = attention.config.softmax_scale
-        return attend_values(query, cache, batch.seq_lens[:one], self.w_uv, scale, batch.plan, table)
+            qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos, sin, slots, self.w_uk, cache, q_norm.eps, kv_norm.eps
+        )
+        return attend_values(query, cache, seq_lens, self.w_uv, attention.config.softmax_scale, batch.plan, table)
 
     def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
         """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""

@@ -24,22 +24,32 @@ def to_cache(entries: Tensor, dtype: torch.dtype) -> Tensor:
 def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """Put entries [B, S, C] into the slots `positions` int64 [B, S] of cache [B, T, C]; negative ones into none.
 
-    Nothing is read back to the host, so that a CUDA graph can hold the call. Positions from T on are the caller's
-    error: PyTorch raises or, on a GPU, may write elsewhere or drop them.
+    Nothing is read back from a GPU, so that a CUDA graph can hold the call. Positions from T on are the caller's error:
+    PyTorch raises or, on a GPU, may write elsewhere or drop them.
     """
     (batch, capacity, width), size = cache.shape, entries.shape[0] * entries.shape[1]
-    if not size:
-        return
-    entries = to_cache(entries, cache.dtype).reshape(size, width)
+    entries = to_cache(entries, cache.dtype)
     if cache.dtype == torch.float8_e4m3fn:  # PyTorch indexes no FP8
         cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
+    if positions.device.type == "cpu" or not size:
+        rows, columns = torch.where(positions >= 0)
+        cache[rows, positions[rows, columns]] = entries[rows, columns]
+        return
     first = torch.arange(0, batch * capacity, capacity, device=positions.device).unsqueeze(1)
     slots = torch.where(positions >= 0, positions + first, -1).flatten()
-    # Padding repeats what the first token stores; without any token slot 0 is written with what it holds.
-    source = torch.where(slots >= 0, torch.arange(size, device=slots.device), (slots >= 0).int().argmax())
-    stored, slots = (slots >= 0).any(), slots[source].clamp(min=0)
-    pages, within = slots.div(capacity, rounding_mode="floor"), slots % capacity
-    cache[pages, within] = torch.where(stored, entries[source], cache[pages, within])
+    _store_unread(cache, entries.reshape(size, width), slots)
+
+
+def _store_unread(cache: Tensor, entries: Tensor, slots: Tensor) -> None:
+    """Entries [T, C] into slots int64 [T] of cache [N, P, C], of which none is read back.
+
+    Padding repeats what the first token stores; without any token slot 0 is written with what it holds.
+    """
+    there, order = slots >= 0, torch.arange(len(slots), device=slots.device)
+    source = torch.where(there, order, there.int().argmax())
+    at = slots[source].clamp(min=0)
+    pages, within = at.div(cache.shape[1], rounding_mode="floor"), at % cache.shape[1]
+    cache[pages, within] = torch.where(there.any(), entries[source], cache[pages, within])
 
 
 def store_slots(cache: Tensor, entries: Tensor, slots: Tensor) -> None:

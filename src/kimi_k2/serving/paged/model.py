@@ -143,11 +143,11 @@ class PagedModel:
         batch = self.held[0].batch()
         if batch is None:
             return None
-        one, plan = batch.decodes, None
-        if one:
-            table = None if batch.block_table is None else batch.block_table[:one]
-            plan = attention_plan(batch.seq_lens[:one], self.held[0].cache, len(self.steps[0].w_uk), table)
-        return replace(batch, rotation=(cos, sin), plan=plan)
+        made = replace(batch, rotation=(cos, sin))
+        if made.decodes:
+            lengths, table = made.single.seq_lens, made.single.block_table
+            made.plan = attention_plan(lengths, self.held[0].cache, len(self.steps[0].w_uk), table)
+        return made
 
     def run(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Embedded new tokens [T, H] to normed hidden states [T, H]."""
