@@ -10,9 +10,9 @@ import numpy as np
 
 from nki_emulator.core import Core, Instruction, current, enter, inside_kernel
 from nki_emulator.dtypes import NUMPY, Array, name_of
-from nki_emulator.errors import CapacityError, DeadlockError, NkiError, UnwrittenError
+from nki_emulator.errors import CapacityError, DeadlockError, NkiError, PlaceError, UnwrittenError
 from nki_emulator.ranks import Ranks
-from nki_emulator.settings import settings
+from nki_emulator.settings import before, settings
 from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
 from nki_emulator.tensor import NkiTensor, row_major
 
@@ -173,6 +173,8 @@ def as_array(value: Any) -> Array | None:
 def result(value: Any) -> Any:
     """A kernel's result as NumPy, in the shape that the kernel returns it."""
     if isinstance(value, NkiTensor):
+        if settings.release is not None and value.buffer is not Region.shared_hbm:
+            raise PlaceError("nki.jit", value.name or "result", "a result in nl.shared_hbm", value.buffer.value)
         written = value.storage.written
         if written is not None and not written.all() and not settings.unwritten_allowed:
             rule = "every element of a result is written"
@@ -226,6 +228,8 @@ class Kernel:
         seen: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
+            if before("0.7") and (isinstance(value, list) or hasattr(value, "_fields")):
+                raise NkiError("nki.jit", "argument", "tuples, no lists and named tuples", type(value).__name__)
             if isinstance(value, list | tuple):
                 parts = [once(part) for part in value]
                 return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

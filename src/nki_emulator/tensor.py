@@ -7,13 +7,17 @@ a whole row of the tile, so `offset // row` is the first partition and `offset %
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from nki_emulator.dtypes import size_of
-from nki_emulator.errors import ShapeError
+from nki_emulator.errors import ShapeError, UnsupportedError
+from nki_emulator.settings import before, settings
 from nki_emulator.storage import Region, Storage
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,19 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def _from_05(method: _Method) -> _Method:
+    """A view that NKI has from 0.5 on."""
+
+    @wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before("0.5"):
+            where = f"nki.language.NkiTensor.{method.__name__}"
+            raise UnsupportedError(where, "method", "one of this release: it comes with NKI 0.5", settings.release)
+        return method(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +174,19 @@ class NkiTensor:
             strides.append(1)
         return self.with_layout(shape, strides, offset)
 
+    @_from_05
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start to end (exclusive) of one dimension."""
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
+    @_from_05
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         """Dimensions in another order; the partition stays first."""
         if sorted(dims) != list(range(self.ndim)) or (self.buffer.on_chip and dims[0] != 0):
             raise self._fail("permute", "a permutation that leaves the partition in front", dims)
         return self.with_layout((self.shape[d] for d in dims), (self.strides[d] for d in dims))
 
+    @_from_05
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """A dimension of size 1 repeated."""
         if self.shape[dim] != 1 or (dim == 0 and self.buffer.on_chip):
@@ -175,6 +195,7 @@ class NkiTensor:
         shape[dim], strides[dim] = size, 0
         return self.with_layout(shape, strides)
 
+    @_from_05
     def expand_dim(self, dim: int) -> NkiTensor:
         """A new dimension of size 1."""
         if dim == 0 and self.buffer.on_chip:
@@ -183,6 +204,7 @@ class NkiTensor:
             (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 1, *self.strides[dim:])
         )
 
+    @_from_05
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Without a dimension of size 1."""
         if self.shape[dim] != 1 or (dim == 0 and self.buffer.on_chip):
@@ -191,6 +213,7 @@ class NkiTensor:
             (*self.shape[:dim], *self.shape[dim + 1 :]), (*self.strides[:dim], *self.strides[dim + 1 :])
         )
 
+    @_from_05
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """One dimension split into several."""
         sizes = list(shape)
@@ -203,6 +226,7 @@ class NkiTensor:
             (*self.shape[:dim], *sizes, *self.shape[dim + 1 :]), (*self.strides[:dim], *steps, *self.strides[dim + 1 :])
         )
 
+    @_from_05
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Neighbouring dimensions merged."""
         merged = math.prod(self.shape[start_dim : end_dim + 1])
@@ -223,6 +247,7 @@ class NkiTensor:
             raise self._fail("reshape", "a layout that the new shape can stride over", f"{self.shape} to {sizes}")
         return self.with_layout(sizes, (*self.strides[:keep], *strides))
 
+    @_from_05
     def rearrange(self, src: Sequence[Any], dst: Sequence[Any], fixed_sizes: dict[str, int] | None = None) -> NkiTensor:
         """Split, reorder and merge dimensions by name."""
         sizes = dict(fixed_sizes or {})
@@ -239,6 +264,7 @@ class NkiTensor:
         moved = split.permute([names.index(m) for m in order])
         return moved.reshape([math.prod(sizes[m] for m in ((g,) if isinstance(g, str) else g)) for g in dst])
 
+    @_from_05
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One place of a dimension, known now or (a tensor or register) at run time."""
         if isinstance(index, int):
@@ -252,6 +278,7 @@ class NkiTensor:
         del shape[dim], strides[dim]
         return self.with_layout(shape or (1,), strides or (1,), indirect_place=place)
 
+    @_from_05
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """A row for each partition, by an index in SBUF."""
         if dim != 0 or self.buffer.on_chip or self.is_indirect():
@@ -269,6 +296,8 @@ class NkiTensor:
         dtype: str | None = None,
     ) -> NkiTensor:
         """An explicit `[[stride, count], ...]` over the storage; see `nki/deep-dives/nki-aps.rst`."""
+        if settings.release is not None and not (self.is_contiguous() and self.size == self.extent):
+            raise self._fail("ap", "a whole tensor: offsets on views differ between releases", self.get_pattern())
         cast = self if dtype is None or str(dtype) == self.dtype else self._recast(str(dtype))
         strides = tuple(int(step) for step, _ in pattern)
         shape = tuple(int(count) for _, count in pattern)

@@ -22,6 +22,8 @@ import pytest
 
 from nki_emulator.tensor import NkiTensor
 
+RELEASE = None  # kernels that show what the emulator takes
+
 ROOT = os.environ.get("TRITON_VIZ")
 pytestmark = pytest.mark.skipif(ROOT is None, reason="needs TRITON_VIZ, a checkout of triton-viz")
 CASES = 125  # of each of 8 operations

@@ -19,6 +19,8 @@ from nki_emulator.rates import TRAINIUM2
 from nki_emulator.schedule import critical_path, ends_of
 from nki_emulator.tensor import NkiTensor
 
+RELEASE = None  # kernels that show what the emulator takes
+
 
 def test_stored_counts_are_those_of_the_kernels() -> None:
     """At 4,096 slots; `python -m kimi_k2.nki.step_counts` after a change of a kernel or a rate."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.access import Call, form_of
-from nki_emulator.dtypes import PACKED, narrow, widen
+from nki_emulator.dtypes import INTEGERS, PACKED, narrow, widen
 from nki_emulator.errors import DtypeError
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.operands import choose_engine, same_sizes, shaped
@@ -32,6 +32,8 @@ def memset(dst: NkiTensor, value: Any, engine: Any = engines.unknown, name: str 
         call.need(value == 0, "value", "0 for packed dtypes", value)
         call.write("dst", dst, np.zeros(dst.shape, form_of(dst)))
         return
+    if isinstance(value, float) and dst.dtype in INTEGERS:
+        raise call.fail("value", f"a whole number for {dst.dtype}", value, DtypeError)
     kind = np.int64 if isinstance(value, int) else np.float32
     call.write("dst", dst, np.broadcast_to(narrow(np.asarray([value], kind), dst.dtype), dst.shape))
 

@@ -44,6 +44,8 @@ def dma_copy(
     gathered = [t for t in (src, dst) if t.indirect_place is not None and t.indirect_place.a_partition]
     if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
         raise call.fail("dge_mode", "swdge for a gather or scatter", dge_mode, NkiError)
+    if dge_modes(dge_mode) is dge_modes.hwdge and src.dtype != dst.dtype:
+        raise call.fail("src", f"dtype {dst.dtype} of dst under hwdge", src.dtype, DtypeError)
     call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=any(t.is_indirect() for t in (src, dst)))
     if engine is not engines.unknown:
         call.instruction.details["ring"] = engines(engine).name  # the engine that triggers it has a ring of its own
