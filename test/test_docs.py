@@ -162,7 +162,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("architecture.md", ""), ("vision.md", ""), ("parsers.md", "weather"), ("../src/nki_emulator/README.md", "")]
+    ("name", "says"),
+    [("architecture.md", ""), ("vision.md", ""), ("parsers.md", "weather"), ("../src/nki_emulator/README.md", "")],
 )
 def test_python_of_the_documents_runs(
     name: str, says: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
