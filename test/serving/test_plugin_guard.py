@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.stored import StoredFormat, formats
 from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, runner, support
 
@@ -262,6 +264,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(support.ON_GPU, raising=False)
     monkeypatch.setattr(support, "_is_hopper", lambda: True)
     monkeypatch.setattr(common, "find_nvcc", lambda: "nvcc")
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (formats()["fp8"](), None),
+        (formats()["int4"](), None),
+        (Int4GroupFormat(group_size=128), "INT4 in groups of 128; our kernels read groups of 32"),
+        (formats()["nvfp4"](), "weights stored as nvfp4, which our kernels do not read"),
+        (formats()["awq"](), "weights stored as awq, which our kernels do not read"),
+    ],
+    ids=str,
+)
+def test_formats_that_are_left_to_the_engine(held: StoredFormat, reason: str | None) -> None:
+    given = deployment(device_type="cpu", dtype=torch.float32)
+    found = support.refusal(given, model(quantization_config=held.to_hf_dict()))
+    assert found == (reason and f"field 'quantization_config': {reason}")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -12,10 +12,15 @@ from typing import Any
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.attention.attend_values import WIDTH
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROPE
 from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.experts.w4a16_layout import GROUP as INT4_GROUP
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.stored import StoredFormat
 from kimi_k2.serving.paged.heads import kernel_heads
 
 # Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
@@ -61,13 +66,26 @@ def config_of(hf_config: Any) -> KimiK2Config:
     """Our configuration of the language model that an engine describes.
 
     Raises:
-        ConfigError: it is no member of the family.
+        ConfigError: it is no member of the family, or its weights are stored in a format without kernels here.
     """
     raw = hf_config.to_dict()
     for key in ("quantization_config", "compression_config"):
         if isinstance(raw.get(key), dict):
             raw[key] = {name: value for name, value in raw[key].items() if name not in ADDED_BY_VLLM}
-    return KimiK2Config.from_dict(raw)
+    config = KimiK2Config.from_dict(raw)
+    if (reason := refusal_of_format(config.quantization)) is not None:
+        raise ConfigError(reason, field="quantization_config")
+    return config
+
+
+def refusal_of_format(quantization: StoredFormat | None) -> str | None:
+    """Why weights stored so are left to the engine's own model, None if they are not."""
+    if quantization is None or isinstance(quantization, Fp8BlockFormat):
+        return None
+    if isinstance(quantization, Int4GroupFormat):
+        size = quantization.group_size
+        return None if size == INT4_GROUP else f"INT4 in groups of {size}; our kernels read groups of {INT4_GROUP}"
+    return f"weights stored as {quantization.name}, which our kernels do not read"
 
 
 def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: int | None, hopper: bool) -> str | None:
