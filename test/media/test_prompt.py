@@ -43,12 +43,20 @@ def test_every_way_to_give_an_image(processor: MediaProcessor, picture: Path) ->
         {"type": "image", "image": Image.open(picture)}, {"type": "image", "image": picture.read_bytes()},
         {"type": "image_url", "image_url": {"url": data}}, {"type": "image_url", "image_url": data},
         {"image": picture.as_uri()}, {"type": "image", "url": str(picture)},
+        {"type": "input_image", "image_url": data},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}},
     ]  # fmt: skip
     prompts = [processor(ask(part, {"type": "text", "text": "What?"})) for part in parts]
     assert len({tuple(prompt.ids) for prompt in prompts}) == 1
     assert len({prompt.media[0].digest for prompt in prompts}) == 1
     tokens = -(-60 // 28) * -(-90 // 28)
     assert prompts[0].ids.count(processor.vision.image_token_id) == tokens == prompts[0].media[0].grid.tokens()
+
+
+def test_a_text_part_with_null_media_is_text(processor: MediaProcessor) -> None:
+    """Dumps of pydantic and Arrow have such nulls."""
+    part = {"type": "text", "text": "hi", "image_url": None, "video_url": None}
+    assert processor(ask(part)).ids == processor(ask({"type": "text", "text": "hi"})).ids
 
 
 def test_media_come_in_the_order_of_their_tokens(processor: MediaProcessor, picture: Path, tmp_path: Path) -> None:

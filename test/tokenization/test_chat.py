@@ -249,3 +249,47 @@ def test_bad_messages_are_named(message: Any, field: str) -> None:
 def test_messages_that_are_no_list(messages: Any) -> None:
     with pytest.raises(TokenizerError, match=r"^messages: expected a list"):
         apply_chat_template(messages)
+
+
+THOUGHT_AND_CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": "Look.", "reasoning_content": "why",
+     "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "r"}, {"type": "image"}]},
+    {"role": "user", "content": [{"type": "text", "text": "and?"}]},
+]  # fmt: skip
+SHOWN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+ANTHROPICS: list[dict[str, Any]] = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "why", "signature": "s"}, {"type": "text", "text": "Look."},
+        {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "r"}, SHOWN]},
+        {"type": "text", "text": "and?"}]},
+]  # fmt: skip
+RESPONSES: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
+    {"role": "assistant", "tool_calls": THOUGHT_AND_CALLED[1]["tool_calls"], "content": [
+        {"type": "reasoning", "text": "why"}, {"type": "output_text", "text": "Look."}]},
+    {"role": "tool", "tool_call_id": "x", "content": [
+        {"type": "input_text", "text": "r"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", [ANTHROPICS, RESPONSES])
+@pytest.mark.parametrize("style", ChatStyle)
+def test_parts_of_other_apis_are_the_same_conversation(messages: list[dict[str, Any]], style: ChatStyle) -> None:
+    assert render_segments(messages, style=style) == render_segments(THOUGHT_AND_CALLED, style=style)
+
+
+@pytest.mark.parametrize(("part", "says"), [
+    ({"type": "redacted_thinking", "data": "x"}, "expected reasoning in plain text, got redacted_thinking"),
+    ({"type": "thinking", "thinking": 3}, "expected text in 'thinking', got int"),
+    ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected an image's URL"),
+    ({"type": "tool_use", "id": "x", "input": {}}, r"tool_calls\[0\]\.function\.name"),
+])  # fmt: skip
+def test_malformed_parts_of_other_apis_are_named(part: dict[str, Any], says: str) -> None:
+    with pytest.raises(TokenizerError, match=f"message 0: .*{says}"):
+        apply_chat_template([{"role": "assistant", "content": [part]}])

@@ -18,6 +18,7 @@ from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import Media
 from kimi_k2.media.video import process_video
+from kimi_k2.tokenization.client_parts import translated
 from kimi_k2.tokenization.messages import IMAGE_PARTS, VIDEO_PARTS, Message, part_kind
 from kimi_k2.tokenization.special_tokens import (
     MEDIA_BEGIN,
@@ -95,6 +96,8 @@ class MediaProcessor:
                 out.
             TokenizerError: a message is malformed.
         """
+        if isinstance(messages, (list, tuple)):  # what is none is the template's to refuse
+            messages = [made for index, message in enumerate(messages) for made in translated(message, index)]
         parts = list(media_parts(messages))
         segments = self.tokenizer.render_segments(without_sources(messages), **options)
         slots = [segment for segment in segments if segment.markup and segment.text in (MEDIA_PAD, VIDEO_PLACEHOLDER)]

@@ -8,6 +8,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.client_parts import translated
 
 # `developer` is what newer clients call `system`; the published templates open it as a system turn of that name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,7 +28,8 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     IDX counts the tool calls from 0 over the conversation. A result whose call is not there (a history that was cut)
     keeps its id if that has the trained form, and later calls count on from there; another id gets that form if the
     result has a `name`. As in transformers, fields that are None are left out, and reasoning is there under the names
-    that templates read. All is plain data: a medium that is no text becomes the name of its type.
+    that templates read. Parts of other APIs are translated; see `client_parts`. All is plain data: a medium that is no
+    text becomes the name of its type.
 
     Raises:
         TokenizerError: naming the message and the field that is missing or malformed.
@@ -35,7 +37,8 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"messages: expected a list, got {type(messages).__name__}")
     ids = _ToolCallIds()
-    return [ids.rewrite(_checked(message, index)) for index, message in enumerate(messages)]
+    made = ((each, index) for index, message in enumerate(messages) for each in translated(message, index))
+    return [ids.rewrite(_checked(message, index)) for message, index in made]
 
 
 class _ToolCallIds:
