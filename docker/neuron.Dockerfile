@@ -6,5 +6,5 @@ FROM public.ecr.aws/neuron/pytorch-inference-neuronx:${SDK}
 WORKDIR /opt/kimi-k2
 COPY . .
 # The container's torch, compiler and NxD meet the requirements, so pip leaves them as they are.
-RUN pip install --no-cache-dir -r requirements-neuron.txt
+RUN pip install --no-cache-dir -r requirements-neuron.txt -c constraints/neuron-2.29.txt
 ENTRYPOINT ["kimi-k2"]
