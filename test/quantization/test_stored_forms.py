@@ -31,7 +31,7 @@ from kimi_k2.synthetic.config import tiny_config
 
 IDS = torch.arange(3, 20)[None]
 LIBRARY = ("fp8-channel", "fp8-block", "nvfp4-packed", "mxfp4-packed", "int4-zero")
-FORMS = (*LIBRARY, "nvfp4", "awq", "gptq")
+FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 

@@ -18,9 +18,9 @@ from kimi_k2.limits import MODULE_PATTERNS
 
 # `compressed`: names and, after `re:`, expressions that match from the start (compressed-tensors).
 # `transformers`: expressions that match from the start to a dot or the end, or endings (`should_convert_module`).
-# `glob`: names with `*` and `?` (modelopt, quark).
-# `substring`: parts of names (AWQ).
-Rule = Literal["compressed", "transformers", "glob", "substring"]
+# `glob`: names with `*` and `?` (modelopt).
+# `substring`: parts of names (AWQ). `quark`: names with `*`, and expressions after `re:`.
+Rule = Literal["compressed", "transformers", "glob", "substring", "quark"]
 
 _WRAPPERS = ("model.language_model.", "language_model.")
 _SECONDS_A_MATCH = 0.05
@@ -70,9 +70,11 @@ def _pattern(entry: str, rule: Rule) -> str | None:
     """The regular expression that an entry is, None for a plain name."""
     if rule == "substring":
         return None
+    if rule in ("compressed", "quark") and entry.startswith("re:"):
+        return entry[3:]
     if rule == "compressed":
-        return entry[3:] if entry.startswith("re:") else None
-    if rule == "glob":
+        return None
+    if rule in ("glob", "quark"):
         return fnmatch.translate(entry) if any(one in entry for one in "*?[") else None
     # A plain name is an expression too, whose dots match anything; a name is found faster as a name.
     return None if re.fullmatch(r"[\w.]*", entry) else rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"

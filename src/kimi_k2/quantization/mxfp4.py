@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme, config_of
 from kimi_k2.quantization.e2m1 import pack_e2m1, unpack_e2m1
+from kimi_k2.quantization.modules import module_list
 from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
 
 GROUP = 32
@@ -18,9 +20,49 @@ _BIAS = 127
 _NAN = 255
 
 
+class _Mxfp4(StoredFormat):
+    """What both spellings share: values uint8 [rows, columns / 2], exponents uint8 [rows, columns / 32]."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """One row of 32 columns."""
+        return 1, GROUP
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """Two values a byte, an exponent a group."""
+        if columns % GROUP:
+            raise ConfigError(f"{module} has {columns} input columns, which do not divide into groups of {GROUP}")
+        packed, scale = self.suffixes
+        yield TensorSpec(f"{module}.{packed}", torch.uint8, (rows, columns // 2))
+        yield TensorSpec(f"{module}.{scale}", torch.uint8, (rows, columns // GROUP))
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """Exact in float32, then rounded once."""
+        packed, exponents = (stored[suffix] for suffix in self.suffixes)
+        scale = torch.exp2(exponents.to(torch.float32) - _BIAS)
+        values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP)).mul_(scale.unsqueeze(-1))
+        weight: Tensor = values.flatten(-2).to(dtype)
+        return weight
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """With the exponent of a group's largest value, less that of 4, the largest of four bits."""
+        groups = weight.to(torch.float32).unflatten(-1, (-1, GROUP))
+        amax = groups.abs().amax(dim=-1).clamp(min=2.0**-120)
+        exponent = torch.frexp(amax).exponent - 3
+        values = groups / torch.exp2(exponent.to(torch.float32)).unsqueeze(-1)
+        scale = (exponent + _BIAS).to(torch.uint8)
+        return dict(zip(self.suffixes, (pack_e2m1(values.flatten(-2)), scale), strict=True))
+
+    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
+        """The exponent of 255 is NaN."""
+        exponents = stored["weight_scale"]
+        bad = int((exponents == _NAN).sum())
+        return ("weight_scale", f"{bad} of {exponents.numel()} exponents are NaN (255)") if bad else None
+
+
 @register
-class CompressedMxfp4Format(StoredFormat):
-    """compressed-tensors': `weight_packed` uint8 [rows, columns / 2], `weight_scale` uint8 [rows, columns / 32]."""
+class CompressedMxfp4Format(_Mxfp4):
+    """compressed-tensors': `weight_packed` and `weight_scale`."""
 
     name = "mxfp4-packed"
     method = "compressed-tensors"
@@ -46,35 +88,65 @@ class CompressedMxfp4Format(StoredFormat):
         weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
         return config_of("mxfp4-pack-quantized", weights, self.ignore, self.activations)
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """One row of 32 columns."""
-        return 1, GROUP
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-        """Two values a byte, an exponent a group."""
-        if columns % GROUP:
-            raise ConfigError(f"{module} has {columns} input columns, which do not divide into groups of {GROUP}")
-        yield TensorSpec(f"{module}.weight_packed", torch.uint8, (rows, columns // 2))
-        yield TensorSpec(f"{module}.weight_scale", torch.uint8, (rows, columns // GROUP))
+# What quark says of a weight, and the one value of each that is read; how it was found is left out.
+_WEIGHT: dict[str, tuple[Any, ...]] = {
+    "dtype": ("fp4",),
+    "qscheme": ("per_group",),
+    "group_size": (GROUP,),
+    "ch_axis": (-1, 1),
+    "scale_format": ("e8m0",),
+    "is_dynamic": (False,),
+    "is_scale_quant": (False, None),
+    "symmetric": (True, None),
+    "scale_calculation_mode": ("even", "floor", "ceil", None),
+}
+_FOUND = ("observer_cls", "round_method", "scale_type", "mx_element_dtype", "zero_point_type")
+_NO_OTHERS: dict[str, tuple[Any, ...]] = {
+    "layer_quant_config": ({}, None),
+    "layer_type_quant_config": ({}, None),
+    "softmax_quant_spec": (None,),
+    "kv_cache_quant_config": ({}, None),
+    "kv_cache_post_rope": (False, None),
+    "algo_config": (None, []),
+    "quant_mode": ("eager_mode", None),
+}
 
-    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """Exact in float32, then rounded once."""
-        scale = torch.exp2(stored["weight_scale"].to(torch.float32) - _BIAS)
-        values = unpack_e2m1(stored["weight_packed"]).unflatten(-1, (-1, GROUP)).mul_(scale.unsqueeze(-1))
-        weight: Tensor = values.flatten(-2).to(dtype)
-        return weight
 
-    def quantize(self, weight: Tensor) -> Stored:
-        """With the exponent of a group's largest value, less that of 4, the largest of four bits."""
-        groups = weight.to(torch.float32).unflatten(-1, (-1, GROUP))
-        amax = groups.abs().amax(dim=-1).clamp(min=2.0**-120)
-        exponent = torch.frexp(amax).exponent - 3
-        values = groups / torch.exp2(exponent.to(torch.float32)).unsqueeze(-1)
-        scale = (exponent + _BIAS).to(torch.uint8)
-        return {"weight_packed": pack_e2m1(values.flatten(-2)), "weight_scale": scale}
+@register
+class QuarkMxfp4Format(_Mxfp4):
+    """quark's: `weight` and `weight_scale`; `exclude` lists modules that stay unquantized."""
 
-    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
-        """The exponent of 255 is NaN."""
-        bad = int((stored["weight_scale"] == _NAN).sum())
-        return ("weight_scale", f"{bad} of {stored['weight_scale'].numel()} exponents are NaN (255)") if bad else None
+    name = "mxfp4"
+    method = "quark"
+    suffixes = ("weight", "weight_scale")
+    unused = ("input_scale",)
+    rule = "quark"
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> QuarkMxfp4Format | None:
+        """Read quark's object."""
+        if raw.get("quant_method") != "quark":
+            return None
+        read = ("quant_method", "global_quant_config", "exclude")
+        refuse_unknown(raw, read, field, only=_NO_OTHERS, harmless=("export", "version", "quark_version"))
+        where = f"{field}.global_quant_config"
+        given = raw.get("global_quant_config")
+        if not isinstance(given, Mapping) or not isinstance(given.get("weight"), Mapping):
+            raise ConfigError("expected an object of quantization arguments", field=f"{where}.weight")
+        only = {"output_tensors": (None,), "bias": (None,), "target_device": (None,)}
+        refuse_unknown(given, ("weight", "input_tensors"), where, only=only, harmless=())
+        missing = next((name for name in ("dtype", "qscheme", "group_size") if name not in given["weight"]), None)
+        if missing is not None:
+            raise ConfigError("missing", field=f"{where}.weight.{missing}")
+        refuse_unknown(given["weight"], (), f"{where}.weight", only=_WEIGHT, harmless=_FOUND)
+        return cls(ignore=module_list(raw.get("exclude"), cls.rule, f"{field}.exclude"))
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as quark writes it."""
+        weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": GROUP, "ch_axis": -1, "scale_format": "e8m0"}
+        return {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {**weight, "is_dynamic": False}, "input_tensors": None},
+            "exclude": list(self.ignore),
+        }

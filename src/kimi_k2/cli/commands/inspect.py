@@ -102,7 +102,8 @@ def _listed(reader: CheckpointReader) -> Iterator[dict[str, Any]]:
 
 
 def _quantization(config: KimiK2Config) -> str:
-    return config.quantization.method or "none" if config.quantization else "none"
+    held = config.quantization
+    return "none" if held is None else f"{held.name} ({held.method})"
 
 
 def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> dict[str, Any]:
