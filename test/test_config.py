@@ -159,7 +159,8 @@ def test_each_missing_field_is_named(field: str, tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings", "missing"),
         ({"rope_scaling": None, "rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.rope_theta", "top-level"),
         ({"quantization_config": []}, "quantization_config", "expected an object"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method", "'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method", "'hqq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits", "missing"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "two block sizes"),
     ],
 )  # fmt: skip

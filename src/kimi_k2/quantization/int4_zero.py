@@ -165,6 +165,14 @@ class _Transposed(RecastFormat):
         return codes, zeros, held["weight_scale"].T.to(torch.float16).contiguous()
 
 
+def _sizes(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """What decides how a weight is stored, for which no default is taken."""
+    for name in ("bits", "group_size"):
+        if name not in raw:
+            raise ConfigError("missing", field=f"{field}.{name}")
+    return {name: raw[name] for name in ("bits", "group_size")}
+
+
 def _nibbles(words: Tensor) -> Tensor:
     """int32 [A, B] to its eight nibbles, least significant first: int32 [A, B, 8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
@@ -199,7 +207,7 @@ class AwqFormat(_Transposed):
         read = ("quant_method", "bits", "group_size", "modules_to_not_convert", "kv_cache_scheme")
         refuse_unknown(raw, read, field, only=only, harmless=("backend", "fuse_max_seq_len", "exllama_config"))
         ignore = module_list(raw.get("modules_to_not_convert"), cls.rule, f"{field}.modules_to_not_convert")
-        given = {name: raw[name] for name in ("bits", "group_size") if name in raw}
+        given = _sizes(raw, field)
         return cls.model_validate({"ignore": ignore, **given})
 
     def to_hf_dict(self) -> dict[str, Any]:
@@ -269,7 +277,7 @@ class GptqFormat(_Transposed):
         if not isinstance(rules, Mapping) or not all(str(name).startswith("-:") for name in rules):
             raise ConfigError("expected rules that leave modules out (-:)", field=f"{field}.dynamic")
         ignore = module_list([f"re:{name[2:]}" for name in rules], cls.rule, f"{field}.dynamic")
-        given = {name: raw[name] for name in ("bits", "group_size", "checkpoint_format") if name in raw}
+        given = _sizes(raw, field) | {name: raw[name] for name in ("checkpoint_format",) if name in raw}
         return cls.model_validate({"ignore": ignore, **given})
 
     def to_hf_dict(self) -> dict[str, Any]:

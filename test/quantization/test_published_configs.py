@@ -1,0 +1,126 @@
+"""Quantization configs as published: at either level, under either key, with either spelling of modules' names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.stored import formats, parse_quantization
+
+# How each library's list leaves attention and the first layer's MLP out, with and without K2.5's prefix.
+IGNORED: dict[str, list[str]] = {
+    "compressed": ["lm_head", "re:.*self_attn.*", "{}model.layers.0.mlp.up_proj"],
+    "transformers": ["lm_head", r"{}model\.layers\..*\.self_attn", "{}model.layers.0.mlp"],
+    "glob": ["{}lm_head", "{}model.layers.*.self_attn*", "{}model.layers.0.mlp*", "vision_tower*", "mm_projector*"],
+    "substring": ["self_attn", "layers.0.mlp"],
+    "gptq": ["re:.*lm_head", "re:.*self_attn.*", r"re:{}model\.layers\.0\..*"],
+    "quark": ["lm_head", "re:.*self_attn.*", "{}model.layers.0.mlp.up_proj"],
+}
+FORMS = [name for name, held in formats().items() if held.method]
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+
+
+def raw_preset(name: str) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
+    raw.pop("quantization_config")
+    raw.get("text_config", {}).pop("quantization_config", None)
+    return raw
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_each_place_and_spelling(name: str, prefix: str) -> None:
+    form = formats()[name]
+    held = form(ignore=tuple(entry.format(prefix) for entry in IGNORED[name if name in IGNORED else form.rule]))
+    said = json.loads(json.dumps(held.to_hf_dict()))
+    for key in ("quantization_config", "compression_config"):
+        plain, wrapped = raw_preset("kimi-k2-thinking"), raw_preset("kimi-k2.5")
+        plain[key] = said
+        for places in ([wrapped], [wrapped["text_config"]], [wrapped, wrapped["text_config"]]):
+            raw = copy.deepcopy(raw_preset("kimi-k2.5"))
+            for place in places:
+                (raw if place is wrapped else raw["text_config"])[key] = said
+            assert KimiK2Config.from_dict(raw).quantization == held
+        read = KimiK2Config.from_dict(plain).quantization
+        assert read is not None
+        assert read == held
+        for module, quantized in {
+            "model.layers.3.mlp.experts.7.up_proj": True,
+            "model.layers.0.mlp.up_proj": False,
+            "model.layers.30.self_attn.o_proj": False,
+            "model.layers.3.mlp.gate": False,
+            "lm_head": False,
+        }.items():
+            assert read.quantizes(module) == quantized, module
+
+
+def group(**changed: Any) -> dict[str, Any]:
+    weights = {**WEIGHTS, **changed.pop("weights", {})}
+    one = {"targets": ["Linear"], "weights": weights, "input_activations": None, **changed}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": one}}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+PLACE = "quantization_config.config_groups.group_0"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        group(),
+        group(weights={"group_size": 64, "actorder": "static"}),
+        group(weights={"symmetric": False, "actorder": "weight", "observer": "minmax", "zp_dtype": "torch.int8"}),
+        # W4AFP8: INT4 groups whose activations are FP8
+        group(input_activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+        {**AWQ, "modules_to_not_convert": None},
+        {**GPTQ, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*self_attn.*": {}}, "meta": {"quantizer": ["x"]}},
+        {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}, "ignore": ["lm_head"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "config_groups": {"group_0": {"targets": ["Linear"],
+                "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}},
+        },
+    ],
+)  # fmt: skip
+def test_forms_that_are_read(raw: dict[str, Any]) -> None:
+    held = parse_quantization(raw)
+    assert parse_quantization(json.loads(json.dumps(held.to_hf_dict()))) == held
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (group(weights={"actorder": "group"}), f"{PLACE}.weights.actorder"),
+        (group(weights={"num_bits": 8}), f"{PLACE}.weights.num_bits"),
+        (group(weights={"strategy": "channel"}), f"{PLACE}.weights.strategy"),
+        (group(weights={"group_size": 31}), f"{PLACE}.weights.group_size"),
+        (group(weights={"symmetric": False, "group_size": 31}), f"{PLACE}.weights.group_size"),
+        (group(input_activations={"num_bits": 8, "type": "int"}), f"{PLACE}.input_activations"),
+        ({**group(), "format": "int-quantized"}, f"{PLACE}.weights"),
+        ({**AWQ, "version": "gemv"}, "quantization_config.version"),
+        ({**AWQ, "zero_point": False}, "quantization_config.zero_point"),
+        ({**AWQ, "bits": 8}, "quantization_config.bits"),
+        ({**GPTQ, "desc_act": True}, "quantization_config.desc_act"),
+        ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "quantization_config.dynamic"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantization_config.quant_algo"),
+        ({"quant_method": "quark", "global_quant_config": {}}, "quantization_config.global_quant_config.weight"),
+        ({"quant_method": "w4afp8"}, "quantization_config.quant_method"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+            "quantization_config.scale_fmt",
+        ),
+    ],
+)
+def test_what_is_not_read_is_named(raw: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_quantization(raw)
+    assert caught.value.field == field
