@@ -11,5 +11,5 @@ manifest = convert(checkpoint, output, preset)
 error = manifest["errors"]["total"]
 print(f"{len(manifest['files'])} files; the experts' conversion error is {error['relative_l2']:.1e} (relative L2)")
 found = list(faults(Path(output)))
-print("\n".join(found) or "every tensor's bytes are those of the manifest")
+print("\n".join(map(str, found)) or "every tensor's bytes are those of the manifest")
 sys.exit(bool(found))
