@@ -13,6 +13,8 @@ import peer_cases
 import pytest
 from parser_cases import cut
 
+from kimi_k2.serving.paged.support import PARSER
+
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
 
@@ -35,7 +37,6 @@ def parser() -> Any:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
 
-    from kimi_k2.serving.paged.support import PARSER
     from kimi_k2.serving.sglang.plugin import register
 
     register()
@@ -84,3 +85,36 @@ def test_command_line_knows_the_parser(allowed: str) -> None:
     else:
         assert done.returncode == 2
         assert "invalid choice: 'kimi_k2_stream'" in done.stderr
+
+
+def test_reasoning(parser: Any) -> None:
+    """SGLang's own cases and reported failures of reasoning, by its ReasoningParser, whole and in random cuts."""
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    draw = random.Random(0)
+    cases = [
+        (False, "<think>Why.</think>So.", ("Why.", "So.")),
+        (True, "Why.</think>So.", ("Why.", "So.")),
+        (False, "So.", ("", "So.")),
+        (False, "<think>Cut off", ("Cut off", "")),
+        (False, "<think>Call<|tool_calls_section_begin|>x", ("Call", "<|tool_calls_section_begin|>x")),
+        (False, "<think>a < b</think><|tool_call_begin|>f", ("a < b", "<|tool_call_begin|>f")),
+    ]
+    for name in ("kimi_k2", PARSER):
+        for forced, text, wanted in cases:
+            whole = ReasoningParser(name, force_reasoning=forced).parse_non_stream(text)
+            assert (whole[0] or "", whole[1] or "") == wanted
+            for stream_reasoning in (True, False):
+                for _ in range(20):
+                    made = ReasoningParser(name, stream_reasoning, forced)
+                    places = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(6)))
+                    parts = [*map(made.parse_stream_chunk, cut(text, places)), made.parse_stream_end()]
+                    assert tuple("".join(one[which] or "" for one in parts) for which in (0, 1)) == wanted
+
+
+def test_sglangs_names_are_ours(parser: Any) -> None:
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    for held in (FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap):
+        assert {held[name].__module__.split(".")[0] for name in ("kimi_k2", PARSER)} == {"kimi_k2"}

@@ -19,17 +19,27 @@ def register() -> None:
 
 
 def register_parser() -> None:
-    """Offer the parser to SGLang. What a version of it lacks is named, and nothing is changed."""
-    try:
-        names = importlib.import_module("sglang.srt.function_call.parser_names").TOOL_CALL_PARSER_NAMES
-        parser = importlib.import_module("sglang.srt.function_call.function_call_parser").FunctionCallParser
-        detector = importlib.import_module("kimi_k2.serving.sglang.detector").KimiK2StreamDetector
-        parser.ToolCallParserEnum.update(dict.fromkeys(parser_names(), detector))
-    except (ImportError, AttributeError) as error:
-        logger.warning("kimi-k2: no parser %s, since SGLang has changed: %s", PARSER, error)
-        return
-    if PARSER not in names:
-        names.append(PARSER)
+    """Offer the parsers of calls and of reasoning to SGLang. What a version of it lacks is named, and left out."""
+    for names, module, mapping, own, name in (
+        ("function_call.parser_names.TOOL_CALL_PARSER_NAMES", "function_call.function_call_parser.FunctionCallParser",
+         "ToolCallParserEnum", "detector", "KimiK2StreamDetector"),
+        ("parser.reasoning_parser_names.REASONING_PARSER_NAMES", "parser.reasoning_parser.ReasoningParser",
+         "DetectorMap", "reasoning", "KimiK2StreamReasoningDetector"),
+    ):  # fmt: skip
+        try:
+            known, parser = _found(f"sglang.srt.{names}"), _found(f"sglang.srt.{module}")
+            detector = _found(f"kimi_k2.serving.sglang.{own}.{name}")
+            getattr(parser, mapping).update(dict.fromkeys(parser_names(), detector))
+        except (ImportError, AttributeError) as error:
+            logger.warning("kimi-k2: no parser %s (%s), since SGLang has changed: %s", PARSER, own, error)
+            continue
+        if PARSER not in known:
+            known.append(PARSER)
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def register_model() -> None:
