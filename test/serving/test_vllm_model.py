@@ -127,7 +127,10 @@ def test_weights_replaced_in_a_live_engine(
     swaps = [("parts", str(both[0])), (second, str(both[1]))]
     answer, log = serve(both[1], dtype, job, tmp_path, swaps=swaps, load_format=first, enable_prefix_caching=True)
     assert OURS in log
-    wanted = [expected(directory, dtype, job) for directory in both]
+    if dtype == "float32":
+        wanted = [expected(directory, dtype, job) for directory in both]
+    else:  # rounding as in a fresh engine
+        wanted = [serve(directory, dtype, job, tmp_path)[0]["tokens"] for directory in both]
     assert answer["again"] == wanted
     assert (answer["tokens"] == wanted[1]) == (first != "dummy")
     assert wanted[0] != wanted[1]
