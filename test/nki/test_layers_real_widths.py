@@ -27,8 +27,8 @@ def drawn(generator: torch.Generator, dtype: Any, *shape: int, scale: float = 1.
     return (torch.randn(*shape, generator=generator) * scale).numpy().astype(dtype)
 
 
-def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool) -> Any:
-    """A rank's weights of one layer, experts as `stored`."""
+def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool, plain: bool) -> Any:
+    """A rank's weights of one layer, experts as `stored`; if `plain`, the shared one in `dtype` without scales."""
 
     def normal(*shape: int, scale: float = 1.0) -> Any:
         return drawn(generator, dtype, *shape, scale=scale)
@@ -42,6 +42,9 @@ def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last:
     bias = drawn(generator, np.float32, 1, EXPERTS, scale=0.1)
     bias[:, :HELD] += 2.0  # the rank holds all that are chosen
     following = (normal(OWN, DOWNS, scale=0.02), normal(HELD, WIDTH, DOWNS, scale=0.05), normal(32, DOWNS, scale=0.05))
+    shared = [tiles(128, BLOCKS, 64), scales(2, BLOCKS), tiles(32, HIDDEN), scales(BLOCKS)]
+    if plain:
+        shared = [normal(128, BLOCKS, 64, scale=0.03), None, normal(32, HIDDEN, scale=0.03), None]
     parts = [
         1 + normal(Q_RANK, scale=0.1), 1 + normal(RANK, scale=0.1),
         normal(128, Q_RANK // 128, NOPE + ROPE, scale=Q_RANK**-0.5), None, normal(1, NOPE, 1, RANK, scale=0.1), None,
@@ -49,7 +52,7 @@ def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last:
         *(drawn(generator, np.float32, rows, EXPERTS, scale=0.02) for rows in (OWN, VALUE)),
         normal(1, slots, RANK), normal(1, slots, ROPE), 1 + normal(HIDDEN, scale=0.1), bias,
         tiles(HELD, 128, BLOCKS, 2 * WIDTH), scales(HELD, 2, BLOCKS), tiles(HELD, WIDTH, HIDDEN), scales(HELD, BLOCKS),
-        tiles(128, BLOCKS, 64), scales(2, BLOCKS), tiles(32, HIDDEN), scales(BLOCKS),
+        *shared,
     ]  # fmt: skip
     return Layer(*parts, *((None,) * 3 if last else following))
 
@@ -67,9 +70,11 @@ def expert(x: Tensor, gate_up: Any, up_scales: Any, down: Any, down_scales: Any)
     columns = x.view(BLOCKS, 128)
     products = torch.einsum("cp,pcj->cj", columns, wide(gate_up))
     half = products.shape[1] // 2
-    gate, up = ((products[:, n * half : (n + 1) * half] * wide(up_scales)[n, :, None]).sum(0) for n in range(2))
+    ups = torch.ones(2, BLOCKS).double() if up_scales is None else wide(up_scales)
+    downs = torch.ones(BLOCKS).double() if down_scales is None else wide(down_scales)
+    gate, up = ((products[:, n * half : (n + 1) * half] * ups[n, :, None]).sum(0) for n in range(2))
     inner = torch.nn.functional.silu(gate) * up
-    return inner, (inner @ wide(down)) * wide(down_scales).repeat_interleave(128)
+    return inner, (inner @ wide(down)) * downs.repeat_interleave(128)
 
 
 def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Tensor, slots: int) -> Tensor:
@@ -109,12 +114,16 @@ def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Ten
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stored", "bound"),
-    [(np.float32, np.float32, 1e-5), (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, 1e-2)],
+    ("dtype", "stored", "plain", "bound"),
+    [
+        (np.float32, np.float32, False, 1e-5),
+        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, False, 1e-2),
+        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, True, 1e-2),  # as INT4 members store their shared expert
+    ],
 )
-def test_two_layers_of_one_rank(dtype: Any, stored: Any, bound: float) -> None:
+def test_two_layers_of_one_rank(dtype: Any, stored: Any, plain: bool, bound: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = [layer(generator, dtype, stored, SLOTS, last) for last in (False, True)]
+    layers = [layer(generator, dtype, stored, SLOTS, last, plain) for last in (False, True)]
     hidden = drawn(generator, np.float32, 1, HIDDEN)
     downs = drawn(generator, np.float32, 1, DOWNS)
     angles = torch.rand(ROPE // 2, generator=generator).double() * 6.28
