@@ -1,4 +1,4 @@
-"""`rehearse`: its small model has sizes that every preset takes, and its commands run to the end."""
+"""`rehearse`: its small model has sizes that each family of presets takes, and its commands run to the end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.cli.commands import rehearse
-from kimi_k2.plan.deployment import Deployment, preset_names
+from kimi_k2.plan.deployment import Deployment
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.target import make_target
 from kimi_k2.sharding.plan import make_plan
 
+# One of each layout and format: other presets differ in lengths alone.
+FAMILIES = ("h200-tp8", "h200-ep8", "trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images", "trn2-tp32-ep2-nki",
+            "trn2-tp64-ep1-nki-layers-128k")  # fmt: skip
 
-@pytest.mark.parametrize("name", preset_names())
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_preset_takes_the_small_model(name: str) -> None:
     preset = Deployment.load(name)
     config = rehearse.small_config(preset)
