@@ -18,6 +18,7 @@ from plain_tokens import expected
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.experts.format import expert_formats
 
 BLOCK = 4
 PROMPT_BUCKETS = (8, 16, 32, 64)
@@ -76,6 +77,7 @@ HERE = threading.local()  # this rank's groups: tp, dp, ep
 
 def on_ranks(tp: int, dp: int, ep: int, run: Callable[[int], Any]) -> list[Any]:
     """`run` on all ranks, a thread each; their results, or the first error."""
+    expert_formats()  # found before there are threads
     heads, replicas = [Meeting(tp) for _ in range(dp)], [Meeting(dp) for _ in range(tp)]
     results: list[Any] = [None] * (tp * dp)
     errors: list[BaseException] = []
@@ -188,7 +190,7 @@ class Runner:
         blocks: int = 64,
         padding: int = 0,
         segment: int = 0,
-        lines: int = 8,
+        width: int = 24,
         compile_with: Callable[[Any], Any] = lambda model: model,
         poison: bool = True,
     ) -> None:
@@ -209,7 +211,7 @@ class Runner:
         model.bind_kv_cache(self.pages)
         self.model, self.compiled = model.eval(), compile_with(model.eval())
         self.free, self.padding, self.segment = list(range(1, blocks)), padding, segment
-        self.rank, self.lines, self.width = torch.tensor(rank, dtype=torch.int32), lines, 24
+        self.rank, self.width = torch.tensor(rank, dtype=torch.int32), width
         self.neuron_config, self.logits = neuron_config, []  # type: ignore[var-annotated]
 
     def slot(self, request: Request, position: int) -> int:

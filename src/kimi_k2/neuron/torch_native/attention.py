@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.neuron.torch_native import kernels
 from kimi_k2.neuron.torch_native.settings import Ranks
 from kimi_k2.ops.norm import rms_norm as rms_norm_operation
 from kimi_k2.ops.rotary import apply_rotary_interleaved
@@ -90,18 +91,25 @@ class Attention:
         self.pages.write(entries, metadata["slot_mapping"])
         kv_b = of("kv_b_proj").view(-1, nope + config.v_head_dim, rank)
         if metadata["max_query_len"] <= metadata["decode_token_threshold"]:
-            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"])
+            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"], entries)
         else:
             out = self._expanded(q_nope, q_rope, kv_b, positions, self._keys(entries, metadata))
         return linear(out.flatten(1), of("o_proj"))
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor, entries: Tensor
+    ) -> Tensor:
         """Decode: every head of every line's tokens reads the line's latents once. [T, heads, v_head_dim]."""
         assert self.pages is not None
         w_uk, w_uv = kv_b.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope), dim=-1)
         lines, (tokens, heads, width) = len(table), query.shape
         k, v = self.pages.read(table, query.dtype)
+        if lines == tokens:
+            cached, scale = torch.cat((k, v), dim=-1), self.config.softmax_scale
+            sums = kernels.attention(query, cached, entries, positions, w_uv.shape[-1], scale)
+            if sums is not None:
+                return torch.einsum("thr,hvr->thv", sums.to(query.dtype), w_uv)
         first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
         scores = torch.bmm(first, k.mT).to(torch.float32) + torch.bmm(second, v.mT).to(torch.float32)
         scores = scores.view(tokens, heads, -1) * self.config.softmax_scale

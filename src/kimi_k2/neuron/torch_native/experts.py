@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.neuron.torch_native import kernels
 from kimi_k2.ops.router import noaux_tc_gate
 
 # Rows of one expert that are multiplied at a time at prefill, and blocks that one operation takes: fewer make graphs of
@@ -48,21 +49,44 @@ class Experts:
 
     Args:
         config: of the model.
-        weights: `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps `scale`.
+        weights: `mlp_op` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
+            `scale`; in tiles as `sharding.experts.tiled` has them, then perhaps with `shared_experts` beside it.
+        tiles: whether they lie in the NKI kernels' tiles.
         first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor) -> None:
-        self.top_k, self.weights, self.first = config.num_experts_per_tok, weights, first
+    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor, *, tiles: bool) -> None:
+        self.top_k, self.total, self.first, self.tiles = (
+            config.num_experts_per_tok,
+            config.n_routed_experts,
+            first,
+            tiles,
+        )
+        parts = dict(weights.named_children())
+        self.routed, self.shared = parts["mlp_op"], parts.get("shared_experts")
 
     def __call__(self, x: Tensor, topk_indices: Tensor, topk_weights: Tensor, *, decode: bool) -> Tensor:
         """[T, H], int64 [T, k] and float32 [T, k] to this rank's part of [T, H], no token dropped.
 
-        Few choices load their experts one by one; more at decode read all experts once; a prompt's are sorted into
-        blocks of one expert.
+        With the shared expert's part, where that lies here. Few choices load their experts one by one; more at decode
+        read all experts once; a prompt's are sorted into blocks of one expert.
         """
         local = topk_indices - self.first
-        count = len(self.weights.get_parameter("down_proj.weight"))
+        count = len(self.routed.get_parameter("down_proj.weight"))
+        if self.tiles and decode and topk_indices.numel() < count:
+            held, beside = dict(self.routed.named_parameters()), {}
+            if self.shared is not None:
+                beside = dict(self.shared.named_parameters())
+            made = kernels.experts(x, held, beside, local, topk_weights, self.total)
+            if made is not None:
+                return made.to(x.dtype)
+        out = self._routed(x, local, topk_weights, count, decode=decode)
+        if self.shared is None:
+            return out
+        return out + self._mlp(x.unsqueeze(0), None, self.shared).squeeze(0)
+
+    def _routed(self, x: Tensor, local: Tensor, topk_weights: Tensor, count: int, *, decode: bool) -> Tensor:
+        """The routed experts in PyTorch."""
         inside = (local >= 0) & (local < count)
         slots = torch.where(inside, local, torch.zeros_like(local))
         weights = torch.where(inside, topk_weights, torch.zeros_like(topk_weights))
@@ -104,29 +128,39 @@ class Experts:
         chosen = nn.functional.pad(out, (0, 0, 0, 1))[at].to(torch.float32)
         return (chosen * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
-    def _mlp(self, x: Tensor, experts: Tensor | None) -> Tensor:
-        """[N, M, H] through N experts (None: all that are held), to [N, M, H]."""
-        gate, up = self._matmul(x, "gate_up_proj", experts).chunk(2, dim=-1)
-        return self._matmul(silu(gate) * up, "down_proj", experts)
+    def _mlp(self, x: Tensor, experts: Tensor | None, stack: nn.Module | None = None) -> Tensor:
+        """[N, M, H] through N experts (None: all of the stack), to [N, M, H]."""
+        stack = self.routed if stack is None else stack
+        gate, up = self._matmul(x, stack.get_submodule("gate_up_proj"), experts).chunk(2, dim=-1)
+        return self._matmul(silu(gate) * up, stack.get_submodule("down_proj"), experts)
 
-    def _matmul(self, x: Tensor, name: str, experts: Tensor | None) -> Tensor:
-        held = dict(self.weights.get_submodule(name).named_parameters())
+    def _matmul(self, x: Tensor, projection: nn.Module, experts: Tensor | None) -> Tensor:
+        held: dict[str, Tensor] = dict(projection.named_parameters())
         weight, scale = held["weight"], held.get("scale")
-        if experts is None:
-            return scaled_matmul(x, weight, scale)
-        if scale is None:
-            return scaled_matmul(x, weight[experts], None)
-        # FP8 is gathered as bytes: index_select has no FP8 on a CPU.
-        return scaled_matmul(x, weight.view(torch.uint8)[experts].view(weight.dtype), scale[experts])
+        if experts is not None:
+            # FP8 is gathered as bytes: index_select has no FP8 on a CPU.
+            weight = weight[experts] if scale is None else weight.view(torch.uint8)[experts].view(weight.dtype)
+            scale = None if scale is None else scale[experts]
+        if weight.dim() == 4 and scale is not None:  # tiles of gate and up: [N, 128, H / 128, 2 I] and [N, 2, H / 128]
+            weight, scale = weight.transpose(1, 2).flatten(1, 2), scale.transpose(1, 2)
+        return scaled_matmul(x, weight, scale)
 
 
-def route(config: KimiK2Config, x: Tensor, router: nn.Module) -> tuple[Tensor, Tensor]:
-    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]."""
+def route(config: KimiK2Config, x: Tensor, router: nn.Module, *, tiles: bool) -> tuple[Tensor, Tensor]:
+    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]. With tiles the weight is [H, E]."""
+    weight: Tensor = router.get_parameter("linear_router.weight")
+    bias = router.get_parameter("e_score_correction_bias")
+    if tiles:
+        scaling, norm = config.routed_scaling_factor, config.norm_topk_prob
+        made = kernels.router(x, weight, bias, scaling, norm, config.num_experts_per_tok)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
+        weight = weight.T
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = linear(x.to(wide), router.get_parameter("linear_router.weight").to(wide))
+    logits = linear(x.to(wide), weight.to(wide))
     return noaux_tc_gate(
         logits,
-        router.get_parameter("e_score_correction_bias"),
+        bias,
         config.num_experts_per_tok,
         n_group=config.n_group,
         topk_group=config.topk_group,

@@ -17,6 +17,7 @@ from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
 from kimi_k2.sharding.layout import GLOBAL_LAYER
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor
 from kimi_k2.sharding.verify import open_rank_file
 
@@ -85,20 +86,24 @@ def _from_checkpoint(
             source = tensor.name if tensor.name.startswith("lm_head.") else f"model.{tensor.name}"
             pieces = [reader.get_slice(source, *region) for region in tensor.regions(ranks.rank)]
             yield tensor.name, torch.cat(pieces, tensor.dim or 0).to(tensor.dtype)
-        converter = Converter(config, layout, by_name, report=False)
+        every = {tensor.name: tensor for tensor in make_plan(config, layout).tensors} | by_name
+        converter = Converter(config, layout, every, report=False)
         for layer, tensors in of_layer.items():
             made: dict[str, Tensor] = {}
             held = next(
                 (tensor.experts_of(ranks.moe_rank) for tensor in tensors if ".mlp_op." in tensor.name), range(0)
             )
-            for unit in units(modules[layer], layout):
-                if unit.expert is not None and unit.expert not in held:
+            for unit in units(modules[layer], layout, shared=converter.holds_shared):
+                routed = unit.expert is not None and ".shared_experts." not in unit.modules[0]
+                if routed and unit.expert not in held:
                     continue
                 stored: dict[str, Stored] = {}
                 for module in unit.modules:
                     stored[module] = {name.rpartition(".")[2]: reader.get(name) for name in modules[layer][module]}
                     reader.check_module(module, stored[module])
                 for part in converter.convert(unit, stored)[0]:
+                    if part.name not in by_name:
+                        continue
                     tensor = by_name[part.name]
                     if part.expert is None:
                         made[part.name] = tensor.local(part.tensor, ranks.rank)
@@ -106,5 +111,5 @@ def _from_checkpoint(
                     if part.name not in made:
                         made[part.name] = torch.empty(tensor.local_shape, dtype=tensor.dtype)
                     share = ranks.moe_rank % len(part.tensor)
-                    made[part.name][part.expert - held.start].copy_(part.tensor[share])
+                    made[part.name][part.expert - tensor.experts_of(ranks.moe_rank).start].copy_(part.tensor[share])
             yield from made.items()

@@ -17,6 +17,7 @@ from kimi_k2.neuron.torch_native.experts import Experts, mlp, route
 from kimi_k2.neuron.torch_native.loading import rank_tensors
 from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_neuron_config, planned_tensors
 from kimi_k2.ops.rotary import rotary_cos_sin
+from kimi_k2.sharding.experts.format import expert_formats
 
 cos_sin = rotary_cos_sin.__wrapped__  # type: ignore[attr-defined]
 
@@ -29,13 +30,15 @@ def layer_name(layer: int) -> str:
 class Layer:
     """One decoder layer on one rank: x [T or, with tokens divided, T / ranks, H] to the same."""
 
-    def __init__(self, config: KimiK2Config, layer: int, weights: nn.Module, ranks: Ranks, first: Tensor) -> None:
-        self.config, self.weights, self.ranks = config, weights, ranks
+    def __init__(
+        self, config: KimiK2Config, layer: int, weights: nn.Module, ranks: Ranks, first: Tensor, *, tiles: bool
+    ) -> None:
+        self.config, self.weights, self.ranks, self.tiles = config, weights, ranks, tiles
         self.attention = Attention(config, weights.get_submodule("self_attn"), ranks)
         self.mlp = weights.get_submodule("mlp")
         self.experts = None
         if config.is_moe_layer(layer):
-            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps.mlp_op"), first)
+            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps"), first, tiles=tiles)
 
     def __call__(
         self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any, divided: bool
@@ -60,11 +63,12 @@ class Layer:
         if dp is not None:  # other replicas' tokens pass this rank's experts too
             rows = dp.all_gather(x, 0)
         decode = metadata["max_query_len"] <= metadata["decode_token_threshold"]
-        chosen = route(self.config, rows, self.mlp.get_submodule("router"))
+        chosen = route(self.config, rows, self.mlp.get_submodule("router"), tiles=self.tiles)
         out = self.experts(rows, *chosen, decode=decode)
         if dp is not None:
             out = dp.reduce_scatter(out, 0)
-        return out + mlp(x, self.mlp.get_submodule("shared_experts")) if self.config.n_shared_experts else out
+        shared = getattr(self.mlp, "shared_experts", None)  # elsewhere in tiles
+        return out if shared is None else out + mlp(x, shared)
 
 
 class KimiK2ForVllmNeuron(nn.Module):
@@ -152,9 +156,9 @@ class KimiK2ForVllmNeuron(nn.Module):
 
     def bind_kv_cache(self, kv_caches: dict[str, list[Tensor]]) -> None:
         """Take the pages that the runner allocated, K's and V's by layer."""
-        layers = self.get_submodule("layers")
+        layers, tiles = self.get_submodule("layers"), expert_formats()[self.experts].tiles
         self._layers = [
-            Layer(self.config, number, layers.get_submodule(str(number)), self.ranks, self.first_expert)
+            Layer(self.config, number, layers.get_submodule(str(number)), self.ranks, self.first_expert, tiles=tiles)
             for number in range(self.config.num_hidden_layers)
         ]
         for number, layer in enumerate(self._layers):
