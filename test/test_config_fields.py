@@ -177,7 +177,16 @@ def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
         KimiK2Config.from_pretrained("kimi-k2.6")
 
 
-@pytest.mark.parametrize("yarn", [{"truncate": False}, {}, {"beta_fast": 0.5, "truncate": False}, {"beta_fast": 0.01}])
+@pytest.mark.parametrize(
+    "yarn",
+    [
+        {"truncate": False},
+        {},
+        {"beta_fast": 0.5, "truncate": False},
+        {"beta_fast": 1.0, "truncate": False},
+        {"beta_fast": 0.01},
+    ],
+)
 def test_frequencies_are_transformers(yarn: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     raw = raw_preset("kimi-k2.5")["text_config"]

@@ -103,6 +103,19 @@ def test_awq_and_gptq_by_their_packing(name: str, fields: dict[str, Any]) -> Non
             assert found[row, column] == (code - zero) * stored["scales"][group, row].float()
 
 
+def test_nvfp4_in_float32_is_the_librarys_division() -> None:
+    """Its compressor rounds to BF16, which would hide a product with the inverse."""
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    held = formats()["nvfp4-packed"]()
+    stored = held.quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(2)))
+    values, scale = unpack_e2m1(stored["weight_packed"]), stored["weight_scale"].float()
+    args, whole = QuantizationArgs(**arguments(held)), stored["weight_global_scale"]
+    expected = forward.dequantize(values, scale, args=args, dtype=torch.float32, global_scale=whole)
+    assert torch.equal(held.dequantize(stored, torch.float32), expected)
+
+
 def test_e2m1_is_the_librarys() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
     codes = torch.arange(256, dtype=torch.uint8)[None]
