@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from judge import Judge
 from plain_tokens import expected
 from processes import run_together
@@ -99,12 +100,29 @@ def check_ours(answer: dict[str, Any], log: str) -> None:
     assert all(entry == "plain" for entries in answer["calls"].values() for entry, count in entries.items() if count)
 
 
+def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], answer: dict[str, Any]) -> None:
+    """The plain model's tokens; in 16 bits, log-probabilities as near to float32's as the plain model's in 16 bits.
+
+    There the tiny model's logits often tie, and an expert that rounding has changed moves them by 0.3.
+    """
+    if dtype == "float32":
+        assert answer["tokens"] == expected(directory, dtype, job)
+        return
+    judge, rounded = Judge(directory), Judge(directory, getattr(torch, dtype))
+    served, plain = [], []
+    for one, tokens, said in zip(job, answer["tokens"], answer["logprobs"], strict=True):
+        own = rounded.logprobs(one["prompt"], tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        served.append(judge.errors(one["prompt"], tokens, said))
+        plain.append(judge.errors(one["prompt"], tokens, own.tolist()))
+    assert float(torch.cat(served).mean()) < 1.5 * float(torch.cat(plain).mean()) < 0.1
+
+
 # vLLM takes FP8 weights with 16-bit activations alone.
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "float32"), ("bf16", "float32")])
 def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     job = requests(seed=len(name))
     answer, log = serve(checkpoints[name], dtype, job, tmp_path)
-    assert answer["tokens"] == expected(checkpoints[name], dtype, job)
+    check_answers(checkpoints[name], dtype, job, answer)
     check_ours(answer, log)
 
 
@@ -144,7 +162,7 @@ def test_steps_with_prompts_in_pieces(name: str, dtype: str, checkpoints: dict[s
     """
     job = [{**one, "arrival": 0} for one in requests(seed=len(name))]
     answer, log = serve(checkpoints[name], dtype, job, tmp_path, pieces=256)
-    assert answer["tokens"] == expected(checkpoints[name], dtype, job)
+    check_answers(checkpoints[name], dtype, job, answer)
     assert OURS in log
     assert 2 <= answer["replays"] < answer["steps"]
 
