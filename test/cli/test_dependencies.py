@@ -29,7 +29,7 @@ for found in pkgutil.walk_packages(kimi_k2.__path__, "kimi_k2."):
         print(found.name)
 """
 # GPU kernels, the classes on NxDI, NKI's kernels (which import `nki` when they are traced), engines' plugins, HTTP.
-OPTIONAL = ("kernels", "neuron.nxdi", "nki.kernels", "serving.vllm", "serving.sglang", "bench.endpoint", "bench.tools")
+OPTIONAL = ("kernels", "neuron.nxdi", "nki.kernels", "serving.vllm", "serving.sglang", "bench.tools")
 MODULES = {"pyyaml": "yaml", "pillow": "PIL"}  # where a distribution's package has another name
 
 
@@ -72,7 +72,7 @@ def test_modules_import_without_the_extras() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "command"),
     [
-        ("aiohttp", "endpoint", ["bench", "kimi-k2-instruct-0905", "--endpoint", "http://localhost:1/v1"]),
+        ("aiohttp", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
         ("jsonschema", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
         ("transformers", "test", ["demo"]),
     ],

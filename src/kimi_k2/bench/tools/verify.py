@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.bench.endpoint.client import FAILED, Endpoint
 from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.tools.client import FAILED, Endpoint
 from kimi_k2.bench.tools.criteria import Outcome, judge, restored, stored, summarize
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.files import read_text, replace_file

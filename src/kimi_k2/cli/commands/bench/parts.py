@@ -1,4 +1,4 @@
-"""`kimi-k2 bench reader`, `context`, `convert`, `kernels` and `experts`: one part beside its peers or ceilings."""
+"""`kimi-k2 bench reader`, `context`, `convert`, `kernels`, `experts` and `serving`: one part, or others' results."""
 
 from __future__ import annotations
 
@@ -97,3 +97,16 @@ def experts(
     chosen = {name: value for name, value in given.items() if value}
     selection = Selection(**chosen, with_peers=peers)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
+
+
+def serving(
+    results: Annotated[list[Path], typer.Argument(help="Files of `vllm bench serve --save-result`.", dir_okay=False)],
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.", dir_okay=False)] = None,
+) -> None:
+    """One table of what `vllm bench serve` measured of servers: TTFT, TPOT, ITL, E2EL and throughput."""
+    from kimi_k2.bench.serving import markdown
+
+    table = markdown(results)
+    typer.echo(table)
+    if out is not None:
+        out.write_text(table, encoding="utf-8")

@@ -53,10 +53,6 @@ def sweep(
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
     ] = False,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(help="OpenAI server to load instead; --batch-sizes are concurrencies.", metavar="URL"),
-    ] = None,
     published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
     check_stopwatch: Annotated[
         bool, typer.Option("--check-stopwatch", help="Compare TPOT with an independent watch and stop (cpu, cuda).")
@@ -73,12 +69,8 @@ def sweep(
     if compare_files is not None:
         _print_comparison(*compare_files, drift / 100)
         return
-    if batch_invariant and (endpoint is not None or backend == "neuron"):
+    if batch_invariant and backend == "neuron":
         raise typer.BadParameter("--batch-invariant is of the plain model (cpu, cuda)")
-    if endpoint is not None:
-        lengths = [_numbers("lengths", text) for text in (output_lengths, prompt_lengths, batch_sizes)]
-        _load_endpoint(endpoint, model, out, lengths, (runs, warmup, seed))
-        return
     if ranks is not None and (backend == "neuron" or check_stopwatch):
         raise typer.BadParameter("--ranks goes with neither the neuron backend nor --check-stopwatch")
 
@@ -135,35 +127,6 @@ def sweep(
     written = write_reports(results, out, published)
     typer.echo(markdown(results, published))
     typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
-    if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
-        raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
-
-
-def _load_endpoint(
-    url: str, model: str, out: Path, lengths: list[tuple[int, ...]], counts: tuple[int, int, int]
-) -> None:
-    import os
-
-    from kimi_k2.bench.endpoint.client import Endpoint
-    from kimi_k2.bench.endpoint.load import Load, run_load
-    from kimi_k2.bench.endpoint.report import markdown, write_reports
-    from kimi_k2.bench.errors import SweepError
-    from kimi_k2.bench.sweep import Settings
-    from kimi_k2.config import KimiK2Config
-    from kimi_k2.synthetic.config import tiny_config
-    from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
-
-    config = tiny_config() if model == "tiny" else KimiK2Config.load(model)
-    name = "tiny" if model == "tiny" else Path(model).name
-    outputs, inputs, concurrencies = lengths
-    runs, warmup, seed = counts
-    settings = Settings(name, "endpoint", outputs, inputs, concurrencies, runs, warmup, seed)
-    server = Endpoint(url, os.environ.get("OPENAI_API_KEY"))
-    load = Load(settings, config.vocab_size - NUM_SPECIAL_SLOTS)
-    results = run_load(server, load, out / "serving.json", say=lambda line: typer.echo(line, err=True))
-    written = write_reports(results, out)
-    typer.echo(markdown(results))
-    typer.echo(f"wrote {', '.join(path.name for path in [out / 'serving.json', *written])} to {out}")
     if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
         raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
 
