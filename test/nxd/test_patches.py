@@ -10,7 +10,8 @@ import environment
 import pytest
 from harness import WORKER, launch, neuron_config, sequences
 
-from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
+from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.per_channel import ChannelExperts
 
 WITHOUT = """
 import environment
@@ -40,16 +41,14 @@ def test_without_cpu_expert_groups(checkpoints: dict[str, Path], tmp_path: Path,
 
 
 def test_without_cpu_fp8_expert_gather(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    experts = BlockwiseExperts(128)
-    options = neuron_config(1, 1, 1, **experts.neuron_options())
+    options = neuron_config(1, 1, 1, **ChannelExperts().neuron_options())
     job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
     with pytest.raises(AssertionError, match="not implemented for 'Float8_e4m3fn'"):
         run_without("CpuFp8ExpertGather", job, tmp_path)
 
 
 def test_without_cpu_expert_shard_rank(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    experts = BlockwiseExperts(64)
-    options = neuron_config(2, 2, 1, **experts.neuron_options())
+    options = neuron_config(2, 2, 1, **ChannelExperts().neuron_options())
     job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
     with pytest.raises(AssertionError, match="non-empty"):
         run_without("CpuExpertShardRank", job, tmp_path)
@@ -70,10 +69,7 @@ def test_guard_names_what_is_gone() -> None:
         patches.require_source(patches.require_source, "no such line")
 
 
-def test_narrow_blocks_would_be_cut_wrongly_without_repeated_scales(checkpoints: dict[str, Path]) -> None:
-    """With blocks of 128 and a rank's width of 64, NxD gives gate and up one common scale: the shapes no longer fit."""
-    with pytest.raises(AssertionError, match=r"expected shape|mismatch|divisible"):
-        experts = BlockwiseExperts(128)
-        options = neuron_config(2, 1, 1, **experts.neuron_options())
-        job = {"checkpoint": checkpoints["fp8"], "neuron_config": options, "cases": [sequences(1, 512, steps=1)]}
-        launch(job, Path(checkpoints["fp8"]).parent / "narrow")
+def test_blocks_wider_than_a_ranks_columns_are_refused() -> None:
+    tiles = environment.contrib("tiles")
+    with pytest.raises(ConfigError, match=r"quantization_block_size.*64 columns .* blocks of 128"):
+        tiles.BlockExperts(2, 256, 64, 128, 2, 1)

@@ -14,6 +14,7 @@ from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 
 from .products import dot_float32
@@ -162,10 +163,18 @@ class BlockExperts(nn.Module):
         width: this rank's columns of an expert.
         block: rows and columns of a block.
         tp, ep: sizes of the experts' process groups.
+
+    Raises:
+        ConfigError: a rank's columns do not divide into blocks.
     """
 
     def __init__(self, local: int, hidden: int, width: int, block: int, tp: int, ep: int) -> None:
         super().__init__()
+        if hidden % block or width % block:
+            raise ConfigError(
+                f"a rank's {width} columns of an expert do not divide into blocks of {block}",
+                field="quantization_block_size",
+            )
         self.block = block
         sizes = {"gate_up_proj": ((hidden, 2 * width), 2, 2), "down_proj": ((width, hidden), 1, 1)}
         for name, (shape, dim, stride) in sizes.items():
