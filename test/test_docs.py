@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 ShellCommands = Callable[[str], list[list[str]]]
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("contrib/models/*/README.md"))]
-SECTIONS = ("## Anywhere", "## Prove and plan")
+SECTIONS = ("## On any Linux machine", "## Prove and plan")
 
 
 def inline_commands(text: str) -> list[list[str]]:
