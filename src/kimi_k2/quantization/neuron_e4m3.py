@@ -40,24 +40,11 @@ def reserved_codes(weight: Tensor) -> int:
     return int(((weight.view(torch.uint8) & _EXPONENT) == _EXPONENT).sum())
 
 
-def halve_codes(weight: Tensor, *, allow_nan: bool = False) -> Tensor:
-    """Half of each value, rounded to nearest even; the scale that belongs to it must be doubled.
+def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """Half of each value, at most 224, rounded to nearest even, and where in the flattened tensor it rounds.
 
-    Args:
-        weight: float8_e4m3fn, any shape.
-        allow_nan: keep NaN as it is.
-
-    Returns:
-        float8_e4m3fn, same shape, contiguous; at most 224 in magnitude.
-
-    Raises:
-        ValueError: the weight holds NaN.
+    NaN is kept.
     """
-    return _halve(weight, allow_nan=allow_nan)[0]
-
-
-def _halve(weight: Tensor, *, allow_nan: bool) -> tuple[Tensor, npt.NDArray[np.int64]]:
-    """`halve_codes`, and where in the flattened tensor it rounds."""
     codes = weight.contiguous().view(torch.uint8)
     values = codes.numpy().reshape(-1)
     out = np.empty_like(values)
@@ -69,8 +56,6 @@ def _halve(weight: Tensor, *, allow_nan: bool) -> tuple[Tensor, npt.NDArray[np.i
         np.subtract(part, 1 << _MANTISSA_BITS, out=halved)
         upper = np.bitwise_and(part, _EXPONENT & ~_LINEAR_BITS, out=exponents[: len(part)])
         if has_nan(codes.view(-1)[first : first + _CHUNK]):
-            if not allow_nan:
-                raise ValueError("weight: holds NaN")
             upper[(part & _NAN) == _NAN] = 0
         if np.count_nonzero(upper) < len(part):
             few = np.flatnonzero(upper == 0)
@@ -99,8 +84,6 @@ def halve_blocks(
     weight_scale_inv: Tensor,
     block_size: tuple[int, int],
     block: int | tuple[int, int],
-    *,
-    allow_nan: bool = False,
 ) -> HalvedBlocks:
     """A block-FP8 weight for Trainium2: halved codes, doubled scales, each scale repeated for blocks of `block`.
 
@@ -110,11 +93,10 @@ def halve_blocks(
         block_size: the checkpoint's block; `block` divides both sides.
         block: of the result, rows and columns or the side of a square. They divide the checkpoint's, so that a rank's
             slice begins and ends on a block's border.
-        allow_nan: as in `halve_codes`.
     """
     sides = (block, block) if isinstance(block, int) else block
     grid = torch.Size(size // side for size, side in zip(weight.shape, sides, strict=True))
     repeats = (block_size[0] // sides[0], block_size[1] // sides[1])
-    halved, inexact = _halve(weight, allow_nan=allow_nan)
+    halved, inexact = _halve(weight)
     doubled = expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
     return HalvedBlocks(halved, doubled, inexact)

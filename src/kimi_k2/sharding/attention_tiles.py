@@ -138,7 +138,7 @@ def make_tiles(
         blocks = source.e4m3_blocks(stored)
         assert blocks is not None
         sides = (PARTITIONS, PARTITIONS)
-        weight, grid, _ = halve_blocks(*blocks, sides, sides, allow_nan=True)
+        weight, grid, _ = halve_blocks(*blocks, sides, sides)
         scale = grid.repeat_interleave(PARTITIONS, 0)[: len(weight)]
     else:
         weight = source.dequantize(stored, dtype)

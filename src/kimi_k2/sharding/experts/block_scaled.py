@@ -44,12 +44,12 @@ class BlockScaledExperts(ExpertFormat):
         held = matrix.source.e4m3_blocks(matrix.stored)
         if held is not None and all(size % side == 0 for size, side in zip(matrix.source.block, block, strict=True)):
             weight, scale = held
-            halved, doubled, inexact = halve_blocks(weight, scale, matrix.source.block, block, allow_nan=True)
+            halved, doubled, inexact = halve_blocks(weight, scale, matrix.source.block, block)
             if error is not None:
                 error.add(halving_error(weight, scale, matrix.source.block, inexact))
             return {"weight": halved, "scale": doubled}
         plain = matrix.dequantized(torch.float32)
-        halved, doubled, _ = halve_blocks(*quantize_fp8_block(plain, block), block, block, allow_nan=True)
+        halved, doubled, _ = halve_blocks(*quantize_fp8_block(plain, block), block, block)
         if error is not None:
             error.add(compare(plain, dequantize_fp8_block(halved, doubled, block)))
         return {"weight": halved, "scale": doubled}
