@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kimi_k2.nki import step_counts
-from kimi_k2.nki.step import Layers, Stage, at, described, one_after_the_other
+from kimi_k2.nki.step import Layers, at, described
 from nki_emulator.launch import Kernel
 from nki_emulator.limits import SBUF_PARTITION_BYTES
 from nki_emulator.rates import TRAINIUM2
@@ -132,10 +132,3 @@ def test_rings_share_the_dma_engines() -> None:
     assert ends[-1] == pytest.approx(512 / 0.96e9 + 2 * one + 1.3e-6, rel=0.05)
     assert max(ends) == pytest.approx(21 * one + 1.3e-6, rel=0.01)  # the engines are never idle
     assert set(critical_path(trace, TRAINIUM2, len(trace) - 1, 0)) <= {"dma", "dma latency", "vector", "gpsimd"}
-
-
-def test_kernels_in_turn_wait_for_every_collective() -> None:
-    one = _layers(False).kernel
-    stage = Stage("kernel", one, "all-reduce")
-    rates = at(TRAINIUM2, 100, 50)
-    assert one_after_the_other([stage], rates) == pytest.approx(stage.cost(rates).span + 50e-6)

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-SLOT_PAD = -1
-
 
 class Blocks:
     """Block tables as a scheduler holds them: any free block, in no order; shared blocks hold a common prefix."""

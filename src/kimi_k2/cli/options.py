@@ -119,9 +119,6 @@ KeepQuantized = Annotated[
         show_default=False,
     ),
 ]
-ComputeDtype = Annotated[
-    Dtype | None, typer.Option("--dtype", help="Compute dtype; bfloat16 on a GPU, else float32.", show_default=False)
-]
 Ranks = Annotated[
     Path | None,
     typer.Option(help="Weights: output of `convert --target cuda`, a rank a process of `torchrun --no-python`."),

@@ -39,11 +39,6 @@ class Stage:
         return max((cost_of_trace(trace, rates) for trace in launch.traces), key=lambda cost: cost.span)
 
 
-def one_after_the_other(stages: list[Stage], rates: Rates) -> float:
-    """Seconds of a layer whose kernels start when the collective before them has ended."""
-    return sum(stage.cost(rates).span + bool(stage.collective) * rates.collective_seconds for stage in stages)
-
-
 @dataclass(frozen=True)
 class Layers:
     """A kernel of several layers with collectives inside, run on one rank of the emulator.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TensorDtypeError, TensorShapeError
@@ -25,8 +24,6 @@ def load_rank(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
-    attention_form: str = "auto",
 ) -> KimiK2ForCausalLM:
     """The part of `rank`, loaded.
 
@@ -37,8 +34,6 @@ def load_rank(
         rank: which part.
         dtype: of activations and float weights.
         device: where the part lives.
-        group: of all ranks; None for the default one.
-        attention_form: see `KimiK2ForCausalLM`.
 
     Raises:
         ConfigError: converted from another model or for another layout.
@@ -47,10 +42,8 @@ def load_rank(
     """
     check_made_for(directory, config, layout)
     with torch.device("meta"):
-        model = KimiK2ForCausalLM(
-            config, dtype=dtype, keep_quantized=layout.experts == "stored", attention_form=attention_form
-        )
-    parallelize(model, layout, rank, device=device, group=group)
+        model = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=layout.experts == "stored")
+    parallelize(model, layout, rank, device=device)
     path = Path(directory) / WEIGHTS / rank_file_name(rank)
     with open_rank_file(Path(directory), rank) as read:
         for planned in make_plan(config, layout).tensors:

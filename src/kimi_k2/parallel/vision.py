@@ -36,18 +36,14 @@ def cost(model: VisionModel, pack: Sequence[Media]) -> int:
 
 
 def data_parallel(
-    model: VisionModel,
-    *,
-    group: dist.ProcessGroup | None = None,
-    pack_patches: int = PACK_PATCHES,
-    cache_bytes: int = CACHE_BYTES,
+    model: VisionModel, *, pack_patches: int = PACK_PATCHES, cache_bytes: int = CACHE_BYTES
 ) -> VisionEncoder:
-    """An encoder whose `encode` all ranks of the group must call with the same media, in the same order.
+    """An encoder whose `encode` all ranks must call with the same media, in the same order.
 
     Args:
         model: whole on every rank.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def run(packs: Sequence[Sequence[Media]]) -> list[Tensor]:
         owner = dealt([cost(model, pack) for pack in packs], ranks)
@@ -58,7 +54,7 @@ def data_parallel(
             empty = torch.empty(tokens, width, dtype=model.dtype, device=model.device)
             results.append(run_pack(model, pack) if holder == rank else empty)
         for rows, holder in zip(results, owner, strict=True):
-            dist.broadcast(rows, src=dist.get_global_rank(group, holder) if group else holder, group=group)
+            dist.broadcast(rows, src=holder)
         return results
 
     return VisionEncoder(model, pack_patches=pack_patches, cache_bytes=cache_bytes, run=run)

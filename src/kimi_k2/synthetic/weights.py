@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.vision_names import VISION, all_tensors
+from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.draw import filled
 from kimi_k2.quantization.stored import TensorSpec, format_of
@@ -90,10 +89,3 @@ class SyntheticWeights:
             "up_proj": (intermediate, config.hidden_size),
             "down_proj": (config.hidden_size, intermediate),
         }[projection]
-
-
-def iter_state(config: KimiK2Config, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that `write_synthetic_checkpoint` would store, without a disk (names without prefix)."""
-    weights = SyntheticWeights(config, seed)
-    for spec in all_tensors(config):
-        yield spec.name, weights.tensor(spec)

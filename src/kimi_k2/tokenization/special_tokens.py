@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NUM_SPECIAL_SLOTS = 256
-REAL_BASE_VOCAB = 163_584
 
 BOS = "[BOS]"
 EOS = "[EOS]"

@@ -112,14 +112,6 @@ class KimiTokenizer:
             end = match.end()
         return ids + self.encode(text[end:])
 
-    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 8) -> list[list[int]]:
-        """Token ids of many texts, none with special tokens, as from `encode`; tiktoken's threads share the work."""
-        pieces = [list(_bounded_pieces(text)) for text in texts]
-        encoded = iter(
-            self.encoding.encode_ordinary_batch([piece for group in pieces for piece in group], num_threads=num_threads)
-        )
-        return [[token for _ in group for token in next(encoded)] for group in pieces]
-
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Token ids of a rendered conversation, in which only the template's own markup is special.
 

@@ -66,11 +66,6 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
         raise TokenizerError("tools: expected text for all keys of objects") from None
 
 
-def json_declaration(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Compact JSON of tools that `checked_tools` returned."""
-    return json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"))
-
-
 def typescript_declaration(tools: Sequence[Mapping[str, Any]]) -> str | None:
     """The TypeScript namespace of tools that `checked_tools` returned.
 
