@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -32,10 +32,6 @@ class Fp8RowFormat(StoredFormat):
 
     strategy: Literal["channel"] = "channel"
     activations: str | None = None
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
 
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Fp8RowFormat | None:
@@ -78,10 +74,6 @@ class CompressedFp8BlockFormat(RecastFormat):
 
     block_structure: tuple[PositiveInt, PositiveInt] = (128, 128)
     activations: str | None = None
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
 
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> CompressedFp8BlockFormat | None:

@@ -6,7 +6,7 @@ Eight values share an int32, the least significant nibble first, each stored as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -177,10 +177,6 @@ class Int4GroupFormat(StoredFormat):
     activations: str | None = None
 
     _whole_words = field_validator("group_size")(whole_words)
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
 
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Int4GroupFormat | None:

@@ -57,10 +57,6 @@ class Int4ZeroFormat(StoredFormat):
     _whole_words = field_validator("group_size")(whole_words)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
-
-    @classmethod
     def of_scheme(cls, scheme: Scheme) -> Int4ZeroFormat | None:
         """Whatever is packed into 32-bit words and has zero points; what is not supported is named."""
         if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is not False:

@@ -72,10 +72,6 @@ class CompressedMxfp4Format(_Mxfp4):
     activations: str | None = None
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
-
-    @classmethod
     def of_scheme(cls, scheme: Scheme) -> CompressedMxfp4Format | None:
         """Of 4-bit floats in groups of 32."""
         wanted = {"type": "float", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": GROUP}

@@ -166,10 +166,6 @@ class CompressedNvfp4Format(_Nvfp4):
     activations: str | None = None
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: `mixed.MixedFormat` asks `of_scheme`."""
-
-    @classmethod
     def of_scheme(cls, scheme: Scheme) -> CompressedNvfp4Format | None:
         """Of 4-bit floats in groups of 16."""
         wanted = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "group_size": GROUP}

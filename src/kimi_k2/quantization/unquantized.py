@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,6 @@ class UnquantizedFormat(StoredFormat):
     """One BF16 tensor; a checkpoint in this format has no `quantization_config`."""
 
     name = "bf16"
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> None:
-        """Always None: there is no such `quantization_config`."""
 
     def to_hf_dict(self) -> dict[str, Any]:
         """Nothing."""
