@@ -105,8 +105,9 @@ def serving(
 ) -> None:
     """One table of what `vllm bench serve` measured of servers: TTFT, TPOT, ITL, E2EL and throughput."""
     from kimi_k2.bench.serving import markdown
+    from kimi_k2.files import replace_file
 
     table = markdown(results)
     typer.echo(table)
     if out is not None:
-        out.write_text(table, encoding="utf-8")
+        replace_file(out, table)
