@@ -28,7 +28,6 @@ from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-RANK = rank_file_name(1)
 SOURCE = Path(kimi_k2.__file__).parent
 
 

@@ -294,10 +294,6 @@ def test_prompt_attention_in_any_chunks() -> None:
             assert torch.equal(part, whole[:, begin:end]), (begin, end)
 
 
-# (format, dtype of the cache, share of the drawn batches)
-CASES = [("fp8", BF16), ("fp8", E4M3), ("int4", BF16), ("bf16", BF16)]
-
-
 @pytest.fixture(scope="module", params=["fp8", "int4", "bf16"])
 def model(request: pytest.FixtureRequest) -> KimiK2ForCausalLM:
     """A dense and a MoE layer of a rank of TP8 at the real sizes."""

@@ -21,7 +21,6 @@ from kimi_k2.kernels.experts.tuning import ExpertChoice
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 7168, 8
 Place = Callable[..., None]
-Laid = tuple[workspace.Layout, workspace.Sizes]
 
 
 @pytest.fixture

@@ -103,9 +103,9 @@ class GraphCounts:
         """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
         return sum(count for name, count in self.read.items() if re.search(pattern, name))
 
-    def bytes_held(self, pattern: str = "") -> int:
-        """Bytes of parameters whose name matches."""
-        return sum(count for name, count in self.held.items() if re.search(pattern, name))
+    def bytes_held(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.held.values())
 
     @property
     def memory_bytes(self) -> int:
