@@ -74,7 +74,10 @@ def read_bytes(path: Path, limit: int, error: FileError) -> bytes:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             # None: a file of /proc that has nothing to say now.
-            data = b"" if size > limit else file.read(limit + 1) or b""
+            # Twice: what has no size, or has grown, is read on; memory is asked for as it is needed.
+            data = b"" if size > limit else file.read(size + 1) or b""
+            if size < len(data) <= limit:
+                data += file.read(limit + 1 - len(data)) or b""
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as reason:  # ValueError: a name with a NUL

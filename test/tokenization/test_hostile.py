@@ -164,7 +164,7 @@ def test_huge_files_are_not_read(tmp_path: Path, file: str) -> None:
     write_synthetic_vocabulary(tmp_path, 512)
     with (tmp_path / file).open("wb") as huge:
         huge.truncate(20 * 2**30)
-    with pytest.raises(TokenizerError, match=rf"{file}: expected at most 67108864 bytes, got 21474836480"):
+    with pytest.raises(TokenizerError, match=rf"{file}: 21474836480 bytes; at most 67108864 are read"):
         KimiTokenizer.from_pretrained(tmp_path)
 
 
@@ -238,7 +238,8 @@ def test_many_markers_take_linear_memory(marker: str) -> None:
     stream.finish()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2 * len(text)
+    # Held back a byte each, since another marker's end may make them one, then once in pieces and once as the answer.
+    assert peak < 3 * len(text)
 
 
 MALFORMED_SCHEMAS: list[Any] = [

@@ -67,6 +67,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         console.print(f"{part.name:{width}}{missing}")
 
 
+def _importable(name: str) -> bool:
+    import importlib.util
+
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # imported without a spec: the emulator in place of `nki`
+        return False
+
+
 def _version(package: str) -> str | None:
     import importlib.metadata
 
@@ -149,7 +158,6 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _neuron() -> Iterator[Finding]:
-    import importlib.util
     import shutil
 
     from kimi_k2.neuron import sdk
@@ -163,7 +171,7 @@ def _neuron() -> Iterator[Finding]:
     yield Finding("torch-xla", "ok" if version else "missing", version or "not installed")
     release = sdk.release_here() or sdk.releases()[0]
     for one in sdk.states(release):
-        importable = importlib.util.find_spec(one.package.replace("-", "_")) is not None
+        importable = _importable(one.package.replace("-", "_"))
         found = one.found or ("importable, version unknown" if importable else "not installed")
         status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
         expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"

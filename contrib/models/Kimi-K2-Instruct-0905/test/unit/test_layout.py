@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("kimi_k2", reason="needs the kimi_k2 package (pip install -e . of its repository)")
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, DoesNotFitError
 from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
 from kimi_k2.neuron.compiler_args import compiler_args
 from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment, preset_names
@@ -43,13 +43,13 @@ def test_a_context_that_does_not_fit_is_refused_before_compiling(config: KimiK2C
     preset = Deployment.load("trn2-tp64-ep1-128k")
     options = preset.neuron_config.model_copy(update={"flash_decoding_enabled": False, "num_cores_per_group": None})
     preset = preset.model_copy(update={"neuron_config": options})
-    with pytest.raises(CompileError, match=r"needs 29\.\d GiB a core with scratch, 23\.4 GiB.*a context of at most"):
+    with pytest.raises(DoesNotFitError, match=r"needs 29\.\d GiB a core with scratch, 23\.4 GiB.*a context of at most"):
         check_fit(config, preset)
 
 
 def test_bf16_experts_do_not_fit(config: KimiK2Config) -> None:
     preset = Deployment.load("trn2-tp32-ep2").model_copy(update={"experts": "bf16"})
-    with pytest.raises(CompileError, match=r"largest part: expert weights.*per_channel FP8"):
+    with pytest.raises(DoesNotFitError, match=r"largest part: expert weights.*blockwise FP8"):
         check_fit(config, preset)
 
 
