@@ -36,12 +36,6 @@ class Cost:
         """The engine that is busy longest."""
         return max(self.busy, key=lambda engine: self.busy[engine])
 
-    @property
-    def overlap(self) -> float:
-        """Share of the shorter engines' time that is hidden: 1 where the span is the longest engine's time."""
-        longest, total = max(self.busy.values()), sum(self.busy.values())
-        return 1.0 if total == longest else (total - self.span) / (total - longest)
-
 
 def cost_of(kernel: Kernel, rates: Rates = TRAINIUM2) -> Cost:
     """Of the kernel's latest run; at LNC=2 of the core that takes longer."""
