@@ -162,6 +162,7 @@ class KimiK2Attention(nn.Module):
                     cos_cache,
                     sin_cache,
                 )
+            keys, latents = keys[:, :slots], latents[:, :slots]  # kernels are given the whole cache
             if self.flash_decoding:
                 widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
                 q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
