@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import environment
@@ -29,10 +30,19 @@ def formats(layout: str) -> dict[str, Any]:
     return {name: known[name].for_layout(tiny_config(), Layout(tp, ep)) for name in ("blockwise", "per_channel")}
 
 
+def unsharded(directory: Path, experts: Any) -> dict[str, torch.Tensor]:
+    """The Neuron state dict for one rank."""
+    options = SimpleNamespace(torch_dtype=torch.float32, decode="xla", query_group=0, tp_degree=1)
+    state: dict[str, torch.Tensor] = environment.contrib("checkpoint").load_neuron_state_dict(
+        directory, options, experts
+    )
+    return state
+
+
 def requantized(directory: Path, experts: Any) -> Any:
     """The plain model with each expert's weight replaced by what the Neuron state dict holds, dequantized."""
     model = plain_model(directory)
-    modules = environment.contrib("checkpoint").load_neuron_state_dict(directory, torch.float32, experts, 1)
+    modules = unsharded(directory, experts)
     for layer, block in enumerate(model.model.layers):
         if not hasattr(block.mlp, "experts"):
             continue
@@ -75,7 +85,7 @@ def test_no_code_that_trainium_reads_as_nan(checkpoints: dict[str, Path], name: 
     source = [t for path in directory.glob("*.safetensors") for t in load_file(path).values()]
     assert sum(reserved(t) for t in source if t.dtype == torch.float8_e4m3fn) > 1000
     experts = formats("TP2")[name]
-    state = environment.contrib("checkpoint").load_neuron_state_dict(directory, torch.float32, experts, 1)
+    state = unsharded(directory, experts)
     held = [t for t in state.values() if t.dtype == torch.float8_e4m3fn]
     assert held
     assert sum(reserved(t) for t in held) == 0
