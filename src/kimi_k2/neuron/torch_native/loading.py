@@ -15,7 +15,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
-from kimi_k2.sharding.layout import GLOBAL_LAYER
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor
@@ -44,23 +44,17 @@ def rank_tensors(
         CheckpointError, ConfigError: a tensor or file is missing, damaged, or made for other ranks.
     """
     directory = Path(directory)
-    if (directory / MANIFEST).exists():
-        return _from_rank_file(directory, config, planned, ranks, experts, dtype)
-    return _from_checkpoint(directory, config, planned, ranks, experts, dtype)
+    read = _from_rank_file if (directory / MANIFEST).exists() else _from_checkpoint
+    return read(directory, config, planned, ranks, layout_of(ranks, experts, dtype))
 
 
 def _from_rank_file(
-    directory: Path,
-    config: KimiK2Config,
-    planned: Iterable[PlannedTensor],
-    ranks: Ranks,
-    experts: str,
-    dtype: torch.dtype,
+    directory: Path, config: KimiK2Config, planned: Iterable[PlannedTensor], ranks: Ranks, layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:
     if ranks.dp is not None:
         raise ConfigError("ranks' files are cut for one replica; give the checkpoint itself", file=directory / MANIFEST)
     # NxD's rank numbers may lie in the file too; they are not read.
-    layout = dataclasses.replace(layout_of(ranks, experts, dtype), spmd_rank=made_layout(directory).spmd_rank)
+    layout = dataclasses.replace(layout, spmd_rank=made_layout(directory).spmd_rank)
     check_made_for(directory, config, layout)
     with open_rank_file(directory, ranks.moe_rank) as read:
         for tensor in planned:
@@ -68,15 +62,10 @@ def _from_rank_file(
 
 
 def _from_checkpoint(
-    directory: Path,
-    config: KimiK2Config,
-    planned: Iterable[PlannedTensor],
-    ranks: Ranks,
-    experts: str,
-    dtype: torch.dtype,
+    directory: Path, config: KimiK2Config, planned: Iterable[PlannedTensor], ranks: Ranks, layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:
     """Layer by layer, by the converter that writes the ranks' files; only experts that this rank holds are read."""
-    layout, by_name = layout_of(ranks, experts, dtype), {tensor.name: tensor for tensor in planned}
+    by_name = {tensor.name: tensor for tensor in planned}
     of_layer: dict[int, list[PlannedTensor]] = {}
     for tensor in by_name.values():
         of_layer.setdefault(tensor.layer, []).append(tensor)
