@@ -9,6 +9,7 @@ import environment
 import pytest
 import torch
 from harness import DECODE_STEPS, SLOW, expected_logits, launch, neuron_config, plain_model, sequences
+from stored_experts import plain_over_stored
 from test_nki_kernels import BATCHING, SLOTS, TOLERANCE, WORKER
 
 from kimi_k2.config import KimiK2Config
@@ -56,16 +57,32 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def options(layout: str, cores: int, fmt: str = "bf16", batch: int = 4, **more: Any) -> dict[str, Any]:
     tp, ep = LAYOUTS[layout]
     config = with_format(config_of(layout), fmt)
-    name = "tiles" if fmt == "fp8" else "bf16_tiles"
-    held = expert_formats()[name].for_layout(config, Layout(tp, ep, experts=name)).neuron_options()
+    held = held_experts(config, tp, ep).neuron_options()
     given = {"seq_len": SLOTS, "decode": "layers", "logical_nc_config": cores, **held, **more}
     return neuron_config(tp, ep, batch, **given)
+
+
+def held_experts(config: KimiK2Config, tp: int, ep: int) -> Any:
+    """Tiles: in FP8 of checkpoints in FP8 and INT4."""
+    name = "bf16_tiles" if config.quantization is None else "tiles"
+    return expert_formats()[name].for_layout(config, Layout(tp, ep, experts=name))
+
+
+def plain_of(checkpoint: Path, given: dict[str, Any]) -> Any:
+    """The plain model; of INT4, whose experts are requantized, over what is stored."""
+    config = KimiK2Config.from_pretrained(checkpoint)
+    if config.quantization is None or config.quantization.e4m3_block is not None:
+        return plain_model(checkpoint)
+    neuron = environment.contrib("config").KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
+    return plain_over_stored(checkpoint, neuron, held_experts(config, given["moe_tp_degree"], given["moe_ep_degree"]))
 
 
 @pytest.mark.parametrize(
     ("layout", "cores", "fmt", "batch", "more"),
     [
-        ("TP1", 1, "bf16", 1, {}),
+        ("TP1", 1, "int4", 1, {}),
+        pytest.param("TP2", 2, "int4", 1, {}, marks=SLOW),
+        pytest.param("EP2", 2, "int4", 4, {}, marks=SLOW),
         ("TP2", 2, "bf16", 1, {}),
         ("EP2", 2, "bf16", 4, {}),
         ("TP2xEP2", 2, "bf16", 1, {}),
@@ -81,9 +98,10 @@ def test_prefill_and_16_steps(
 ) -> None:
     checkpoint, case = stored(layout, fmt), sequences(batch, 512)
     given: dict[str, Any] = {**case, **({"arrival": [2, 0, 3, 1]} if more is BATCHING else {})}
-    job = {"checkpoint": checkpoint, "neuron_config": options(layout, cores, fmt, batch, **more), "cases": [given]}
+    neuron = options(layout, cores, fmt, batch, **more)
+    job = {"checkpoint": checkpoint, "neuron_config": neuron, "cases": [given]}
     result = launch(job, tmp_path, WORKER, timeout=1500)
-    (logits,), plain = result["logits"], expected_logits(plain_model(checkpoint), case)
+    (logits,), plain = result["logits"], expected_logits(plain_of(checkpoint, neuron), case)
     print(f"\n{layout} {fmt}: to the plain model {float((logits - plain).abs().max()):.1e}, {result['kernels']}")
     torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
     assert torch.equal(logits.argmax(-1), plain.argmax(-1))

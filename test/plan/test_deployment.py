@@ -275,12 +275,13 @@ def test_a_preset_with_images(tmp_path: Path) -> None:
 
 
 def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
-    """INT4 checkpoints have it in BF16, which stays three linears."""
+    """INT4 checkpoints have it in BF16, and so are its tiles; three linears are none."""
     preset = Deployment.load("trn2-tp64-ep1-nki-layers")
     assert preset.layout(KimiK2Config.from_preset("kimi-k2-instruct-0905")).attention_tiles == "bf16"
     with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
-        preset.layout(KimiK2Config.from_preset("kimi-k2-thinking"))
+        preset.layout(KimiK2Config.from_preset("kimi-k2-thinking", n_shared_experts=3))
     assert caught.value.field == "experts"
+    assert preset.layout(KimiK2Config.from_preset("kimi-k2-thinking")).attention_tiles == "bf16"
 
 
 def test_bounds_of_the_integration_tests_are_three_rooflines() -> None:

@@ -21,6 +21,7 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.host import read_index
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.report import plan
 from kimi_k2.plan.scratch import live_bytes, reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
 from kimi_k2.sharding.layout import Layout
@@ -155,6 +156,16 @@ def test_what_does_not_fit_gets_advice_that_does(config: KimiK2Config) -> None:
     assert any(
         "stored" in line or "own format" in line for line in advice(config, one_host, memory_plan(config, one_host))
     )
+
+
+def test_int4_experts_in_fp8_say_how_far_they_are() -> None:
+    """Relative L2 of rounding to three bits behind the leading one: about a quarter of 2^-3 in the worst place."""
+    report = plan("kimi-k2-thinking", "trn2-tp64-ep1-nki-layers")
+    form = report["stored_form"]
+    assert 0.024 < form["relative_l2"] < 0.029
+    assert form["exact_bytes"] * 16 == report["rank_memory"]["parts"]["expert weights"]
+    assert report["rank_memory"]["fits"]
+    assert plan("kimi-k2-instruct-0905", "trn2-tp64-ep1-nki-layers")["stored_form"] is None
 
 
 def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:

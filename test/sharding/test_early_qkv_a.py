@@ -216,8 +216,9 @@ def test_what_does_not_go_together(layout: dict[str, Any], field: str) -> None:
 
 
 def test_a_shared_expert_of_three_linears(tmp_path: Path) -> None:
-    """INT4 checkpoints store it in BF16, and it is not in tiles."""
-    config = with_format(tiny_config(moe_intermediate_size=64, n_routed_experts=8), "int4")
+    """Of a width that is in no tiles, stored in BF16."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": 64, "n_shared_experts": 3, "n_routed_experts": 8}
+    config = with_format(tiny_config(**sizes), "int4")
     write_synthetic_checkpoint(tmp_path / "source", config, seed=2)
     Presharder(tmp_path / "source", tmp_path / "out", Layout(2, experts="tiles")).run()
     assert len(list(verify(tmp_path / "out"))) == 2
@@ -255,7 +256,7 @@ def test_down_projections_are_closer_to_exact_than_those_of_rounded_hidden_state
     names = {"q_a_proj": w_a[:1536], "kv_a_proj_with_mqa": w_a[1536:], "input_layernorm": gamma}
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905").model_copy(update={"quantization": None})
     scaled = scaled_projections(config, 1, lambda module: {"weight": names[module.rpartition(".")[2]]})
-    of_inner = fold(scaled, {"weight": down}, format_of(None, ""), torch.bfloat16)
+    of_inner = fold(scaled, down.float(), torch.bfloat16)
     of_residual = scaled.T.to(torch.bfloat16)
     # Summands of each rank in float32, and in BF16 as they would ride in a BF16 all-reduce.
     summands = torch.stack([

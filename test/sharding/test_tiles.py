@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -138,11 +139,17 @@ def test_the_shared_expert_is_divided_among_all_ranks(
 
 
 def test_a_shared_expert_without_fp8_blocks_stays_what_it_is(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """INT4 checkpoints store it in BF16: FP8 would round it."""
+    """INT4 checkpoints store it in BF16: FP8 would round it. Tiles of it have no scales."""
     Presharder(checkpoints["thinking"], tmp_path, Layout(2, 2, experts="tiles")).run()
     held = load_file(tmp_path / "weights" / rank_file_name(0))
-    assert held[f"layers.{LAYER}.mlp.shared_experts.gate_proj.weight"].dtype == torch.bfloat16
-    assert not [name for name in held if "expert_mlps.shared_experts" in name]
+    root = f"layers.{LAYER}.mlp.expert_mlps.shared_experts"
+    shared = {name: tensor for name, tensor in held.items() if name.startswith(root)}
+    assert set(shared) == {f"{root}.{one}.weight" for one in ("gate_up_proj", "down_proj", "early_qkv_a")}
+    assert {tensor.dtype for tensor in shared.values()} == {torch.bfloat16}
+    with safe_open(next(checkpoints["thinking"].glob("*.safetensors")), "pt") as file:
+        down = file.get_tensor(f"model.layers.{LAYER}.mlp.shared_experts.down_proj.weight")
+    found = shared[f"{root}.down_proj.weight"][0]  # the rank's columns of it, transposed
+    assert torch.equal(found.T, down[:, : len(found)])
 
 
 def test_a_rank_reads_long_runs() -> None:

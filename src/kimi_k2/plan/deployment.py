@@ -232,7 +232,7 @@ class Deployment(_Part):
             query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )
         if layout.decode == "layers" and expert_formats()[layout.experts].for_layout(config, layout).shared is None:
-            expected = "the shared expert in tiles: of a checkpoint that has it in FP8 blocks, or bf16_tiles"
+            expected = "the shared expert in tiles, of 32 or 64 columns a rank"
             raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
         return layout
 

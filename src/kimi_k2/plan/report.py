@@ -20,6 +20,7 @@ from kimi_k2.plan.kernels import kernel_step, print_kernel_step
 from kimi_k2.plan.memory import TOWER, MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
+from kimi_k2.plan.stored_form import print_stored_form, stored_form
 from kimi_k2.plan.target import GIB, Target, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.sharding.plan import make_plan
@@ -66,6 +67,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
         },
         "vision": vision_report(config, memory.room + memory.parts.get(TOWER, 0)),
+        "stored_form": stored_form(config, target, memory.parts.get("expert weights", 0)),
         "host": host_plan(config, target),
         "decode": step(decode, target),
         "prefill": step(prefill, target),
@@ -198,6 +200,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     ending = "" if beside is None else f", {beside:,} with scratch as reported for the published port"
     console.print(f"longest context: {longest:,} tokens{ending}", highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
+    if report["stored_form"] is not None:
+        print_stored_form(report["stored_form"], console)
     if report["vision"] is not None:
         print_vision(report["vision"], console)
     _print_steps(report, console)

@@ -173,9 +173,9 @@ class Converter:
             made.append(Part(f"{root}.{early_qkv_a.RESIDUAL}", None, weight))
         elif name.endswith((".mlp.down_proj", ".mlp.shared_experts.down_proj")):
             root = name.rpartition(".mlp.")[0]
-            made.append(
-                Part(f"{root}.{early_qkv_a.VALUES}", None, self._folded(self.following, module, stored[module]))
-            )
+            down = self._format(module).dequantize(stored[module], torch.float32)
+            weight = early_qkv_a.fold(self.following, down, self.layout.dtype)
+            made.append(Part(f"{root}.{early_qkv_a.VALUES}", None, weight))
         return made
 
     def _attention_tiles(self, module: str, stored: Stored) -> list[Part]:
@@ -186,9 +186,6 @@ class Converter:
         group = self.layout.query_group if shared else 0
         made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype, group)
         return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
-
-    def _folded(self, following: Tensor, module: str, down: Stored) -> Tensor:
-        return early_qkv_a.fold(following, down, self._format(module), self.layout.dtype)
 
     def _early_router(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
         gate, norm, o_proj = unit.modules
@@ -217,7 +214,7 @@ class Converter:
         held = self.experts.shared if self.experts is not None and shared else self.experts
         measured = error if self.report and not shared else None
         gate, up, down = (self._matrix(module, stored[module], held, measured) for module in unit.modules)
-        neuron = self.layout.target == "neuron"
+        neuron, dtype = self.layout.target == "neuron", self.layout.dtype
         if neuron:
             moe = unit.modules[0].removeprefix("model.").rpartition(".mlp.")[0]
             root = f"{moe}.mlp.expert_mlps.{'shared_experts' if shared else 'mlp_op'}"
@@ -239,9 +236,9 @@ class Converter:
         # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
         made = first + [part("down_proj", suffix, down[suffix]) for suffix in down]
-        if self.following is not None:
+        if self.following is not None and held is not None:
             tensor = self.planned[f"{root}.{early_qkv_a.NAME}.weight"]
-            weight = self._folded(self.following, unit.modules[2], stored[unit.modules[2]])
+            weight = early_qkv_a.fold(self.following, held.dequantized(down, *self._shape(unit.modules[2])), dtype)
             made.append(Part(tensor.name, unit.expert, tensor.by_rank(weight)))
         return made
 
@@ -250,8 +247,11 @@ class Converter:
         source = self._format(module)
         if held is None:
             return source.hold(stored)
+        return held.convert(Matrix(stored, source, *self._shape(module)), self.layout.dtype, error)
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        """Output and input size of an expert's matrix."""
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
         if ".shared_experts." in module:
             width *= self.config.n_shared_experts
-        rows, columns = (hidden, width) if module.endswith("down_proj") else (width, hidden)
-        return held.convert(Matrix(stored, source, rows, columns), self.layout.dtype, error)
+        return (hidden, width) if module.endswith("down_proj") else (width, hidden)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
+from kimi_k2.quantization.stored import Stored, format_of
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.planned import PlannedTensor
 
@@ -77,13 +77,12 @@ def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], S
     return torch.cat(parts).mul_(gamma)
 
 
-def fold(scaled: Tensor, down: Stored, source: StoredFormat, dtype: torch.dtype) -> Tensor:
+def fold(scaled: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
     """(A W_down)^T, [width, columns] in `dtype`; computed in float32.
 
     Args:
         scaled: A, float32 [columns, H].
-        down: stored tensors of a down projection [H, width], dequantized here.
-        source: their format.
+        down: float32 [H, width], what a rank's down projection holds: where it is requantized, A is applied to that.
         dtype: of the result.
     """
-    return (source.dequantize(down, torch.float32).T @ scaled.T).to(dtype)
+    return (down.T @ scaled.T).to(dtype)

@@ -174,6 +174,15 @@ class KimiK2InferenceConfig(InferenceConfig):
         """Columns of the shared expert that a rank holds in tiles; 0 where it is three linears."""
         return 0 if self.experts.shared is None else tiled.shared_width(self.hf, self.layout)
 
+    @property
+    def shared_tiles(self) -> torch.dtype | None:
+        """Dtype of the shared expert's tiles; None where it is three linears."""
+        shared, dtype = self.experts.shared, self.neuron_config.torch_dtype
+        if shared is None:
+            return None
+        held: torch.dtype = dtype if shared.quantization_type is None else torch.float8_e4m3fn
+        return held
+
     def _check_parallelism(self) -> None:
         hf, neuron = self.hf, self.neuron_config
         tp, moe_tp, moe_ep = neuron.tp_degree, neuron.moe_tp_degree, neuron.moe_ep_degree
@@ -198,7 +207,7 @@ class KimiK2InferenceConfig(InferenceConfig):
             check_sizes(hf)
             options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
             if not self.shared_width:
-                expected = "the shared expert in tiles: in FP8 blocks beside FP8 experts, of 32 or 64 columns a rank"
+                expected = "the shared expert in tiles, of 32 or 64 columns a rank"
                 raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if rank % 128 or rank > 512 or rope > 128:

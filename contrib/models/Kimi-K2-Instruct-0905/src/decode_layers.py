@@ -207,7 +207,7 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
         "o_proj": tiles["o_tiles"],
         **attention.tiles.of_group(),
         **dict(zip(names, routed.tiles(), strict=True)),
-        **{f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared.tiles(), strict=True)},
+        **{f"shared_{name}": part for name, part in shared.alone().items()},
         "early_residual": layer.early_router.residual_weight,
         "early_heads": layer.early_router.heads_weight,
         "bias": layer.mlp.router.e_score_correction_bias.unsqueeze(0),

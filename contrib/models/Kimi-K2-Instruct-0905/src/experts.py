@@ -33,6 +33,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
+        shared_tiles: dtype of those tiles.
         rows_at_once: tokens of all blocks of a group at prefill: 16,384 have 235 MB of BF16 outputs. Each group's
             outputs are read once for every choice of every token, so larger groups move fewer bytes, and hold more.
         early: columns and dtype of the next layer's down projections that are held beside tiles; None without.
@@ -45,6 +46,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         block: int = 0,
         kernel_cores: int = 0,
         shared_width: int = 0,
+        shared_tiles: torch.dtype | None = None,
         rows_at_once: int = 16384,
         early: tuple[int, torch.dtype] | None = None,
         **kwargs: Any,
@@ -53,9 +55,9 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         super().__init__(**kwargs)
         self.rows_at_once = rows_at_once
         self.shared_experts: TiledExperts | None = None
-        if tiles is not None and shared_width:
+        if shared_tiles is not None and shared_width:
             ranks, hidden = get_tensor_model_parallel_size(), self.routed_experts_mlp_config.hidden_size
-            self.shared_experts = TiledExperts(1, hidden, shared_width, tiles, ranks, 1, early)
+            self.shared_experts = TiledExperts(1, hidden, shared_width, shared_tiles, ranks, 1, early)
         self.kernel = ExpertsKernel(kernel_cores) if kernel_cores else None
 
     def initialize_mlp_op(
@@ -226,7 +228,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         routed, shared, weights_early = op.tiles(), None, None
         exact = kernel.input_dtype(routed[0], hidden_states) == hidden_states.dtype
         if self.shared_experts is not None and exact:
-            shared = self.shared_experts.tiles()
+            shared = self.shared_experts.alone()
         if early:
             beside: Any = None if shared is None else self.shared_experts.early_qkv_a  # type: ignore[union-attr]
             weights_early = (op.early_qkv_a.weight, None if beside is None else beside.weight)

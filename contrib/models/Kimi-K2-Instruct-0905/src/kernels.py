@@ -225,7 +225,7 @@ class ExpertsKernel(NkiKernel):
         expert_index: Tensor,
         expert_weights: Tensor,
         num_experts: int,
-        shared: Sequence[Tensor] | None = None,
+        shared: Mapping[str, Tensor] | None = None,
         early: tuple[Tensor, Tensor | None] | None = None,
     ) -> list[Tensor]:
         """float32 [T, H], and with `early` float32 [T, N]; to be summed over the ranks.
@@ -237,7 +237,7 @@ class ExpertsKernel(NkiKernel):
             expert_index: [T, top_k], this rank's numbers; what is below 0, or above the last, is another rank's.
             expert_weights: float32 [T, top_k].
             num_experts: of all ranks.
-            shared: the same of this rank's part of the shared expert, E_local 1, to be added for every token.
+            shared: this rank's part of the shared expert (`TiledExperts.alone`), to be added for every token.
             early: the next layer's down projections folded with the experts' down, [E_local, I, N], and with that of
                 `shared`, [1, I, N].
         """
@@ -250,8 +250,8 @@ class ExpertsKernel(NkiKernel):
         ]
         named = {}
         if shared is not None:
-            names = ("gate_up_tiles", "gate_up_scales", "down_tiles", "down_scales")
-            named = {f"shared_{name}": part.squeeze(0) for name, part in zip(names, shared, strict=True)}
+            tiles = {name if name.endswith("scales") else f"{name}_tiles": part for name, part in shared.items()}
+            named = {f"shared_{name}": part for name, part in tiles.items()}
         results: list[Result] = [((tokens, hidden // 128, 128), torch.float32)]
         if early is not None:
             named["early_weight"] = early[0]

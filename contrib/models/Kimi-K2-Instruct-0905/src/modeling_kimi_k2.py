@@ -99,6 +99,7 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         tiles=tile_dtype(neuron),
         block=block_size(neuron),
         shared_width=config.shared_width,
+        shared_tiles=config.shared_tiles,
         kernel_cores=kernel_cores,
         rows_at_once=neuron.prefill_rows_at_once,
         early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,

@@ -115,6 +115,13 @@ class TiledExperts(nn.Module):
         self.gate_up_proj = TileWeights((gate_up, 3), (gate_up_scale, 1), dtype, 2, tp, ep)
         self.down_proj = TileWeights(((local, width, hidden), 1), ((local, 1, blocks), 1), dtype, 1, tp, ep)
 
+    def alone(self) -> dict[str, Tensor]:
+        """`tiles` of a stack of one expert, by name, without that dimension and without the scales of float weights."""
+        names = ("gate_up", "gate_up_scales", "down", "down_scales")
+        held = {name: part.squeeze(0) for name, part in zip(names, self.tiles(), strict=True)}
+        floats = self.gate_up_proj.scale is None
+        return {name: part for name, part in held.items() if not (floats and name.endswith("_scales"))}
+
     def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the kernel takes: gate and up [E, 128, H/128, 2 I], scales [E, 2, H/128], down [E, I, H], [E, H/128]."""
         gate_up, down = self.gate_up_proj, self.down_proj

@@ -141,8 +141,8 @@ class Experts:
             # FP8 is gathered as bytes: index_select has no FP8 on a CPU.
             weight = weight[experts] if scale is None else weight.view(torch.uint8)[experts].view(weight.dtype)
             scale = None if scale is None else scale[experts]
-        if weight.dim() == 4 and scale is not None:  # tiles of gate and up: [N, 128, H / 128, 2 I] and [N, 2, H / 128]
-            weight, scale = weight.transpose(1, 2).flatten(1, 2), scale.transpose(1, 2)
+        if weight.dim() == 4:  # tiles of gate and up: [N, 128, H / 128, 2 I] and [N, 2, H / 128]
+            weight, scale = weight.transpose(1, 2).flatten(1, 2), None if scale is None else scale.transpose(1, 2)
         return scaled_matmul(x, weight, scale)
 
 

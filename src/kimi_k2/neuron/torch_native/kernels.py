@@ -73,10 +73,13 @@ def tiles(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters under the names of the kernel's arguments, in its order."""
     if not held:
         return {}
+    gate_up, down = held["gate_up_proj.weight"], held["down_proj.weight"]
+    if "down_proj.scale" not in held:  # the shared expert of an INT4 checkpoint
+        return {"gate_up_tiles": gate_up, "down_tiles": down}
     return {
-        "gate_up_tiles": held["gate_up_proj.weight"],
+        "gate_up_tiles": gate_up,
         "gate_up_scales": held["gate_up_proj.scale"],
-        "down_tiles": held["down_proj.weight"],
+        "down_tiles": down,
         "down_scales": held["down_proj.scale"].squeeze(1),
     }
 

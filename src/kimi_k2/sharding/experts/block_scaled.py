@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kimi_k2.quantization.fp8_block import block_grid, dequantize_fp8_block, quantize_fp8_block
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
@@ -37,6 +38,10 @@ class BlockScaledExperts(ExpertFormat):
         """FP8 values, and a scale a block."""
         grid = block_grid((rows, columns), self.block_of(rows, columns))
         return {"weight": (torch.float8_e4m3fn, (rows, columns)), "scale": (torch.float32, grid)}
+
+    def dequantized(self, held: Stored, rows: int, columns: int) -> Tensor:
+        """Values times scales."""
+        return dequantize_fp8_block(held["weight"], held["scale"], self.block_of(rows, columns))
 
     def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
         """Halved FP8 values and doubled scales; what is stored otherwise is quantized with amax / 448 first."""

@@ -78,6 +78,10 @@ class ExpertFormat(ABC):
     def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
         """Tensors by suffix; what is requantized adds its error to `error`."""
 
+    def dequantized(self, held: Stored, rows: int, columns: int) -> Tensor:
+        """The float32 weight [rows, columns] that `convert` stored; for formats in tiles."""
+        return held["weight"].to(torch.float32)
+
     def fused_shape(self, suffix: str, rows: int, columns: int) -> tuple[tuple[int, ...], int]:
         """Shape of one expert's gate and up as one tensor, each [rows, columns], and its dimension that ranks cut.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kimi_k2.sharding.experts.bf16_tiles import FloatTiles
 from kimi_k2.sharding.experts.block_scaled import BlockScaledExperts
-from kimi_k2.sharding.experts.format import register
+from kimi_k2.sharding.experts.format import ExpertFormat, register
 from kimi_k2.sharding.experts.tiled import PARTITIONS, TiledExperts, check_width, shared_width
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
 
     Attributes:
         width: a rank's columns of an expert.
-        shared_width: of the shared expert; 0 where that is not in tiles: the checkpoint has no FP8 blocks of it, or the
-            kernel does not take its width.
+        shared_width: of the shared expert; 0 where that is not in tiles: the kernel does not take its width.
+        shared_fp8: whether the checkpoint has FP8 blocks of the shared expert; else its tiles are float.
     """
 
     width: int
     shared_width: int = 0
+    shared_fp8: bool = True
 
     name = "tiles"
 
@@ -40,7 +42,7 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
             ConfigError: see `check_width`.
         """
         in_blocks = config.format_of_experts("shared_experts.gate_proj").e4m3_block is not None
-        return cls(check_width(config, layout), shared_width(config, layout) if in_blocks else 0)
+        return cls(check_width(config, layout), shared_width(config, layout), in_blocks)
 
     @classmethod
     def from_neuron_config(cls, neuron_config: Any) -> Fp8Tiles:
@@ -52,9 +54,11 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
         return self.quantization_options((PARTITIONS, self.width))
 
     @property
-    def shared(self) -> Fp8Tiles | None:
-        """With the shared expert's width."""
-        return Fp8Tiles(self.shared_width) if self.shared_width else None
+    def shared(self) -> ExpertFormat | None:
+        """With the shared expert's width; as the checkpoint has it where that is not FP8."""
+        if not self.shared_width:
+            return None
+        return Fp8Tiles(self.shared_width) if self.shared_fp8 else FloatTiles()
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Gate and up have fewer rows than columns (`check_width`)."""

@@ -1,0 +1,56 @@
+"""The plain model over what the ranks' files hold of the experts in tiles, dequantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import environment
+import torch
+from harness import plain_model
+
+
+def untiled(state: dict[str, torch.Tensor], name: str, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate beside up [E, 2 I, H], and down [E, H, I], float32, of whole tiles with scales for `parts` ranks."""
+
+    def scales(projection: str) -> torch.Tensor:
+        scale = state.get(f"{name}.{projection}.scale")
+        return torch.ones(1) if scale is None else scale
+
+    tiles = state[f"{name}.gate_up_proj.weight"].float().unflatten(3, (2, parts, -1))  # [E, 128, H/128, 2, parts, I]
+    scale = scales("gate_up_proj")
+    if scale.dim() > 1:  # [E, 2 * parts, H/128]
+        tiles = tiles * scale.unflatten(1, (2, parts)).permute(0, 3, 1, 2)[:, None, ..., None]
+    gate_up = tiles.permute(0, 3, 4, 5, 2, 1).flatten(4, 5).flatten(1, 3)
+    down, scale = state[f"{name}.down_proj.weight"].float(), scales("down_proj")  # [E, I, H], [E, parts, H/128]
+    if scale.dim() > 1:
+        down = down * scale.repeat_interleave(down.shape[1] // scale.shape[1], 1).repeat_interleave(128, 2)
+    return gate_up, down.mT
+
+
+def plain_over_stored(directory: Path, config: Any, experts: Any) -> Any:
+    """The plain model in float32 with routed and shared experts as the neuron config of `config` has them stored.
+
+    Args:
+        directory: of the checkpoint.
+        config: a KimiK2NeuronConfig with tiles.
+        experts: their format.
+    """
+    model = plain_model(directory)
+    state = environment.contrib("checkpoint").load_neuron_state_dict(directory, config, experts)
+    blocks: Any = model.model.layers
+    for layer, block in enumerate(blocks):
+        if not hasattr(block.mlp, "experts"):
+            continue
+        root = f"layers.{layer}.mlp.expert_mlps"
+        gate_up, down = untiled(state, f"{root}.mlp_op", config.tp_degree // config.moe_ep_degree)
+        block.mlp.experts.gate_up_proj.copy_(gate_up)
+        block.mlp.experts.down_proj.copy_(down)
+        if experts.shared is None:
+            continue
+        gate_up, down = untiled(state, f"{root}.shared_experts", config.tp_degree)
+        gate, up = gate_up[0].chunk(2)
+        held = block.mlp.shared_experts
+        for linear, weight in ((held.gate_proj, gate), (held.up_proj, up), (held.down_proj, down[0])):
+            linear.weight.copy_(weight)
+    return model
