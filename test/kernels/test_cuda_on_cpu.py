@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.common.build import KERNELS, source_of
-from kimi_k2.kernels.experts.fp8_decode import POINTERS, Arguments
+from kimi_k2.kernels.experts import fp8_decode
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 from kimi_k2.ops.pages import next_step
 
@@ -158,11 +158,10 @@ def test_query_and_entry(library: ctypes.CDLL, fp8: bool) -> None:
     )
     cache, out = torch.randn(tokens, capacity, 576).bfloat16(), unwritten(tokens, heads, 576)
     before, slots = cache.clone(), torch.tensor([9, -1, tokens * capacity])
-    given = (x, q_norm, weight, scale if fp8 else None, kv_norm, cos, sin, slots, w_uk, cache, out)
-    named = zip(query.POINTERS, given, strict=True)
-    arguments = query.Arguments(**{name: tensor.data_ptr() for name, tensor in named if tensor is not None})
-    arguments.tokens, arguments.heads, arguments.capacity = tokens, heads, tokens * capacity
-    arguments.q_eps = arguments.kv_eps = 1e-6
+    arguments = query.Arguments(
+        kv_norm, cos, sin, slots, w_uk, cache, out, tokens, heads, tokens * capacity, qkv_a=x, q_norm=q_norm,
+        q_b=weight, q_b_scale=scale if fp8 else None, q_eps=1e-6, kv_eps=1e-6,
+    )  # fmt: skip
     assert library.kimi_query(ctypes.byref(arguments), None) == 0
     q = (normed(x[:, :1536], q_norm) @ exact.T).view(tokens, heads, 192)
     turn = torch.complex(cos.double(), sin.double())
@@ -198,10 +197,9 @@ def test_absorbed_queries(library: ctypes.CDLL) -> None:
         slots = torch.where(
             inside, positions[chosen] + torch.arange(len(chosen)) * capacity, positions[chosen].sign() * 999
         )
-        given = (some[0], some[1][:, 1536:], norm, *some[2:], slots, w_uk, cache, out)
-        addresses = {name: tensor.data_ptr() for name, tensor in zip(absorb.POINTERS, given, strict=True)}
-        sizes = {"tokens": len(chosen), "heads": heads, "capacity": len(chosen) * capacity, "kv_stride": 2112}
-        arguments = absorb.Arguments(**addresses, **sizes, kv_eps=1e-6)
+        sizes = len(chosen), heads, len(chosen) * capacity, 2112, 1e-6
+        given = norm, *some[2:], slots, w_uk, cache, out, *sizes, some[0], some[1][:, 1536:]
+        arguments = absorb.Arguments(*given)
         assert library.kimi_absorb(ctypes.byref(arguments), None) == 0
         return out, cache
 
@@ -299,7 +297,7 @@ def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with
     x, out = torch.randn(tokens, hidden).bfloat16(), unwritten(tokens, hidden)
     scratch = unwritten(tokens * (top_k + with_shared) * inter, dtype=torch.float32)
     given = (x, indices, scores, expert_map, *weights, *(shared or (None,) * 4), scratch, out)
-    arguments = Arguments(**{n: t.data_ptr() for n, t in zip(POINTERS, given, strict=True) if t is not None})
+    arguments = fp8_decode.Arguments(*given)
     arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden = tokens, top_k, held, hidden
     arguments.inter, arguments.num_global, arguments.ids64 = inter, count, 1
     assert library.kimi_experts_decode(ctypes.byref(arguments), None) == 0

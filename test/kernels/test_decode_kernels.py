@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable
 
@@ -12,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import absorb, entry, query
+from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.common import build
-from kimi_k2.kernels.experts import fp8, fp8_few, w4a16_few
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
+from kimi_k2.kernels.experts import fp8_few, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
 from kimi_k2.kernels.linear.few_gemm import UNITS, few_add_gemm, few_gemm, tiles_of
@@ -243,62 +242,6 @@ def test_int4_experts_of_few_tokens() -> None:
         ):
             with pytest.raises(KernelError, match=message):
                 w4a16_few.moe_w4a16_few(x, *held, *refused)
-
-
-def body_of(source: str, structure: str) -> tuple[str, str | None]:
-    """Its fields without comments, and what it is derived from."""
-    found = re.search(rf"struct {structure}(?: : ([\w:]+))? \{{(.*?)\n\}};", (build.KERNELS / source).read_text(), re.S)
-    assert found is not None
-    return re.sub(r"//[^\n]*", "", found.group(2)), found.group(1)
-
-
-@pytest.mark.parametrize(
-    ("source", "structure", "pointers", "integers"),
-    [
-        ("experts/csrc/expert_arguments.cuh", "ExpertArguments", moe_decode.POINTERS, moe_decode.INTEGERS),
-        (
-            "experts/csrc/w4a16_decode.cu",
-            "DecodeArguments",
-            moe_w4a16.DECODE_POINTERS,
-            moe_w4a16.DECODE_INTEGERS,
-        ),
-    ],
-)
-def test_ctypes_structures_follow_the_cuda_ones(
-    source: str, structure: str, pointers: tuple[str, ...], integers: tuple[str, ...]
-) -> None:
-    """The two declarations are one interface: the same fields in the same order."""
-    text, _ = body_of(source, structure)
-    assert re.findall(r"\*\s*(\w+);", text) == list(pointers)
-    found = re.search(r"\bint ([\w, ]+);", text[text.rindex("out;") :])
-    assert found is not None
-    assert found.group(1).split(", ") == list(integers)
-
-
-@pytest.mark.parametrize(
-    ("source", "structure", "ours"),
-    [
-        ("attention/csrc/entry.cuh", "EntryArguments", entry.EntryArguments),
-        ("attention/csrc/query.cuh", "QueryArguments", query.Arguments),
-        ("attention/csrc/absorb.cu", "AbsorbArguments", absorb.Arguments),
-        ("experts/csrc/expert_arguments.cuh", "ExpertArguments", moe_decode.Arguments),
-        ("experts/csrc/fp8_few.cu", "ExpertArguments", fp8_few.Arguments),
-        ("experts/csrc/fp8.cuh", "Fp8Args", fp8.Arguments),
-        ("experts/csrc/w4a16.cuh", "Args", moe_w4a16.Arguments),
-        ("experts/csrc/w4a16_few.cu", "FewArguments", w4a16_few.Arguments),
-    ],
-)
-def test_structures_follow_the_cuda_ones_field_for_field(
-    source: str, structure: str, ours: type[ctypes.Structure]
-) -> None:
-    """Also in what they are derived from."""
-    text, base = body_of(source, structure)
-    statements = [s.strip() for s in text.split(";") if s.strip()]
-    names = [name for s in statements for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
-    renamed = {"pdl": "programmatic"}
-    assert [renamed.get(name, name) for name in names] == [field[0] for field in ours._fields_]
-    parents = {None: ctypes.Structure, "EntryArguments": entry.EntryArguments, "moe::Fp8Args": fp8.Arguments}
-    assert ours.__base__ is (parents | {"decode::ExpertArguments": moe_decode.Arguments})[base]
 
 
 def test_the_widths_are_those_that_have_an_instance() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels.gate import plain_gate, random_logits
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common import build
 from kimi_k2.kernels.router import gate as fused_gate
 from kimi_k2.kernels.router import router_gemm
 from kimi_k2.ops.router import noaux_tc_gate
@@ -89,20 +87,6 @@ def test_one_launch_only_where_its_blocks_can_wait_for_each_other() -> None:
     assert router_gemm.all_resident(384, 132)
     assert not router_gemm.all_resident(384, 114)
     assert not router_gemm.all_resident(384, 60)
-
-
-def declared(header: str, structure: str) -> list[str]:
-    """Names of a C structure's members, in order, without what it embeds."""
-    text = (build.KERNELS / "router/csrc" / header).read_text()
-    found = re.search(rf"struct {structure} \{{(.*?)\n\}};", text, re.S)
-    assert found is not None
-    statements = [s.strip() for s in re.sub(r"//[^\n]*", "", found.group(1)).split(";") if s.strip()]
-    return [name for s in statements if not s.startswith("GateArgs") for name in re.findall(r"(\w+)\s*(?:,|$)", s)]
-
-
-def test_ctypes_structures_follow_the_cuda_ones() -> None:
-    assert declared("gate.cuh", "GateArgs") == [*fused_gate.POINTERS, *fused_gate.INTEGERS, "scale"]
-    assert declared("router_gemm.cuh", "RouterArgs") == [*router_gemm.POINTERS, *router_gemm.INTEGERS, "eps"]
 
 
 def test_benchmark_compares_the_same_operation() -> None:

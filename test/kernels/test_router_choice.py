@@ -19,7 +19,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, boo
     made: list[tuple[str, bool]] = []
     scratch = torch.full((64, 384), float("nan"))
 
-    def product(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, gate: Any) -> None:
+    def product(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, gate: Any, inverse: Any) -> None:
         made.append(("product with gate" if gate is not None else "product", logits is scratch))
 
     def run(tokens: int, launches: int = 0, experts: int = 384, sm_count: int = 132) -> list[tuple[str, bool]]:

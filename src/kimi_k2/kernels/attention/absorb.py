@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import entry
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import structure
 
 NOPE, ROPE, RANK = 128, 64, 512
-POINTERS = ("q", "kv_a", *entry.POINTERS)
-
-
-class Arguments(entry.EntryArguments):
-    """`decode::AbsorbArguments` of csrc/absorb.cu, field for field."""
-
-    _fields_ = fields(POINTERS[:2], ())
+Arguments = structure("attention/csrc/absorb.cu", "AbsorbArguments")
 
 
 def supports(q: Tensor, kv_a: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -84,12 +78,11 @@ def absorb(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    given = q, kv_a, norm_weight, cos, sin, slots, w_uk, cache
-    out = _check(*given)
+    out = _check(q, kv_a, norm_weight, cos, sin, slots, w_uk, cache)
     if not q.shape[0]:
         return out
     arguments = Arguments(
-        **{name: tensor.data_ptr() for name, tensor in zip(POINTERS, (*given, out), strict=True)},
+        kv_norm=norm_weight, cos=cos, sin=sin, slots=slots, w_uk=w_uk, cache=cache, out=out, q=q, kv_a=kv_a,
         tokens=q.shape[0], heads=w_uk.shape[0], capacity=cache.shape[0] * cache.shape[1],
         kv_stride=kv_a.stride(0), kv_eps=eps,
     )  # fmt: skip

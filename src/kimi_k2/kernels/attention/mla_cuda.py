@@ -7,7 +7,6 @@ The tensor maps are kernel parameters, encoded on every call: a captured CUDA gr
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.common.launch import fields, launch
+from kimi_k2.kernels.common.launch import launch
+from kimi_k2.kernels.common.structure import Structure, structure
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
@@ -29,8 +29,6 @@ MOST_FEW_HEADS = 16
 CUT_FROM = 128
 # Cache rows that may come from the L2 a second time for one launch less: 19 MB, which take about 4 us.
 READ_AGAIN = 2**14
-_POINTERS = ("table", "lengths", "out", "parts", "sums", "cache")
-_INTEGERS = ("batch", "heads", "splits", "table_stride", "capacity", "share", "row_share", "tokens")
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,7 @@ class CudaLaunch:
             raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
 
 
-class _Arguments(ctypes.Structure):
-    """`mla::Arguments` of csrc/mla.cuh, field for field."""
-
-    _fields_ = [
-        *fields(_POINTERS, ()),
-        ("rows", ctypes.c_int64),
-        *fields((), _INTEGERS, ["scale", "value_scale"]),
-        *fields(["plan"], ["blocks", "sm_count", "uniform", "whole"]),
-    ]
+_Arguments = structure("attention/csrc/mla.cuh", "Arguments")
 
 
 @functools.cache
@@ -128,27 +118,21 @@ def arguments_of(
     tokens: int = 1,
     uniform: bool = False,
     whole: bool = False,
-) -> _Arguments:
+) -> Structure:
     """`mla::Arguments` of a launch."""
     value_scale = cache_scale if cache.dtype != q.dtype else 1.0
     capacity = capacity_of(cache, block_table)
     sequences = cache.shape[0] if block_table is None else block_table.shape[0]
-    arguments = _Arguments(
-        lengths=seq_lens.data_ptr(), cache=cache.data_ptr(), rows=cache.numel() // ROW, batch=q.shape[0],
-        heads=q.shape[1], splits=splits, capacity=capacity, scale=softmax_scale * LOG2_E * value_scale,
-        value_scale=value_scale, share=q.shape[0] // seq_lens.shape[0], row_share=q.shape[0] // sequences,
-        tokens=tokens,
+    rows, sums = parts or (None, None)
+    pages = 0 if block_table is None else block_table.shape[1]
+    blocks = 0 if plan is None else hopper(q.device.index, "mla_decode")[1]
+    return _Arguments(
+        table=block_table, lengths=seq_lens, out=out, parts=rows, sums=sums, cache=cache, rows=cache.numel() // ROW,
+        batch=q.shape[0], heads=q.shape[1], splits=splits, table_stride=pages, capacity=capacity,
+        share=q.shape[0] // seq_lens.shape[0], row_share=q.shape[0] // sequences, tokens=tokens,
+        scale=softmax_scale * LOG2_E * value_scale, value_scale=value_scale, plan=plan, blocks=blocks, sm_count=blocks,
+        uniform=uniform, whole=whole,
     )  # fmt: skip
-    if out is not None:
-        arguments.out = out.data_ptr()
-    if block_table is not None:
-        arguments.table, arguments.table_stride = block_table.data_ptr(), block_table.shape[1]
-    if plan is not None:
-        arguments.plan, arguments.uniform, arguments.whole = plan.data_ptr(), uniform, whole
-        arguments.blocks = arguments.sm_count = hopper(q.device.index, "mla_decode")[1]
-    if parts is not None:
-        arguments.parts, arguments.sums = parts[0].data_ptr(), parts[1].data_ptr()
-    return arguments
 
 
 def _launch(q: Tensor, cache: Tensor, *rest: Any, **more: Any) -> None:

@@ -11,23 +11,17 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import entry
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import structure
 
 INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
 # Of a BF16 q_b, which each token's blocks read anew, more are faster one launch after the other.
 MAX_BF16_TOKENS = 2
-POINTERS = ("qkv_a", "q_norm", "q_b", "q_b_scale", *entry.POINTERS)
-
-
-class Arguments(entry.EntryArguments):
-    """`decode::QueryArguments` of csrc/query.cuh, field for field."""
-
-    _fields_ = fields(POINTERS[:4], ["parts"], ["q_eps"])
+Arguments = structure("attention/csrc/query.cuh", "QueryArguments")
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -110,10 +104,10 @@ def query_and_entry(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    given = (qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, slots, w_uk, cache)
-    out = _check(*given, parts)
+    out = _check(qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, slots, w_uk, cache, parts)
     arguments = Arguments(
-        **{name: one.data_ptr() for name, one in zip(POINTERS, (*given, out), strict=True) if one is not None},
+        kv_norm=kv_norm, cos=cos, sin=sin, slots=slots, w_uk=w_uk, cache=cache, out=out, qkv_a=qkv_a, q_norm=q_norm,
+        q_b=q_b, q_b_scale=q_b_scale_inv,
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=cache.shape[0] * cache.shape[1],
         kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps, parts=parts,
     )  # fmt: skip

@@ -14,8 +14,9 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc, load_library
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import Structure, structure
 
 MAX_RANKS = 8
 PACKET = 4  # values that travel in 16 bytes
@@ -31,14 +32,7 @@ def build() -> None:
     load_library("comm/all_reduce")
 
 
-class Arguments(ctypes.Structure):
-    """`decode::ReduceArguments` of csrc/all_reduce.cu, field for field."""
-
-    _fields_ = [
-        *fields(("x", "out", "calls"), ()),
-        ("mail", ctypes.c_void_p * MAX_RANKS),
-        *fields((), ("packets", "capacity", "rank", "ranks")),
-    ]
+Arguments = structure("comm/csrc/all_reduce.cu", "ReduceArguments")
 
 
 def supports(x: Tensor, ranks: int) -> bool:
@@ -62,12 +56,12 @@ def call_counts(values: int, device: torch.device) -> Tensor:
     return torch.zeros(-(-values // (PACKET * _BLOCK)), dtype=torch.int32, device=device)
 
 
-def fill_arguments(x: Tensor, out: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Arguments:
+def fill_arguments(x: Tensor, out: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Structure:
     """The launch's arguments; `push_all_reduce` says what they are."""
     ranks = len(mail)
     around = (ctypes.c_void_p * MAX_RANKS)(*[mail[(rank + step) % ranks] for step in range(ranks)])
     return Arguments(
-        x=x.data_ptr(), out=out.data_ptr(), calls=calls.data_ptr(), mail=around, packets=x.numel() // PACKET,
+        x=x, out=out, calls=calls, mail=around, packets=x.numel() // PACKET,
         capacity=capacity // PACKET, rank=rank, ranks=ranks,
     )  # fmt: skip
 

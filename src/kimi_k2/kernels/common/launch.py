@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,17 +30,6 @@ def expect(name: str, tensor: Tensor, device: torch.device, shape: tuple[int, ..
         raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
     if not tensor.is_contiguous() or tensor.device != device:
         raise KernelError(f"{name} must be contiguous and on {device}")
-
-
-def fields(
-    pointers: Sequence[str], integers: Sequence[str], floats: Sequence[str] = ()
-) -> list[tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int] | type[ctypes.c_float]]]:
-    """`_fields_` of a structure: pointers, then 32-bit integers, then floats."""
-    return [
-        *[(name, ctypes.c_void_p) for name in pointers],
-        *[(name, ctypes.c_int) for name in integers],
-        *[(name, ctypes.c_float) for name in floats],
-    ]
 
 
 def _passed(argument: Argument) -> Any:

@@ -7,19 +7,18 @@ launch works. Capture-safe: see common/workspace.py for scratch memory.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Mapping
 from dataclasses import astuple
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import Structure, structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
 from kimi_k2.kernels.experts.launch import Part, Routing, expect_routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
@@ -27,56 +26,7 @@ from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 BLOCK = 128
 SLAB = 256
 MAX_EXPERTS = 512
-_POINTERS = [
-    "x",
-    "topk_ids",
-    "topk_weights",
-    "expert_map",
-    "w13",
-    "s13",
-    "w2",
-    "s2",
-    "out",
-    "xq",
-    "xs",
-    "inter_q",
-    "inter_s",
-    "partial",
-    "contrib",
-    "ctrl",
-    "flags",
-    "count1",
-    "count2",
-    "tiles",
-    "num_tiles",
-    "sorted_pair",
-    "pair_slot",
-]
-_INTEGERS = [
-    "tokens",
-    "top_k",
-    "experts",
-    "num_global",
-    "hidden",
-    "inter",
-    "splits1",
-    "splits2",
-    "item_slabs",
-    "nmax",
-    "ids64",
-    "grid",
-    "fused",
-    "programmatic",
-]
-
-
-class Arguments(ctypes.Structure):
-    """`moe::Fp8Args` of csrc/fp8.cuh, field for field."""
-
-    _fields_ = fields(_POINTERS, _INTEGERS)
-
-
-_Structure = TypeVar("_Structure", bound=Arguments)
+Arguments = structure("experts/csrc/fp8.cuh", "Fp8Args")
 
 
 def check_arguments(
@@ -145,8 +95,8 @@ def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choi
 
 
 def queue_arguments(
-    structure: type[_Structure], part: Part, weights: Mapping[str, Tensor | None], sm_count: int
-) -> _Structure:
+    kind: type[Structure], part: Part, weights: Mapping[str, Tensor | None], sm_count: int
+) -> Structure:
     """`Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
 
     Args:
@@ -154,9 +104,9 @@ def queue_arguments(
     """
     topk_indices, topk_weights, expert_map = part.routing
     named = {"topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
-    arguments = fill(structure, {**part.tensors, **weights, **named}, part.shape, topk_indices, expert_map)
+    arguments = fill(kind, part.shape, topk_indices, expert_map, **part.tensors, **weights, **named)
     fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(part.choice)
-    arguments.fused, arguments.grid, arguments.programmatic = fused, sm_count, 1
+    arguments.fused, arguments.grid, arguments.pdl = fused, sm_count, 1
     return arguments
 
 

@@ -8,16 +8,15 @@ csrc/fp8_decode.cu says how its two launches work. Capture-safe.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import fields, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.fp8 import BLOCK, check_arguments
 from kimi_k2.kernels.experts.launch import fill
 
@@ -29,17 +28,7 @@ MAX_SLOTS = 17
 # What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
-POINTERS = (
-    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
-    "shared_gate_up", "shared_gate_up_scale", "shared_down", "shared_down_scale", "intermediate", "out",
-)  # fmt: skip
-INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
-
-
-class Arguments(ctypes.Structure):
-    """`decode::ExpertArguments` of csrc/expert_arguments.cuh, field for field."""
-
-    _fields_ = fields(POINTERS, INTEGERS)
+Arguments = structure("experts/csrc/expert_arguments.cuh", "ExpertArguments")
 
 
 def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
@@ -134,7 +123,7 @@ def moe_decode(
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
-    arguments = fill(Arguments, dict(zip(POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    arguments = fill(Arguments, shape, topk_indices, expert_map, *given)
     launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
     return out
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import fields, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.experts import fp8_decode
+from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.fp8 import BLOCK
-from kimi_k2.kernels.experts.fp8_decode import POINTERS, check_with_shared
+from kimi_k2.kernels.experts.fp8_decode import check_with_shared
 from kimi_k2.kernels.experts.launch import fill
 
 MAX_TOKENS = 4
@@ -24,10 +24,7 @@ MAX_SLOTS, MAX_BLOCKS, MAX_HIDDEN = 10, 48, 8192  # blocks of 128 values of a to
 WIDTHS = (128, 256, 512)
 
 
-class Arguments(fp8_decode.Arguments):
-    """`few::ExpertArguments` of csrc/fp8_few.cu, field for field."""
-
-    _fields_ = fields((), ("up_parts", "shared_up_parts", "shared_down_parts"))
+Arguments = structure("experts/csrc/fp8_few.cu", "ExpertArguments")
 
 
 def _fits(tokens: int, slots: int, hidden: int, inter: int) -> bool:
@@ -89,7 +86,7 @@ def moe_few(
     out = torch.empty_like(x)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
-    arguments = fill(Arguments, dict(zip(POINTERS, given, strict=True)), shape, topk_indices, expert_map)
+    arguments = fill(Arguments, shape, topk_indices, expert_map, *given)
     arguments.up_parts, arguments.shared_up_parts, arguments.shared_down_parts = parts
     launch("experts/fp8_few", "kimi_experts_few", "moe_few", x.device, arguments)
     return out

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.launch import expect
+from kimi_k2.kernels.common.structure import Structure
 from kimi_k2.kernels.common.workspace import MAX_BYTES, Layout, Scratch, scratch
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
-_Structure = TypeVar("_Structure", bound=ctypes.Structure)
 
 
 def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert_map: Tensor | None) -> None:
@@ -102,21 +101,13 @@ def parts(
 
 
 def fill(
-    structure: type[_Structure],
-    tensors: Mapping[str, Tensor | int | None],
-    shape: Shape,
-    topk_indices: Tensor,
-    expert_map: Tensor | None,
-) -> _Structure:
-    """The structure with pointers by field name (None stays null) and the fields that every expert kernel has."""
-    pointers = {
-        name: given if isinstance(given, int) else given.data_ptr()
-        for name, given in tensors.items()
-        if given is not None
-    }
+    kind: type[Structure], shape: Shape, topk_indices: Tensor, expert_map: Tensor | None, *first: Any, **others: Any
+) -> Structure:
+    """The structure with these fields and those that every expert kernel has."""
     tokens, top_k, experts, hidden, inter = shape
-    return structure(
-        **pointers,
+    return kind(
+        *first,
+        **others,
         tokens=tokens,
         top_k=top_k,
         experts=experts,

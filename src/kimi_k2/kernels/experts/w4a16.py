@@ -12,7 +12,6 @@ scratch memory.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Literal
 
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
@@ -47,17 +47,8 @@ DECODE_ROWS = 2560  # tokens times intermediate size
 # Of a token with fewer experts, under expert parallelism, some warps have none: no more INT4 tokens than that.
 FEW_EXPERTS = 4
 DECODE_HIDDEN = (1024, 7168)
-DECODE_POINTERS = (
-    "x", "topk_indices", "topk_weights", "expert_map", "gate_up", "gate_up_scale", "down", "down_scale",
-    "intermediate", "out",
-)  # fmt: skip
-DECODE_INTEGERS = ("tokens", "top_k", "experts", "num_global", "hidden", "inter", "ids64")
-
-
-class Arguments(moe_fp8.Arguments):
-    """`w4a16::Args` of csrc/w4a16.cuh, field for field after those of `moe::Fp8Args`."""
-
-    _fields_ = fields((), ("w2_bf16", "in_flight", "unpaired", "most_items", "inner"))
+Arguments = structure("experts/csrc/w4a16.cuh", "Args")
+DecodeArguments = structure("experts/csrc/w4a16_decode.cu", "DecodeArguments")
 
 
 def expert_mode(
@@ -155,12 +146,6 @@ def check_choice(choice: ExpertChoice) -> None:
         raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
 
 
-class _DecodeArguments(ctypes.Structure):
-    """`w4a16::DecodeArguments` of csrc/w4a16_decode.cu, field for field."""
-
-    _fields_ = fields(DECODE_POINTERS, DECODE_INTEGERS)
-
-
 def takes_decode(tokens: int, top_k: int, held: float, hidden: int, inter: int, w2_bf16: bool) -> bool:
     """Whether csrc/w4a16_decode.cu takes them: few tokens, an item for each pair and a few rows.
 
@@ -225,8 +210,7 @@ def moe_w4a16(
     if choice is None and takes_decode(tokens, top_k, top_k * share, hidden, inter, w2_bf16):
         intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
         given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
-        pairs = dict(zip(DECODE_POINTERS, given, strict=True))
-        arguments = fill(_DecodeArguments, pairs, shape, topk_indices, expert_map)
+        arguments = fill(DecodeArguments, shape, topk_indices, expert_map, *given)
         launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
         return out
     weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))

@@ -7,18 +7,17 @@ csrc/w4a16_few.cu and w4a16_few_shared.cuh say how they work. Capture-safe.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.launch import fill
-from kimi_k2.kernels.experts.w4a16 import DECODE_INTEGERS, DECODE_POINTERS, check_arguments
+from kimi_k2.kernels.experts.w4a16 import check_arguments
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS
 from kimi_k2.kernels.linear import dense_gemm
 
@@ -32,15 +31,9 @@ RING_ALONE, RING = 14, 7
 # more tokens it is as fast beside the others, on a stream of its own.
 SHARED_RING = {1: 8, 2: 7}
 SHARED_PARTS, MAX_SHARED, MAX_SHARED_TILES = 8, 256, 32
-SHARED_POINTERS = ("shared_gate_up", "shared_down", "shared_intermediate")
 
 
-class Arguments(ctypes.Structure):
-    """`w4a16::FewArguments` of csrc/w4a16_few.cu, field for field."""
-
-    _fields_ = fields(
-        (*DECODE_POINTERS, *SHARED_POINTERS), (*DECODE_INTEGERS, "splits", "ring", "shared_inter", "shared_ring")
-    )
+Arguments = structure("experts/csrc/w4a16_few.cu", "FewArguments")
 
 
 def _fits(tokens: int, top_k: int, hidden: int, inter: int, splits: int) -> bool:
@@ -135,10 +128,9 @@ def moe_w4a16_few(
     shared_intermediate = None
     if shared_down is not None:
         shared_intermediate = torch.empty(tokens, shared_down.shape[1], dtype=torch.bfloat16, device=x.device)
-    given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
-    pointers = dict(zip(DECODE_POINTERS, given, strict=True))
-    pointers |= zip(SHARED_POINTERS, (shared_gate_up, shared_down, shared_intermediate), strict=True)
-    arguments = fill(Arguments, pointers, shape, topk_indices, expert_map)
+    given = x, topk_indices, topk_weights, expert_map, *held, intermediate, out
+    shared = shared_gate_up, shared_down, shared_intermediate
+    arguments = fill(Arguments, shape, topk_indices, expert_map, *given, *shared)
     arguments.splits, arguments.ring = splits, RING_ALONE if tokens == 1 and shared_down is None else RING
     if shared_down is not None:
         arguments.shared_inter, arguments.shared_ring = shared_down.shape[1], SHARED_RING[tokens]

@@ -8,15 +8,14 @@ are left; infinite logits are the limits 0 and 1 of the sigmoid.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import fields, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import Structure, structure
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
@@ -24,24 +23,7 @@ PACKED_EXPERTS = (256, 384)
 # From here on four tokens a warp are faster than one (H200).
 PACKED_TOKENS = 4096
 STRATEGIES = ("auto", "warp", "packed")
-POINTERS = ["logits", "bias", "num_valid", "indices", "weights"]
-INTEGERS = [
-    "tokens",
-    "experts",
-    "top_k",
-    "normalize",
-    "indices64",
-    "packed",
-    "warps",
-    "sm_count",
-    "programmatic",
-]
-
-
-class GateArguments(ctypes.Structure):
-    """`gate::GateArgs` of csrc/gate.cuh, field for field."""
-
-    _fields_ = fields(POINTERS, INTEGERS, ["scale"])
+GateArguments = structure("router/csrc/gate.cuh", "GateArgs")
 
 
 def supports(logits: Tensor, e_score_correction_bias: Tensor, top_k: int, *, n_group: int = 1) -> bool:
@@ -160,7 +142,7 @@ def fused_gate(
     return indices, weights
 
 
-def launch_gate(arguments: GateArguments, device: torch.device) -> None:
+def launch_gate(arguments: Structure, device: torch.device) -> None:
     """The gate's kernel on the device's current stream; KernelError if it cannot be launched."""
     launch("router/gate", "kimi_gate", "the gate", device, arguments)
 
@@ -172,13 +154,13 @@ def gate_arguments(
     norm_topk_prob: bool,
     routed_scaling_factor: float,
     num_valid: Tensor | None,
-) -> GateArguments:
+) -> Structure:
     """The kernel's arguments but for the logits and the strategy."""
     return GateArguments(
-        bias=bias.data_ptr(),
-        num_valid=None if num_valid is None else num_valid.data_ptr(),
-        indices=indices.data_ptr(),
-        weights=weights.data_ptr(),
+        bias=bias,
+        num_valid=num_valid,
+        indices=indices,
+        weights=weights,
         tokens=indices.shape[0],
         experts=bias.shape[0],
         top_k=indices.shape[1],

@@ -77,9 +77,8 @@ def add_norm_route(
         options = norm_topk_prob, routed_scaling_factor
         return total, normed, *router_decode(normed, weight, e_score_correction_bias, top_k, *options)
     router_gemm.launch_router(
-        x, weight, scratch, gate, delta=delta.data_ptr(), norm=norm_weight.data_ptr(), total=total.data_ptr(),
-        normed=normed.data_ptr(), eps=eps,
-    )  # fmt: skip
+        x, weight, scratch, gate, delta=delta, norm=norm_weight, total=total, normed=normed, eps=eps
+    )
     return total, normed, indices, weights
 
 

@@ -10,7 +10,6 @@ ends) and give every token a block of its own, so `router_decode` makes two beyo
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, fields, launch
+from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.common.structure import Structure, structure
 from kimi_k2.kernels.common.workspace import marked
 from kimi_k2.kernels.router.gate import (
     GateArguments,
@@ -34,17 +34,7 @@ MAX_TOKENS = 64
 MAX_FUSED_EXPERTS = 384
 # Up to here one launch is faster than two (H200: 4.5 us against 5.4 for one token, 5.5 against 6.3 for 16).
 ONE_LAUNCH_TOKENS = 16
-POINTERS = ["x", "weight", "logits", "delta", "norm", "total", "normed", "inverse"]
-INTEGERS = ["hidden", "fused"]
-
-
-class _RouterArguments(ctypes.Structure):
-    """`gate::RouterArgs` of csrc/router_gemm.cuh, field for field."""
-
-    _fields_ = [
-        ("gate", GateArguments),
-        *fields(POINTERS, INTEGERS, ["eps"]),
-    ]
+_RouterArguments = structure("router/csrc/router_gemm.cuh", "RouterArgs")
 
 
 def supports(x: Tensor, weight: Tensor) -> bool:
@@ -91,7 +81,7 @@ def all_resident(experts: int, sm_count: int) -> bool:
     return experts // 16 * 8 <= 1.5 * sm_count
 
 
-def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments | None, **others: Any) -> None:
+def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: Structure | None, **others: Any) -> None:
     """Launch the GEMM, with the gate if given; `others` are further fields of the arguments.
 
     Raises:
@@ -101,9 +91,9 @@ def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: GateArguments
     hopper(x.device.index, "the gate")
     arguments = _RouterArguments(
         gate=plain if gate is None else gate,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        logits=logits.data_ptr(),
+        x=x,
+        weight=weight,
+        logits=logits,
         hidden=x.shape[1],
         fused=gate is not None,
         **others,
@@ -179,7 +169,6 @@ def router_decode(
     tokens, experts = x.shape[0], weight.shape[0]
     if inverse is not None:
         expect("inverse", inverse, x.device, (tokens,), torch.float32)
-    factor = {} if inverse is None else {"inverse": inverse.data_ptr()}
     indices, weights = empty_routing(tokens, top_k, index_dtype, x.device)
     if tokens:
         gate = gate_arguments(
@@ -188,12 +177,12 @@ def router_decode(
         wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
         scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
         if scratch is not None:
-            launch_router(x, weight, scratch, gate, **factor)
+            launch_router(x, weight, scratch, gate, inverse=inverse)
         elif launches == 1:
             raise KernelError("router_decode in one launch needs a whole GPU")
         else:
             logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-            launch_router(x, weight, logits, None, **factor)
+            launch_router(x, weight, logits, None, inverse=inverse)
             gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
             launch_gate(gate, x.device)
     return indices, weights
