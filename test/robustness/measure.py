@@ -1,10 +1,10 @@
 """Every malformed checkpoint with every command, each in a process of its own, with its CPU time and memory.
 
     python test/robustness/measure.py [MATCH]
-    python test/robustness/measure.py --mechanisms [FIRST [COUNT]]
+    python test/robustness/measure.py --mechanisms [FIRST [COUNT [JOBS]]]
 
-The second form draws checkpoints by mechanism, from seed FIRST (0) on, COUNT (300) of them, times six commands. It
-compares time and memory with the same command on the sound checkpoint, and what it prints too.
+The second form draws checkpoints by mechanism, from seed FIRST (0) on, COUNT (300) of them, times six commands, in JOBS
+(1) processes at once. It compares time and memory with the same command on the sound checkpoint, and what it prints.
 
 A process is a fork of this one, which has imported everything: its time is what the command takes beyond the start of
 Python. Memory is its peak, imports included. Prints what is wrong, and the worst figures.
@@ -23,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,8 +113,20 @@ def all_runs(bases: dict[str, Path], work: Path, match: str) -> Iterator[Run]:
             yield one._replace(name=f"drawn {seed}, {base}, {done[0]}")
 
 
-def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> None:
+class Drawn(NamedTuple):
+    """What many seeds gave; the worst are pairs of a figure beyond the sound checkpoint's and what took it."""
+
+    faults: list[str]
+    accepted: list[str]
+    refused: int
+    slowest: list[tuple[float, str]]
+    largest: list[tuple[float, str]]
+
+
+def by_mechanism(bases: dict[str, Path], top: Path, seeds: range) -> Drawn:
     """Each seed's fault with six commands, beside the sound checkpoint."""
+    work = Path(tempfile.mkdtemp(dir=top))
+    shutil.copy(top / "typed", work)
     sound: dict[tuple[str, str], tuple[Ending, float, int]] = {}
     for base, directory in bases.items():
         for command in SIX:
@@ -120,11 +134,10 @@ def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> 
             sound[base, command] = in_child(command, checkpoint, work)
             assert sound[base, command][0].status == 0, sound[base, command][0]
             shutil.rmtree(checkpoint)
-    faults, accepted, worst, largest, refused = list[str](), list[str](), 0.0, 0.0, 0
-    for seed in range(first, first + count):
+    found = Drawn([], [], 0, [], [])
+    for seed in seeds:
         base = sorted(bases)[seed // len(MECHANISMS) % len(bases)]
         fault = drawn(seed, bases[base])
-        print(f"{seed}: {base}, {fault.mechanism}: {fault.name}", file=sys.stderr, flush=True)
         for command in SIX:
             checkpoint = private_copy(bases[base], work / "checkpoint")
             fault.damage(checkpoint)
@@ -132,8 +145,10 @@ def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> 
             ending, seconds, peak = in_child(command, checkpoint, work, meanwhile)
             subprocess.run(["rm", "-rf", checkpoint], check=True)
             good, usual, held = sound[base, command]
-            worst, largest = max(worst, seconds - usual), max(largest, peak - held)
-            refused += ending.status != 0
+            name = f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}"
+            found.slowest.append((seconds - usual, name))
+            found.largest.append((peak - held, name))
+            found = found._replace(refused=found.refused + (ending.status != 0))
             what = ending.unclean() if ending.status else None
             refused_by = None if command[0] in fault.either else fault.refused
             if ending.status == 0 and refused_by is not None:
@@ -144,16 +159,27 @@ def by_mechanism(bases: dict[str, Path], work: Path, first: int, count: int) -> 
             elif ending.status and refused_by is not None and command[0] not in refused_by:
                 what = f"refused: {ending.said[-300:]!r}"
             elif ending.status == 0 and refused_by is None and _shown(ending) != _shown(good):
-                accepted.append(f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}")
+                found.accepted.append(name)
             if seconds - usual > MORE_SECONDS or peak - held > MORE_MEMORY:
                 what = f"{seconds:.1f} s, {peak / 1e6:.0f} MB ({usual:.1f} s, {held / 1e6:.0f} MB sound); {what}"
             if what:
-                faults.append(f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}: {what}")
-                print(faults[-1], flush=True)
-    print("\n".join(["accepted, with another result:", *accepted]))
+                found.faults.append(f"{name}: {what}")
+                print(found.faults[-1], flush=True)
+    return found
+
+
+def all_mechanisms(bases: dict[str, Path], work: Path, first: int, count: int, jobs: int) -> None:
+    """Seeds dealt out to processes, and what they found."""
+    dealt = [range(first + job, first + count, jobs) for job in range(jobs)]
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        found = list(pool.map(by_mechanism, [bases] * jobs, [work] * jobs, dealt))
+    print("\n".join(["accepted, with another result:", *sorted(name for one in found for name in one.accepted)]))
+    for most in ([one.slowest for one in found], [one.largest for one in found]):
+        for figure, name in sorted((pair for pairs in most for pair in pairs), reverse=True)[:5]:
+            print(f"{figure / 1e6:.0f} MB more: {name}" if figure > 1e4 else f"{figure:.2f} s more: {name}")
     print(
-        f"{count} checkpoints, {count * len(SIX)} runs, {refused} refused, {len(faults)} faults; at most"
-        f" {worst:.2f} s and {largest / 1e6:.0f} MB more than on the sound checkpoint"
+        f"{count} checkpoints, {count * len(SIX)} runs, {sum(one.refused for one in found)} refused,"
+        f" {sum(len(one.faults) for one in found)} faults"
     )
 
 
@@ -171,7 +197,7 @@ def main() -> None:
     """Run and report."""
     torch.set_num_threads(1)
     mechanisms = "--mechanisms" in sys.argv
-    numbers = [int(word) for word in sys.argv[2:4]] if mechanisms else []
+    numbers = [int(word) for word in sys.argv[2:5]] if mechanisms else []
     match = sys.argv[1] if len(sys.argv) > 1 else ""
     work = Path(tempfile.mkdtemp(prefix="kimi-k2-malformed-"))
     try:
@@ -186,7 +212,7 @@ def main() -> None:
             sys.stdin.seek(0)
             assert run(command, bases["fp8"], work / command) == 0
         if mechanisms:
-            by_mechanism(bases, work, *(numbers + [0, 300][len(numbers) :]))
+            all_mechanisms(bases, work, *(numbers + [0, 300, 1][len(numbers) :]))
             return
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         start, found = time.time(), []
