@@ -92,7 +92,7 @@ def normalised(raw: Any, fields: Collection[str]) -> Normalised:
         flat[ours] = text[theirs]
         renamed[ours] = place + (ours if ours in text else theirs)
     _check_derived(text, flat, place)
-    renamed["rope_scaling"] = place + _normalise_rope(text, flat, place)
+    renamed["rope_scaling"] = place + normalise_rope(text, flat, place)
     flat["vision"] = normalised_vision(raw.get("vision_config"), raw, flat.get("hidden_size"))
     flat["quantization"], flat["kv_cache_fp8"] = _quantization(raw, text, place)
     return Normalised(flat, place, renamed)
@@ -127,7 +127,7 @@ def _check_derived(text: Mapping[str, Any], flat: Mapping[str, Any], place: str)
         )
 
 
-def _normalise_rope(text: Mapping[str, Any], flat: dict[str, Any], place: str) -> str:
+def normalise_rope(text: Mapping[str, Any], flat: dict[str, Any], place: str) -> str:
     """Set `rope_theta` and `rope_scaling`; returns the name of the object that holds them.
 
     transformers takes `rope_scaling` where both objects are there (`rope_scaling or rope_parameters`).

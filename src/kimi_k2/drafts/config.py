@@ -1,0 +1,225 @@
+"""DraftConfig: the `config.json` of an Eagle3 head, validated field by field.
+
+Two forms are published for Kimi-K2: `LlamaForCausalLMEagle3`, one Llama layer, and `Eagle3DeepseekV2ForCausalLM`, one
+layer of multi-head latent attention with a dense MLP. Fields and their meanings are those of vLLM's loaders
+(`llama_eagle3.py`, `deepseek_eagle3.py`). Layer i of `eagle_aux_hidden_state_layer_ids` is, as in vLLM, the residual
+stream before decoder layer i, which is the output of layer i - 1; the number of layers is the stream after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from kimi_k2.config import KimiK2Config, YarnScaling
+from kimi_k2.config_fields import ONLY, WITHOUT_EFFECT, check_limits, refuse_unknown
+from kimi_k2.config_file import normalise_rope
+from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
+from kimi_k2.limits import CONFIG_FIELDS
+
+Form = Literal["llama", "mla"]
+FORMS: dict[str, Form] = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3DeepseekV2ForCausalLM": "mla",
+    "Eagle3DeepseekV3ForCausalLM": "mla",
+}
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_READ = {"architectures", "model_type", "eagle_config", _LAYERS, "num_aux_hidden_states", "rope_parameters"}
+# Of the prompt, of training, and of the target's experts, which a head with a dense MLP leaves in its file.
+_EXPERTS = (
+    "first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts"
+    " norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor scoring_func topk_group"
+    " topk_method"
+)
+_PROMPT = "_torchspec_version bos_token_id eos_token_id pad_token_id initializer_range max_window_layers"
+_HARMLESS = WITHOUT_EFFECT | frozenset(f"{_EXPERTS} {_PROMPT}".split(" "))
+_ONLY: dict[str, tuple[Any, ...]] = {
+    **ONLY,
+    "attention_bias": (False, None),
+    "hidden_act": ("silu",),
+    "logit_scale": (1, 1.0, None),
+    "mla_use_nope": (False,),
+    "num_hidden_layers": (1,),
+    "parallel_drafting": (False, None),
+    "quantization_config": (None,),
+    "tie_word_embeddings": (False,),
+}
+_EAGLE_ONLY: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+}
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class DraftConfig(BaseModel):
+    """A head's hyperparameters, in Hugging Face's and vLLM's names.
+
+    Attributes:
+        form: which attention the head's layer has.
+        head_dim: of the Llama form.
+        draft_vocab_size: rows of its lm_head; `d2t` says which tokens of the target they are.
+        aux_layers: layers of the target whose hidden states it reads, see the module; None for vLLM's default.
+        norm_before_residual: the residual is the normed hidden state.
+        norm_before_fc: one norm over all hidden states side by side, before they become one.
+        fc_norm: a norm for each of them.
+        norm_output: what the next drafted token starts from is the normed output.
+
+    Raises:
+        ConfigError: (from `from_pretrained` and `fit`) naming the field that is missing, wrong or unknown.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    form: Form
+    vocab_size: PositiveInt
+    draft_vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    target_hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt = 2
+    q_lora_rank: PositiveInt = 1
+    kv_lora_rank: PositiveInt = 1
+    qk_nope_head_dim: PositiveInt = 1
+    qk_rope_head_dim: PositiveInt = 2
+    v_head_dim: PositiveInt = 1
+    max_position_embeddings: PositiveInt
+    rope_theta: PositiveFloat
+    rope_scaling: YarnScaling | None = None
+    rms_norm_eps: PositiveFloat
+    aux_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> DraftConfig:
+        """Read the `config.json` of a head's directory."""
+        path = Path(directory) / "config.json"
+        try:
+            return cls.from_dict(read_json(path, ConfigError), file=path)
+        except FileNotFoundError:
+            raise ConfigError("no such file; expected an Eagle3 head's config.json", file=path) from None
+
+    @classmethod
+    def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> DraftConfig:
+        """Validate a parsed config.json."""
+        try:
+            return _checked(cls.model_validate(_flat(raw)))
+        except ConfigError as error:
+            raise ConfigError(error.message, field=error.field, file=file) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
+            raise ConfigError(message, field=where or None, file=file) from None
+
+    def layers(self, target: KimiK2Config) -> tuple[int, ...]:
+        """`aux_layers`; where the file names none those that vLLM takes: 2, the middle, and three before the last."""
+        count = target.num_hidden_layers
+        return self.aux_layers or (2, count // 2, count - 3)
+
+    def fit(self, target: KimiK2Config, file: str | Path | None = None) -> None:
+        """Refuse a target that this head was not made for.
+
+        Raises:
+            ConfigError: hidden size or vocabulary differ, or the target has no such layers.
+        """
+        for field, own, theirs in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
+        ):
+            if own != theirs:
+                raise ConfigError(f"expected {theirs}, as the target has, got {own}", field=field, file=file)
+        last = target.num_hidden_layers
+        for layer in self.layers(target):
+            if not 0 <= layer <= last:
+                raise ConfigError(f"expected layers of the target, 0 to {last}, got {layer}", field=_LAYERS, file=file)
+
+    def attention_config(self, target: KimiK2Config) -> KimiK2Config:
+        """A configuration with the sizes of the head's layer, unquantized, as the target's modules take it."""
+        own = {"hidden_size", "intermediate_size", "max_position_embeddings", "rope_theta", "rope_scaling"}
+        own |= {"num_attention_heads", "num_key_value_heads", "rms_norm_eps"}
+        own |= set(_MLA) if self.form == "mla" else set()
+        values = {name: getattr(self, name) for name in own} | {"num_hidden_layers": 1, "quantization": None}
+        if self.form == "llama":
+            values["qk_rope_head_dim"] = self.head_dim
+        return target.model_copy(update=values)
+
+
+def _flat(raw: Any) -> dict[str, Any]:
+    """The fields of DraftConfig in a file; whatever else it says is known to do nothing, or refused."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected a JSON object at the top level, got {type(raw).__name__}")
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    form = FORMS.get(name) if isinstance(name, str) else None
+    if form is None:
+        raise ConfigError(f"expected one of {', '.join(FORMS)}, got {names!r:.100}", field="architectures")
+    fields = set(DraftConfig.model_fields) - {"form", "aux_layers"} - (set(_MLA) if form == "llama" else {"head_dim"})
+    derived = {"head_dim"} if form == "mla" else set()  # what transformers adds to DeepSeek's configurations
+    refuse_unknown(raw, fields | _READ | derived, only=_ONLY, harmless=_HARMLESS)
+    flat = {field: raw[field] for field in fields if field in raw}
+    eagle = raw.get("eagle_config") or {}
+    if not isinstance(eagle, Mapping):
+        raise ConfigError(f"expected an object, got {type(eagle).__name__}", field="eagle_config")
+    refuse_unknown(eagle, {_LAYERS, "norm_before_fc"}, "eagle_config", only=_EAGLE_ONLY, harmless=())
+    flat["norm_before_fc"] = eagle.get("norm_before_fc", raw.get("norm_before_fc", False))
+    flat["aux_layers"] = _layers(raw, eagle)
+    flat["form"] = form
+    flat.setdefault("target_hidden_size", raw.get("hidden_size"))
+    for field, default in (("draft_vocab_size", "vocab_size"), ("num_key_value_heads", "num_attention_heads")):
+        if flat.get(field) is None:
+            flat[field] = raw.get(default)
+    normalise_rope(raw, flat, "")
+    if isinstance(flat.get("rope_theta"), int):
+        flat["rope_theta"] = float(flat["rope_theta"])
+    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    if form == "llama" and flat.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int):
+        flat["head_dim"] = hidden // max(heads, 1)
+    for field in _MLA if form == "mla" else ():
+        if not isinstance(flat.get(field), int):
+            raise ConfigError(f"expected a number, got {flat.get(field)!r:.100}", field=field)
+    return flat
+
+
+def _checked(config: DraftConfig) -> DraftConfig:
+    check_limits(config, {name: CONFIG_FIELDS[name] for name in CONFIG_FIELDS.keys() & DraftConfig.model_fields})
+    for field in ("head_dim", "qk_rope_head_dim"):
+        if (width := getattr(config, field)) % 2:
+            raise ConfigError(f"expected an even number (RoPE turns pairs), got {width}", field=field)
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise ConfigError(f"expected a divisor of {heads} heads, got {groups}", field="num_key_value_heads")
+    return config
+
+
+def _layers(raw: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Of the file's top or of `eagle_config`, as vLLM looks for them."""
+    given, field = raw.get(_LAYERS), _LAYERS
+    if not given:
+        given, field = eagle.get(_LAYERS), f"eagle_config.{_LAYERS}"
+    count = raw.get("num_aux_hidden_states")
+    if not given:
+        if count not in (None, 3):
+            raise ConfigError(f"expected the {count} layers", field=field)
+        return None
+    if not isinstance(given, list) or any(not isinstance(one, int) or isinstance(one, bool) for one in given):
+        raise ConfigError(f"expected a list of layers, got {given!r:.100}", field=field)
+    if sorted(set(given)) != given:
+        raise ConfigError(f"expected layers in ascending order, got {given!r:.100}", field=field)
+    if count not in (None, len(given)):
+        raise ConfigError(
+            f"expected {len(given)}, as many as layers, got {count!r:.100}", field="num_aux_hidden_states"
+        )
+    return tuple(given)

@@ -1,0 +1,202 @@
+"""An Eagle3 head: from a target's hidden states at a token, and the token after it, to the one after that."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import DraftConfig
+from kimi_k2.drafts.llama_attention import LlamaAttention
+from kimi_k2.drafts.member import other_member
+from kimi_k2.drafts.names import D2T, T2D, check_tensors, module_name
+from kimi_k2.errors import KimiK2Warning, TensorShapeError
+from kimi_k2.model.attention import MultiHeadLatentAttention
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.embedding import Embedding
+from kimi_k2.model.linear import Linear
+from kimi_k2.model.moe import MLP
+from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.rope import RotaryEmbedding
+
+
+class HeadLayer(nn.Module):
+    """The head's decoder layer: it reads the token's embedding and a hidden state side by side."""
+
+    def __init__(self, config: DraftConfig, plain: KimiK2Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(size, eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.mlp = MLP(plain, "midlayer.mlp", config.intermediate_size, dtype=dtype, keep_quantized=False)
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn: LlamaAttention | MultiHeadLatentAttention
+        if config.form == "llama":
+            self.self_attn = LlamaAttention(config, plain, dtype)
+            return
+        self.self_attn = attention = MultiHeadLatentAttention(plain, 0, dtype=dtype)
+        for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+            rows = getattr(attention, name).rows
+            setattr(attention, name, Linear(plain, f"midlayer.self_attn.{name}", rows, 2 * size, dtype=dtype))
+        # vLLM gives them the head's epsilon, though not the target's.
+        attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = eps
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: LatentCache,
+        length: int,
+    ) -> Tensor:
+        """[B, S, H] and [B, S, H] to [B, S, H]; the rest as for MultiHeadLatentAttention."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        x: Tensor = residual + self.self_attn(both, positions, rotation, cache, length)
+        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + fed
+
+
+class Eagle3Head(nn.Module):
+    """A head beside its target, whose embedding and lm_head it uses where it has none of its own.
+
+    Args:
+        config: of the head.
+        target: the model that it drafts for.
+
+    Attributes:
+        aux_layers: layers of the target whose hidden states it reads, as `DraftConfig` numbers them.
+        tokens: int64 [draft_vocab_size], the target's token of each row of lm_head; None where they are the same.
+    """
+
+    def __init__(self, config: DraftConfig, target: KimiK2ForCausalLM, dtype: torch.dtype) -> None:
+        super().__init__()
+        config.fit(target.config)
+        plain, count = config.attention_config(target.config), len(config.layers(target.config))
+        self.config, self.aux_layers, self.dtype = config, config.layers(target.config), dtype
+        size, eps, read = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
+        self.fc = Linear(plain, "fc", size, count * read, dtype=dtype)
+        self.input_norm = RMSNorm(count * read, eps, dtype=dtype) if config.norm_before_fc else None
+        norms = (RMSNorm(read, eps, dtype=dtype) for _ in range(count))
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.midlayer = HeadLayer(config, plain, dtype)
+        self.norm = RMSNorm(size, eps, dtype=dtype)
+        self.embed_tokens: Embedding = target.model.embed_tokens
+        self.lm_head: Linear | None = None
+        self._target_lm_head = (target.lm_head,)  # in a tuple: no module of this one
+        self.rotary = RotaryEmbedding(plain, device="cpu")
+        self.tokens: Tensor | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, target: KimiK2ForCausalLM, *, target_directory: str | Path | None = None
+    ) -> Eagle3Head:
+        """Load a head for a target, on its device and in its dtype.
+
+        Args:
+            directory: of config.json and safetensors.
+            target: the loaded model.
+            target_directory: where it was loaded from: its name tells a head of another member of the family.
+
+        Raises:
+            ConfigError: config.json is missing or wrong, or does not fit the target.
+            CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
+        """
+        directory = Path(directory)
+        config = DraftConfig.from_pretrained(directory)
+        config.fit(target.config, directory / "config.json")
+        if target_directory is not None and (said := other_member(directory, Path(target_directory))):
+            warnings.warn(f"{directory}: {said}; few of its drafts may be accepted", KimiK2Warning, stacklevel=2)
+        device = target.lm_head.weight.device
+        with CheckpointReader(directory) as reader:
+            held = {module_name(name): name for name in reader.names()}
+            check_tensors(reader, held, config, target.config)
+            with torch.device("meta"):
+                head = cls(config, target, target.dtype)
+                plain = config.attention_config(target.config)
+                if "embed_tokens.weight" in held:
+                    shape = config.vocab_size, config.hidden_size
+                    head.embed_tokens = Embedding(torch.empty(shape, dtype=target.dtype))
+                if "lm_head.weight" in held:
+                    rows = config.draft_vocab_size, config.hidden_size
+                    head.lm_head = Linear(plain, "lm_head", *rows, dtype=target.dtype)
+            own = {name: held[name] for name in head.state_dict() if name in held}
+            loaded = {name: reader.get(stored).to(device, target.dtype) for name, stored in own.items()}
+            for name, tensor in loaded.items():
+                module, _, leaf = name.rpartition(".")
+                setattr(head.get_submodule(module), leaf, nn.Parameter(tensor.clone(), requires_grad=False))
+            if D2T in held:
+                head.tokens = _target_tokens(reader, held, config, directory).to(device)
+        return head.eval()
+
+    @property
+    def cache_dim(self) -> int:
+        """Values that the draft's cache holds of a token."""
+        attention = self.midlayer.self_attn
+        return attention.cache_dim if isinstance(attention, LlamaAttention) else attention.config.cache_dim
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """The target's hidden states side by side, [..., layers * H], to one [..., H]."""
+        aux = aux.to(self.dtype)
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            parts = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(aux)
+        return fused
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: LatentCache, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over new places.
+
+        Args:
+            tokens: int64 [B, S], of each place the token after it.
+            hidden: [B, S, H], of `fuse`, or what an earlier pass returned.
+            positions: int64 [B, S], of the hidden states; negative for padding.
+            cache: the draft's own.
+            length: slots to attend over.
+
+        Returns:
+            [B, S, H], of which `logits` makes those of the token after `tokens`, and [B, S, H], the hidden state from
+            which another pass drafts on.
+        """
+        embeds = self.embed_tokens(tokens).to(self.dtype)
+        rotation = self.rotary(positions.clamp(min=0), self.dtype)
+        x = self.midlayer(embeds, hidden, positions, rotation, cache, length)
+        normed = self.norm(x)
+        return normed, normed if self.config.norm_output else x
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., H] to [..., draft_vocab_size]."""
+        made: Tensor = (self.lm_head or self._target_lm_head[0])(normed)
+        return made
+
+    def to_target(self, drafted: Tensor) -> Tensor:
+        """Rows of lm_head to the target's tokens."""
+        return drafted if self.tokens is None else self.tokens[drafted]
+
+
+def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:
+    """Of `d2t`, which holds each row's distance to its token, held against the tokens that `t2d` marks."""
+    tokens = reader.get(held[D2T]) + torch.arange(config.draft_vocab_size)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size or len(tokens.unique()) < len(tokens):
+        raise TensorShapeError(
+            f"expected distances that lead to {config.draft_vocab_size} of {config.vocab_size} tokens",
+            file=directory,
+            tensor=held[D2T],
+        )
+    if T2D in held:
+        marked = reader.get(held[T2D]).nonzero().flatten()
+        if not torch.equal(marked, tokens.sort().values):
+            raise TensorShapeError("marks other tokens than d2t leads to", file=directory, tensor=held[T2D])
+    return tokens
