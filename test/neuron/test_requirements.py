@@ -39,13 +39,22 @@ def test_a_release_pins_all_that_must_go_together(release: sdk.Release) -> None:
 
 def installed(monkeypatch: pytest.MonkeyPatch, release: str, **other: str | None) -> None:
     """A machine with a release's packages, but for `other`; None is not installed."""
-    made = next(one for one in sdk.releases() if one.name == release)
+    made = next(one for line in ("neuron", "vllm-neuron") for one in sdk.releases(line) if one.name == release)
     python = {pin.name: str(pin.specifier)[2:].replace("*", "6") for pin in made.python} | {
         name.replace("_", "-"): version for name, version in other.items()
     }
     monkeypatch.setattr(sdk, "_python_version", python.get)
     monkeypatch.setattr(sdk, "_system_version", {**made.system, **python}.get)
     monkeypatch.setattr("shutil.which", lambda name: name)
+
+
+def test_releases_without_nxdi_pin_what_vllm_neuron_needs() -> None:
+    for release in sdk.releases("vllm-neuron"):
+        pins = {one.name: one.specifier for one in release.python}
+        version = next(iter(pins["vllm-neuron"])).version
+        assert pins["vllm"].contains(version.rpartition(".0.1")[0], prereleases=True)  # 0.29.0 of 0.29.0.1.2.0
+        assert {"neuronx-cc", "nki"} < set(pins)
+        assert not any("distributed" in name for name in pins)
 
 
 @pytest.mark.parametrize("release", ["2.29", "2.31"])
@@ -77,6 +86,16 @@ def test_compile_refuses_packages_of_two_releases(
     installed(monkeypatch, "2.29", **other)
     with pytest.raises(CompileError, match=f"Neuron SDK 2.29.*{says}"):
         check_sdk()
+
+
+def test_the_line_without_nxdi_is_checked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "2.33")
+    assert check_sdk("vllm-neuron").name == "2.33"
+    with pytest.raises(CompileError, match=r"2\.29 or 2\.28 or 2\.31"):
+        check_sdk()
+    installed(monkeypatch, "2.33", nki="0.6.0")
+    with pytest.raises(CompileError, match=r"vllm-neuron-2\.33\.txt\): nki is 0\.6\.0, expected ==0\.7\.0"):
+        check_sdk("vllm-neuron")
 
 
 def test_python_is_asked_for_alike() -> None:

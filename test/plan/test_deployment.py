@@ -135,6 +135,30 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, says: str) -
         read(GPU.replace(old, new), tmp_path)
 
 
+NATIVE = "torch_native:\n  num_batched_tokens_buckets: [2048]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (NATIVE, NATIVE.replace("2048", "1024"), "num_batched_tokens_buckets.*ascending up to 2048"),
+        ("[1, 8]", "[8, 1]", "num_seqs_buckets.*ascending up to 8"),
+        ("kv_segment_size_buckets: [2048]", "kv_segment_size_buckets: [1024]", "kv_segment_size_buckets.*num_batched"),
+        ("kv_segment_size_buckets: [2048]", "kv_segment_size_buckets: [768]", "kv_segment_size_buckets.*512, 1024"),
+        ("[1024]", "[4096]", r"decode_context_length_buckets.*multiples of 128 below seq_len \(4096\)"),
+        ("torch_native:", "environment: {A: b}\ntorch_native:", "environment.*none beside torch_native"),
+        ("  num_seqs", "  on_device_sampling_config: {temperature: 0.5}\n  num_seqs", "on_device_sampling_config"),
+    ],
+)
+def test_what_the_line_without_nxdi_would_not_take_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    text = (CONFIGS / "trn2-native-tp4-ep16.yaml").read_text()
+    assert old in text
+    with pytest.raises(ConfigError, match=f"mine.yaml.*{says}"):
+        read(text.replace(old, new), tmp_path)
+    with pytest.raises(ConfigError, match="NxDI does not run preset trn2-native"):
+        Deployment.load("trn2-native-tp4-ep16").neuron_arguments()
+
+
 TENSORIZER = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor="
 BOTH = ["--auto-cast=none", "--enable-saturate-infinity", "--enable-mixed-precision-accumulation", "--lnc=2"]
 
@@ -239,7 +263,7 @@ def test_continuous_batching_holds_128_slots_more_a_line(name: str, lines: int) 
     )
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("trn2")])
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("trn2-tp")])
 def test_prefill_calls_no_nki_kernel(name: str) -> None:
     """Without one of two options, which the model refuses, NxD 2.29 calls a kernel that raises NotImplementedError."""
     neuron = Deployment.load(name).neuron_config
@@ -290,7 +314,7 @@ def test_bounds_of_the_integration_tests_are_three_rooflines() -> None:
     bounds = yaml.safe_load((folder / "expected.yaml").read_text())["bounds"]
     config, found = KimiK2Config.from_preset("kimi-k2-instruct-0905"), {}
     for preset in map(Deployment.load, preset_names()):
-        if preset.hardware.target == "neuron":
+        if preset.hardware.target == "neuron" and not preset.torch_native:
             target = make_target(preset.model_copy(update={"vision": None}), config)
             plan = make_plan(config, target.layout)
             decode, prefill = (count(config, target, plan) for count in (decode_counts, prefill_counts))

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import DoesNotFitError
+from kimi_k2.errors import ConfigError, DoesNotFitError
+from kimi_k2.plan.deployment import CONFIGS
 from kimi_k2.serving import command
 from kimi_k2.sharding.dry_run import dry_run
 from kimi_k2.sharding.layout import Layout
@@ -48,6 +49,41 @@ def test_neuron_takes_the_presets_sizes(checkpoints: dict[str, Path], tmp_path: 
     options = json.loads(value(made.words, "--additional-config"))
     assert options == {"override_neuron_config": {"preset": "trn2-tp64-ep1-b8"}}
     assert made.environment == {"NEURON_COMPILED_ARTIFACTS": str(tmp_path)}
+
+
+def test_the_line_without_nxdi_gets_its_own_options(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    made = command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp4-ep16", compiled=tmp_path)
+    assert value(made.words, "--tensor-parallel-size") == "64"
+    assert value(made.words, "--max-num-batched-tokens") == "2048"
+    assert "--enable-expert-parallel" in made.words
+    assert "--no-enable-prefix-caching" not in made.words  # it reads segments
+    options = json.loads(value(made.words, "--additional-config"))["neuron_config"]
+    assert options == {
+        "ep_degree": 16, "quantization": "per_channel", "num_batched_tokens_buckets": [2048],
+        "kv_segment_size_buckets": [2048], "num_seqs_buckets": [1, 8], "decode_context_length_buckets": [1024],
+    }  # fmt: skip
+    assert made.environment["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
+    whole = command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp32-ep2")
+    assert "--no-enable-prefix-caching" in whole.words
+    assert whole.environment == {}
+
+
+def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """At the presets' 64 ranks a tiny model does not divide; its own preset has two."""
+    text = (CONFIGS / "trn2-native-tp32-ep2.yaml").read_text()
+    text = text.replace("tp_degree: 64 ", "tp_degree: 2 ").replace("tp_degree: 64\n", "tp_degree: 2\n")
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(text.replace("moe_tp_degree: 32", "moe_tp_degree: 1"))
+    line = ["compile", str(checkpoints["fp8"]), "--preset", str(preset), "--out", str(tmp_path), "--dry-run"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words[:3] == [
+        f"NEURON_LIBTORCH_REMOTE_CACHE={tmp_path}", "VLLM_NEURON_CPU_COMPILE=1", "NEURON_PLATFORM_TARGET_OVERRIDE=trn2",
+    ]  # fmt: skip
+    refused = CliRunner().invoke(app, [*line, "--hlo-only"])
+    assert isinstance(refused.exception, ConfigError)
+    assert refused.exception.field == "hlo-only"
 
 
 @pytest.mark.parametrize("model", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])

@@ -13,6 +13,7 @@ from faults import edited
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron.torch_native import attention, experts, loading, model
+from kimi_k2.plan import torch_native as cut
 
 A, E, M, P = attention.Attention, experts.Experts, model.KimiK2ForVllmNeuron, attention.Pages
 ONE: dict[str, Any] = {"segment": 8, "held": "blockwise"}
@@ -44,6 +45,9 @@ FAULTS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
     "local numbers are global ones": (E, "__call__", "topk_indices - self.first", "topk_indices", RANKS),
     "scales of a block are the first block's": (
         experts, "scaled_matmul", "(sums * spread)", "(sums * spread[:1])", ONE),
+    "a block begins where the last one ends": (E, "_blocks", "// block * block", "", ONE),
+    "a choice gets the next one's output": (
+        E, "_blocks", "scatter(0, order, place)", "scatter(0, order, place.roll(1))", RANKS),
     "the shared expert is left out": (
         model.Layer, "_feed_forward", "out + mlp(x, shared)", "out", ONE),
     "bias in the weights": (experts, "route", "norm_topk_prob=config.norm_topk_prob", "norm_topk_prob=False", ONE),
@@ -66,6 +70,7 @@ def test_each_is_seen(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, module, made)
     owner, method, old, new, options = FAULTS[name]
     wanted = line.plain_tokens(checkpoints["fp8"])
+    monkeypatch.setattr(cut, "BLOCK", 2)  # so that short prompts pass their experts in blocks
     target, attribute, made = edited(owner, method, old, new)
     monkeypatch.setattr(target, attribute, made)
     if owner is experts and hasattr(model, method):

@@ -59,9 +59,12 @@ def test_kernels_give_the_plain_models_tokens(tiled: Path, monkeypatch: pytest.M
 
     install()
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    hop: Any = ModuleType("vllm_neuron.nki.nki_hop")
-    hop.can_run_kernel, hop.wrap_nki = lambda tensor: runs, wrap_nki
-    modules = {**line.stand_ins(), "vllm_neuron.nki": ModuleType("vllm_neuron.nki"), "vllm_neuron.nki.nki_hop": hop}
+    modules = line.stand_ins()
+    for name in ("vllm_neuron.utils.neuron_utils", "libtorch_neuronx_lite.nki.nki_hop"):  # as 0.24 has them
+        for end in range(1, name.count(".") + 2):
+            modules.setdefault(path := ".".join(name.split(".")[:end]), ModuleType(path))
+    vars(modules["vllm_neuron.utils.neuron_utils"])["can_run_kernel"] = lambda tensor: runs
+    vars(modules["libtorch_neuronx_lite.nki.nki_hop"])["wrap_nki"] = wrap_nki
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     drawn = [[token % 200 for token in prompt] for prompt in line.prompts(tiled)[:2]]

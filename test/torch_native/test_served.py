@@ -20,6 +20,7 @@ from kimi_k2.neuron.torch_native.loading import rank_tensors
 from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
 from kimi_k2.neuron.torch_native.settings import Ranks, planned_tensors
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.plan import torch_native as cut
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
@@ -32,6 +33,14 @@ def _line(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.fixture
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a few tokens pass their experts in blocks, several a time, as those of thousands do."""
+    monkeypatch.setattr(cut, "BLOCK", 2)
+    monkeypatch.setattr(cut, "COLUMNS", 128)
+
+
+@pytest.mark.usefixtures("_short_blocks")
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -66,26 +66,25 @@ def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
     return plan
 
 
-def check_sdk() -> sdk.Release:
-    """The SDK release that is installed here.
+def check_sdk(line: sdk.Line = "neuron") -> sdk.Release:
+    """The SDK release that is installed here, with NxDI or with vllm-neuron's torch-native line.
 
     Raises:
         CompileError: there is no compiler, a package of the release is missing or of another release, or a system
             package is older.
     """
     if shutil.which("neuronx-cc") is None:
-        raise CompileError("no Neuron compiler (neuronx-cc) on PATH; --hlo-only lowers the graphs without it")
-    known = " or ".join(release.name for release in sdk.releases())
-    release = sdk.release_here()
+        hint = "; --hlo-only lowers the graphs without it" if line == "neuron" else ""
+        raise CompileError(f"no Neuron compiler (neuronx-cc) on PATH{hint}")
+    known = " or ".join(release.name for release in sdk.releases(line))
+    release = sdk.release_here(line)
     if release is None:
         raise CompileError(f"expected the packages of Neuron SDK {known} (constraints/), none is installed")
     # A driver may be a container's host's, where it cannot be seen.
     wrong = [one for one in sdk.states(release) if not one.fits and not (one.system and one.found is None)]
     if wrong:
         what = "; ".join(f"{one.package} is {one.found or 'not installed'}, expected {one.expected}" for one in wrong)
-        raise CompileError(
-            f"not the packages of Neuron SDK {release.name} (constraints/neuron-{release.name}.txt): {what}"
-        )
+        raise CompileError(f"not the packages of Neuron SDK {release.name} (constraints/{release.file}): {what}")
     return release
 
 

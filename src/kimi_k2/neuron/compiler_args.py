@@ -62,8 +62,7 @@ def runtime_environment(logical_nc_config: int, ranks: int) -> dict[str, str]:
 def compile_digest(deployment: Deployment) -> str:
     """Changes when anything that compilation depends on does."""
     arguments = {stage: compiler_args(deployment, stage) for stage in STAGES}
-    # Text deployments keep the digest that they had before there were others.
-    content = [
-        deployment.model_dump(exclude=None if deployment.vision else {"vision"}), arguments, environment(deployment)
-    ]  # fmt: skip
+    # Deployments keep the digest that they had before there were these fields.
+    absent = {field for field in ("vision", "torch_native") if getattr(deployment, field) is None}
+    content = [deployment.model_dump(exclude=absent), arguments, environment(deployment)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,8 @@
-"""SDK releases whose packages work together, as constraints/neuron-*.txt pin them, and how this machine differs."""
+"""SDK releases whose packages work together, as constraints/ pins them, and how this machine differs.
+
+Files are named by what runs the model: neuron-*.txt are NxDI's, vllm-neuron-*.txt those of vllm-neuron's torch-native
+line, which has no NxDI.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,29 @@ import subprocess
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 CONSTRAINTS = Path(str(files("kimi_k2"))) / "neuron" / "constraints"  # a link to the repository's constraints/
 NXDI = "neuronx-distributed-inference"
+VLLM_NEURON = "vllm-neuron"
 TESTED = "2.29"  # whose NxD and NxDI source test/nxd runs on
+Line = Literal["neuron", "vllm-neuron"]
 _SYSTEM = re.compile(r"^# apt: (\S+)==(\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release: Python packages with what is asked of them, and Debian or RPM packages with their versions."""
+    """One release: Python packages with what is asked of them, and Debian or RPM packages with their versions.
+
+    Attributes:
+        file: constraints/ has it under this name.
+    """
 
     name: str
+    file: str
     python: tuple[Requirement, ...]
     system: dict[str, str]
 
@@ -44,24 +56,24 @@ class State:
     system: bool = False
 
 
-def releases() -> list[Release]:
+def releases(line: Line = "neuron") -> list[Release]:
     """Those with a constraint file, the tested one first."""
     found = []
-    for path in sorted(CONSTRAINTS.glob("neuron-*.txt")):
+    for path in sorted(CONSTRAINTS.glob(f"{line}-*.txt")):
         text = path.read_text(encoding="utf-8")
         pins = (Requirement(line) for line in text.splitlines() if line and not line.startswith("#"))
-        found.append(Release(path.stem.removeprefix("neuron-"), tuple(pins), dict(_SYSTEM.findall(text))))
+        found.append(Release(path.stem.removeprefix(f"{line}-"), path.name, tuple(pins), dict(_SYSTEM.findall(text))))
     return sorted(found, key=lambda one: one.name != TESTED)
 
 
-def release_here() -> Release | None:
-    """The release that most of the installed Python packages are of, NxDI's first; None where none is."""
+def release_here(line: Line = "neuron") -> Release | None:
+    """The release that most of the installed Python packages are of, NxDI's or vllm-neuron's first; None if none."""
 
     def matching(release: Release) -> tuple[bool, int]:
         fitting = [one.package for one in states(release) if not one.system and one.fits]
-        return NXDI in fitting, len(fitting)
+        return (NXDI if line == "neuron" else VLLM_NEURON) in fitting, len(fitting)
 
-    best = max(releases(), key=matching)
+    best = max(releases(line), key=matching)
     return best if matching(best)[1] else None
 
 

@@ -102,7 +102,7 @@ def _plan_or_none(config: KimiK2Config, target: Target) -> MemoryPlan | None:
 
 def _flash_decoding(target: Target) -> Iterator[tuple[str, Target]]:
     cores = 2 * target.cache_ranks
-    while target.is_neuron and target.layout.ranks % cores == 0:
+    while target.is_neuron and target.torch_native is None and target.layout.ranks % cores == 0:
         split = replace(target, cache_ranks=cores, reserved_slots=RESERVED_SLOTS)
         yield f"the cache split over {cores} ranks (flash decoding)", split
         cores *= 2

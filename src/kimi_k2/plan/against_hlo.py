@@ -14,7 +14,6 @@ from kimi_k2.plan.deployment import CONTEXT_ENCODING, VISION_ENCODER
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.vision import tower_rank_bytes, tower_rank_flops
-from kimi_k2.sharding.plan import make_plan
 
 MANIFEST = "compile.json"  # beside manifest.json, which is the converted weights'
 
@@ -48,7 +47,7 @@ def against_hlo(config: KimiK2Config, target: Target, directory: Path) -> list[G
         raise ConfigError(f"not a manifest: {error}", file=path) from None
     if made_for != target.name:
         raise ConfigError(f"expected graphs of {target.name}, got {made_for}", field="made_from.preset", file=path)
-    sharding = make_plan(config, target.layout)
+    sharding = target.sharding(config)
     rows = []
     for graph in artifacts:
         if "weight_bytes_read" not in graph:

@@ -15,6 +15,7 @@ from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read
 from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
 from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once
 from kimi_k2.plan.target import Target
+from kimi_k2.plan.torch_native import BLOCK, blocks_of
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -37,7 +38,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     on_kernel = target.layout.kernels and share < 1
     if on_kernel:
         share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
-    plan = _of_stage(plan, decode=True)
+    plan = _of_stage(plan, target, decode=True)
     counts = _weights(config, target, plan, tokens, share)
     if on_kernel:
         for tensor in plan.tensors:  # the kernel reads a scale once for each partition that it multiplies
@@ -49,6 +50,8 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
         counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
+    if target.torch_native:  # pages laid one after another, and read again
+        counts.moved = {"gather": 2 * counts.read["cache"]}
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
@@ -64,20 +67,29 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     tokens = sequences * target.prompt
     blocks = expert_blocks(config, target, tokens)
     share = blocks / _local(config, target) if blocks else _expert_share(config, target, tokens)
-    plan = _of_stage(plan, decode=False)
+    plan = _of_stage(plan, target, decode=False)
     counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
-    # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
-    rewritten = target.is_neuron and (target.prompt < target.context or target.reserved_slots > 0)
-    counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
+    keys = target.prompt
+    if target.torch_native:
+        # A segment's graph reads every page that a sequence may have; a whole prompt none.
+        keys = target.context if target.torch_native.kv_segment_size_buckets else keys
+        counts.read["cache"] = cache_bytes(config, replace(target, batch=1)) if keys > target.prompt else 0
+    else:
+        # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
+        rewritten = target.is_neuron and (target.prompt < target.context or target.reserved_slots > 0)
+        counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
     if target.tower_buckets:  # a row for every token, an image's or none
         counts.read["rows of images"] = tokens * config.hidden_size * BF16
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
     counts.flops += _expert_flops(config, target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
-    counts.flops += _attention_flops(config, target, tokens, target.prompt)
+    counts.flops += _attention_flops(config, target, tokens, keys, expanded=target.torch_native is not None)
     counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
-    if blocks:
+    if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
+        rows = blocks * BLOCK + tokens * config.num_experts_per_tok
+        counts.moved = {"gather": _moe_layers(config) * rows * config.hidden_size * BF16}
+    elif blocks:
         local = _local(config, target)
         counts.flops += _moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
         slots = blocks * (target.block_size or 0)
@@ -114,13 +126,13 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
     return min(tokens * config.num_experts_per_tok / local, 1.0)
 
 
-def _of_stage(plan: ShardingPlan, *, decode: bool) -> ShardingPlan:
+def _of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
     """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:
-        unused = ("router.linear_router.",) if layout.kernels else ()
-        if layout.kernels:  # the first layer's down projections follow no layer
+        unused = ("router.linear_router.",) if target.folded else ()
+        if target.folded:  # the first layer's down projections follow no layer
             unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
 
     def read(tensor: PlannedTensor) -> bool:
@@ -167,11 +179,13 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
 
 
 def expert_blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
-    """Blocks of NxD's blockwise prefill: full ones, and one that may be part empty for every local expert.
+    """Blocks of a blockwise prefill: full ones, and one that may be part empty for every local expert.
 
     0 where another path computes the experts: on a GPU, and for prompts too short to fill a block.
     """
     pairs = tokens * config.num_experts_per_tok
+    if target.torch_native:
+        return blocks_of(pairs, tokens, _local(config, target))
     if not target.is_neuron or not target.block_size or pairs < target.block_size:
         return 0
     if _expert_share(config, target, tokens) < 1:
@@ -192,7 +206,7 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     flops = _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
-    if decode and target.layout.kernels:
+    if decode and target.folded:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
@@ -204,11 +218,15 @@ def _running_sum_flops(rows: int, columns: int) -> int:
     return 2 * columns * (whole * SUMMED_AT_ONCE**2 + rest**2)
 
 
-def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int) -> int:
-    """Scores over cache_dim values and sums over kv_lora_rank, in the absorbed form."""
+def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int, *, expanded: bool = False) -> int:
+    """Scores over cache_dim values and sums over kv_lora_rank, absorbed; or expanded, earlier ones made too."""
     heads = config.num_attention_heads // target.layout.ranks
     each = 2 * (config.cache_dim + config.kv_lora_rank)
-    return config.num_hidden_layers * heads * tokens * keys * each
+    if not expanded:
+        return config.num_hidden_layers * heads * tokens * keys * each
+    values = config.qk_nope_head_dim + config.v_head_dim
+    used = tokens * keys * (values + config.qk_rope_head_dim)
+    return config.num_hidden_layers * heads * 2 * (used + (keys - tokens) * config.kv_lora_rank * values)
 
 
 def _collectives(
@@ -224,8 +242,10 @@ def _collectives(
     if ranks == 1:
         return {}
     hidden = tokens * config.hidden_size * BF16
-    early = _moe_layers(config) if decode and target.layout.kernels else 0
-    riding = layers - 1 if decode and target.layout.kernels else 0
+    if target.torch_native:
+        return _of_torch_native(config, target, tokens, sampled, divided=not decode and tokens % ranks == 0)
+    early = _moe_layers(config) if decode and target.folded else 0
+    riding = layers - 1 if decode and target.folded else 0
     inside = _moe_layers(config) if decode and target.decode_layers else 0
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
     if inside:  # the dense layers' are as ever; the last layer's has nothing riding
@@ -248,6 +268,28 @@ def _collectives(
     if target.arrangement.down_projections_split:
         found[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
     return found
+
+
+def _of_torch_native(
+    config: KimiK2Config, target: Target, tokens: int, sampled: int, *, divided: bool
+) -> dict[Collective, int]:
+    """Embedding, down projections and logits are gathered, two sums a layer; a prompt's tokens are divided between.
+
+    Sampled on the device only a value and a number a rank are gathered (as in NxDI; the line's sampler was not read).
+    """
+    ranks, layers, hidden = target.layout.ranks, config.num_hidden_layers, tokens * config.hidden_size * BF16
+    on_device = target.torch_native is not None and target.torch_native.on_device_sampling_config
+    logits = (
+        [sampled * ranks * size for size in SAMPLED_BYTES] if on_device else [sampled * config.vocab_size * FLOAT32]
+    )
+    gathers = [hidden, *logits, *[tokens * config.qkv_a_dim * BF16] * layers]
+    found: Counter[Collective] = Counter()
+    if divided:
+        gathers += [hidden] * (2 * layers + 1)
+        found[Collective("reduce-scatter", ranks, hidden // ranks)] = 2 * layers
+    else:
+        found[Collective("all-reduce", ranks, hidden)] = 2 * layers
+    return dict(found + Counter(Collective("all-gather", ranks, size) for size in gathers))
 
 
 def _summed(config: KimiK2Config, tokens: int, columns: int, cores: int = 0) -> int:

@@ -1,7 +1,7 @@
 """Deployments: one YAML file of configs/ for each way to run the model, on Trainium and on GPUs, in one schema.
 
-Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `environment`,
-`compiler_args` and `vision`.
+Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `torch_native`,
+`environment`, `compiler_args` and `vision`; one on vllm-neuron's torch-native line all of these but `torch_native`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
 from kimi_k2.plan.instance import INSTANCES, Instance
+from kimi_k2.plan.torch_native import TorchNativeOptions
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Decode, Layout
 
@@ -122,6 +123,7 @@ class Deployment(_Part):
         environment: variables of the process, added to those that every Trainium process needs.
         compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compiler_args`.
         vision: the tower's graphs, compiled with the text model's (Trainium only); None for text alone.
+        torch_native: options of vllm-neuron's torch-native line, which then runs the model; None for NxDI.
     """
 
     name: str
@@ -138,6 +140,7 @@ class Deployment(_Part):
     environment: dict[str, str] = {}
     compiler_args: dict[Literal["context_encoding_model", "token_generation_model"], tuple[str, ...]] = {}
     vision: VisionOptions | None = None
+    torch_native: TorchNativeOptions | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -148,9 +151,12 @@ class Deployment(_Part):
             raise ConfigError(f"expected at most {most} on {self.instance}, got {self.tp_degree}", field="tp_degree")
         if self.max_context_length > self.seq_len:
             raise ConfigError(f"expected at most seq_len ({self.seq_len})", field="max_context_length")
-        for field in ("neuron_config", "environment", "compiler_args", "vision"):
+        nxdis = ("neuron_config", "environment", "compiler_args", "vision")
+        for field in (*nxdis, "torch_native"):
             if target != "neuron" and field in self.model_fields_set:
                 raise ConfigError(f"expected none on {self.instance}", field=field)
+            if self.torch_native and field in nxdis and field in self.model_fields_set:
+                raise ConfigError("expected none beside torch_native, which has no NxDI", field=field)
         if self.tp_degree % self.cache_ranks:
             raise ConfigError(
                 f"expected a divisor of tp_degree ({self.tp_degree}), got {self.cache_ranks}",
@@ -161,9 +167,15 @@ class Deployment(_Part):
             raise ConfigError(
                 f"expected at most {self.tp_degree}, got {self.vision.tp_degree}", field="vision.tp_degree"
             )
+        if self.torch_native:
+            self.torch_native.check(self.batch_size, self.seq_len, self.max_context_length)
         # Refuses a format of the other target, or of another form of decode.
-        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self.neuron_config.decode)
+        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self._decode)
         return self
+
+    @property
+    def _decode(self) -> Decode | None:
+        return None if self.torch_native else self.neuron_config.decode
 
     def _check_buckets(self) -> None:
         """NxDI takes the first bucket that holds a prompt or a cache, so the last one must hold the longest."""
@@ -221,6 +233,9 @@ class Deployment(_Part):
             ConfigError: the kernel of whole layers, and a checkpoint whose shared expert does not become tiles.
         """
         blockwise = self.neuron_config.blockwise_matmul_config
+        if self.torch_native:
+            # Its ranks' numbers are the line's.
+            return Layout(self.moe_tp_degree, self.moe_ep_degree, "neuron", self.experts, spmd_rank=False)
         neuron = self.hardware.target == "neuron"
         layout = Layout(
             self.moe_tp_degree,
@@ -237,7 +252,13 @@ class Deployment(_Part):
         return layout
 
     def neuron_arguments(self) -> dict[str, Any]:
-        """Arguments of MoENeuronConfig, as JSON types; without those that the experts' format adds."""
+        """Arguments of MoENeuronConfig, as JSON types; without those that the experts' format adds.
+
+        Raises:
+            ConfigError: the deployment is of vllm-neuron's torch-native line.
+        """
+        if self.torch_native:
+            raise ConfigError(f"expected none: NxDI does not run preset {self.name}", field="torch_native")
         shared = ("tp_degree", "moe_tp_degree", "moe_ep_degree", "torch_dtype", "batch_size", "seq_len")
         fields = {**self.model_dump(include={*shared, "max_context_length"}), **self.neuron_config.model_dump()}
         return {name: value for name, value in json.loads(json.dumps(fields)).items() if value is not None}

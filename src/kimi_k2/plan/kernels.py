@@ -56,7 +56,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same or not layout.kernels:
+    if counted is None or not same or not target.folded:
         return None
     forms: tuple[str, ...] = ("folded_kernels", "folded")
     notes = (_NOT_OF_THE_CLASS,)

@@ -9,7 +9,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.scratch import BF16, Scratch, make_scratch
 from kimi_k2.plan.target import GIB, Memory, Target
 from kimi_k2.plan.vision import tower_rank_bytes
-from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
@@ -146,12 +145,12 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     Args:
         config: of the model.
         target: layout, batch, cache and dtypes.
-        plan: of `make_plan(config, target.layout)`, if it is at hand.
+        plan: of `target.sharding(config)`, if it is at hand.
 
     Raises:
         ConfigError: a size does not divide among the ranks.
     """
-    plan = plan or make_plan(config, target.layout)
+    plan = plan or target.sharding(config)
     parts = weight_parts(plan)
     parts |= arrangement_terms(config, target, parts)
     parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)

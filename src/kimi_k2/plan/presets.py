@@ -17,7 +17,7 @@ from kimi_k2.plan.instance import GIB
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import make_target
-from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.planned import ShardingPlan
 
 LEADING = "trn2-tp32-ep2"
 WIDTH = 165  # columns of the table
@@ -55,15 +55,17 @@ def preset_rows(config: KimiK2Config) -> list[PresetRow]:
         family = one.hardware.target != "neuron", not one.name.startswith(LEADING), one.tp_degree
         return (*family, one.name != LEADING, one.batch_size, one.seq_len, one.name)
 
-    return [_row(config, one) for one in sorted(map(Deployment.load, preset_names()), key=place)]
+    plans: dict[object, ShardingPlan] = {}  # many share a layout
+    return [_row(config, one, plans) for one in sorted(map(Deployment.load, preset_names()), key=place)]
 
 
-def _row(config: KimiK2Config, preset: Deployment) -> PresetRow:
+def _row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingPlan]) -> PresetRow:
     layout = f"TP{preset.moe_tp_degree} EP{preset.moe_ep_degree}"
     lengths = (preset.batch_size, preset.seq_len, preset.max_context_length)
     try:
         target = make_target(preset, config)
-        sharding = make_plan(config, target.layout)
+        key = target.layout, target.torch_native is None
+        sharding = plans[key] = plans.get(key) or target.sharding(config)
         memory = memory_plan(config, target, sharding)
     except ConfigError as error:
         return PresetRow(preset.name, layout, preset.experts, *lengths, fits=False, why_not=str(error))

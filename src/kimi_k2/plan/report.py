@@ -23,7 +23,6 @@ from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.stored_form import print_stored_form, stored_form
 from kimi_k2.plan.target import GIB, Target, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
-from kimi_k2.sharding.plan import make_plan
 
 SCHEMA = "kimi-k2/plan/1"
 
@@ -34,7 +33,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     Raises:
         ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
     """
-    sharding = make_plan(config, target.layout)
+    sharding = target.sharding(config)
     memory = memory_plan(config, target, sharding)
     decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
     return {
@@ -48,8 +47,10 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "batch": target.batch,
             "context": target.context,
             "prompt": target.prompt,
+            "prefill_sequences": target.prefill_sequences,
             "cache_ranks": target.cache_ranks,
             "arrangement": target.arrangement.name,
+            "framework": "vllm-neuron, torch-native" if target.torch_native else "NxDI" if target.is_neuron else "ours",
         },
         "rank_memory": {
             "parts": memory.parts,
@@ -72,7 +73,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "decode": step(decode, target),
         "prefill": step(prefill, target),
         "kernels": kernel_step(config, target, sharding),
-        "uses_kernels": target.layout.kernels,
+        "uses_kernels": target.folded,
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
             "ttft": roofline(prefill, target.machine).bound,
@@ -221,7 +222,7 @@ def _scratch_rows(scratch: dict[str, Any] | None) -> list[tuple[str, int]]:
 
 
 def _print_steps(report: dict[str, Any], console: Console) -> None:
-    prompt, batch = report["target"]["prompt"], report["target"]["batch"]
+    prompt, batch = report["target"]["prompt"], report["target"]["prefill_sequences"]
     labels = ("a decode step", f"prefill of {batch} x {prompt:,} tokens")
     table = Table("one rank, modelled", *labels, title="bytes, operations and time")
     steps = (report["decode"], report["prefill"])
@@ -314,7 +315,7 @@ def plot(config: KimiK2Config, target: Target, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     lengths = contexts(target, config.max_position_embeddings)
-    sharding = make_plan(config, target.layout)
+    sharding = target.sharding(config)
     plans: list[MemoryPlan] = [memory_plan(config, replace(target, context=n), sharding) for n in lengths]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     base = [0.0] * len(plans)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.instance import GIB
 from kimi_k2.plan.target import Target
+from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.sharding.experts.format import expert_formats
 
 BF16, FLOAT32 = 2, 4
@@ -139,8 +140,11 @@ def held_as(config: KimiK2Config, target: Target) -> HeldAs:
 
 def _attention_prefill(config: KimiK2Config, target: Target) -> int:
     """Residual and normed hidden states, scores in float32 before and after masking, the mask."""
-    tokens = target.prefill_sequences * target.prompt
-    scores = target.prefill_sequences * _heads(config, target) * target.prompt**2
+    tokens, line = target.prefill_sequences * target.prompt, target.torch_native
+    keys = target.prompt
+    if line:
+        keys = line.kv_segment_size_buckets[0] if line.kv_segment_size_buckets else min(keys, KEYS)
+    scores = tokens * _heads(config, target) * keys
     return 2 * _stream(config, tokens) + scores * (2 * FLOAT32 + 1)
 
 
@@ -156,9 +160,19 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
     held, step = held_as(config, target), 0
-    if held.dequantized:
+    if target.torch_native:
+        # All blocks' rows and a group's products before and after their scales; then their outputs, and every choice's
+        # before and after it is float32.
+        products = (
+            rows * 2 * config.moe_intermediate_size // (target.layout.moe_tp * held.block) if held.block else rows
+        )
+        choices = tokens * config.num_experts_per_tok
+        every = blocks_of(choices, tokens, config.n_routed_experts // target.layout.moe_ep) * BLOCK * BF16
+        step = every * config.hidden_size + 2 * products * FLOAT32
+        step = max(step, (every + choices * (BF16 + FLOAT32)) * config.hidden_size)
+    elif held.dequantized:
         step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
-    if held.scales_outputs:
+    if held.scales_outputs and not target.torch_native:
         step = max(step, 2 * rows * FLOAT32)  # the blocks' outputs in float32, before and after their scales
     return 3 * _stream(config, tokens) + total + step
 

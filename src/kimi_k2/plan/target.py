@@ -9,8 +9,11 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.plan.deployment import Deployment, VisionOptions
 from kimi_k2.plan.instance import GIB, Memory
 from kimi_k2.plan.roofline import Machine
+from kimi_k2.plan.torch_native import BLOCK, TorchNativeOptions, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.plan import make_plan, without_nxdis
+from kimi_k2.sharding.planned import ShardingPlan
 
 __all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
 
@@ -73,6 +76,7 @@ class Target:
         tower_ranks: ranks that share the vision tower; None for as many as can.
         tower_buckets: patches and frames of each compiled graph of the tower.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
+        torch_native: options of vllm-neuron's torch-native line; None on NxDI and on GPUs.
     """
 
     name: str
@@ -90,6 +94,21 @@ class Target:
     tower_ranks: int | None = None
     tower_buckets: tuple[tuple[int, int], ...] = ()
     prefill_rows_at_once: int = 16384
+    torch_native: TorchNativeOptions | None = None
+
+    def sharding(self, config: KimiK2Config) -> ShardingPlan:
+        """What the ranks hold.
+
+        Raises:
+            ConfigError: see `make_plan`.
+        """
+        plan = make_plan(config, self.layout)
+        return plan if self.torch_native is None else without_nxdis(plan)
+
+    @property
+    def folded(self) -> bool:
+        """Whether a decode step's weights are folded into others, for collectives that carry several sums."""
+        return self.layout.kernels and self.torch_native is None
 
     @property
     def prefill_sequences(self) -> int:
@@ -134,6 +153,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     if images is not None:
         check_vision(images, config)
     neuron, options = deployment.hardware.target == "neuron", deployment.neuron_config
+    line, columns = deployment.torch_native, max(config.moe_intermediate_size // deployment.moe_tp_degree, 1)
     reserved = options.flash_decoding_enabled or options.is_continuous_batching
     return Target(
         name=deployment.name,
@@ -143,13 +163,14 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         batch=deployment.batch_size,
         context=deployment.seq_len,
         prompt=deployment.max_context_length,
-        block_size=options.blockwise_matmul_config.block_size if neuron else None,
-        prefill_batch=options.ctx_batch_size,
+        block_size=BLOCK if line else options.blockwise_matmul_config.block_size if neuron else None,
+        prefill_batch=1 if line else options.ctx_batch_size,
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
         tower_ranks=images.tp_degree if images else None,
         tower_buckets=images.buckets if images else (),
-        prefill_rows_at_once=options.prefill_rows_at_once,
+        prefill_rows_at_once=BLOCK * blocks_at_once(columns) if line else options.prefill_rows_at_once,
+        torch_native=line,
     )
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ UTILIZATION = 0.95  # of a GPU's memory, for vLLM
 # Of that: graphs of prompts and steps of 8,192 tokens, each about 1.1 GB beside K2-0905's slices, and the allocator's.
 RESERVE = 3 * 10**9
 STEP = 1024  # a length that is not asked for is a multiple of this
+# vllm-neuron's torch-native line (its docs/model-dev/cpu-development.md): graphs are made for trn2 and not run; then a
+# graph that was not made is an error.
+COMPILING = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+COMPILED = {"NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1", "VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class Command:
 
     words: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """As a shell takes it."""
+        return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(self.words)])
 
     def run(self) -> None:
         """Become it."""
@@ -90,6 +100,7 @@ def vllm_command(
     max_model_len: int | None = None,
     preset: str = "trn2-tp32-ep2",
     compiled: Path | None = None,
+    compiling: bool = False,
     extra: Sequence[str] = (),
 ) -> Command:
     """vLLM with the flags that Kimi needs.
@@ -101,6 +112,7 @@ def vllm_command(
         max_model_len: tokens a sequence; None for what fits.
         preset: deployment (neuron).
         compiled: what `compile` wrote for it (neuron).
+        compiling: write that, on a machine without a Neuron device (vllm-neuron's torch-native line).
         extra: flags of vLLM's own behind ours, of which the last of a name counts.
 
     Raises:
@@ -115,11 +127,21 @@ def vllm_command(
     environment = {}
     if backend == "neuron":
         chosen = Deployment.load(preset)
-        options = json.dumps({"override_neuron_config": {"preset": preset}})
         flags += ["--tensor-parallel-size", str(chosen.tp_degree), "--max-num-seqs", str(chosen.batch_size)]
-        flags += ["--max-model-len", str(max_model_len or chosen.seq_len), "--no-enable-prefix-caching"]
-        flags += ["--additional-config", options]
-        environment = {} if compiled is None else {"NEURON_COMPILED_ARTIFACTS": str(compiled)}
+        flags += ["--max-model-len", str(max_model_len or chosen.seq_len)]
+        line = chosen.torch_native
+        options = {"override_neuron_config": {"preset": preset}}
+        if line is not None:
+            options = {"neuron_config": line.neuron_config(chosen.experts, chosen.moe_ep_degree)}
+            flags += ["--max-num-batched-tokens", str(chosen.max_context_length), "--block-size", str(line.block_size)]
+            flags += ["--enable-expert-parallel"] if chosen.moe_ep_degree > 1 else []
+        if line is None or line.kv_segment_size_buckets is None:
+            flags += ["--no-enable-prefix-caching"]
+        flags += ["--additional-config", json.dumps(options)]
+        if compiled is not None:
+            environment = {"NEURON_COMPILED_ARTIFACTS": str(compiled)}
+            if line is not None:
+                environment = {"NEURON_LIBTORCH_REMOTE_CACHE": str(compiled)} | (COMPILING if compiling else COMPILED)
     elif backend == "cuda":
         ranks, length = gpu_lengths(config, *gpus, max_model_len)
         flags += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(length)]

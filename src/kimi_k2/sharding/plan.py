@@ -10,7 +10,9 @@ of `moe_tp` ranks: rank r holds the experts of group r // moe_tp and slice r % m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -54,6 +56,15 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
                 f"{tensor.name}: dimension {tensor.dim} of {list(tensor.shape)} cannot be cut into {tensor.parts}"
             )
     return plan
+
+
+# Tensors of the NxDI class alone: its rank numbers, and weights that its decode step folds into others.
+_NXDIS = re.compile(r"\.rank$|\.early_")
+
+
+def without_nxdis(plan: ShardingPlan) -> ShardingPlan:
+    """What of a plan for neuron the model of vllm-neuron's torch-native line holds."""
+    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if not _NXDIS.search(tensor.name)))
 
 
 def _check_divisible(config: KimiK2Config, layout: Layout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,10 @@ def compile_model(
         bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
     ] = False,
 ) -> None:
-    """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text)."""
+    """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text).
+
+    A preset of vllm-neuron's torch-native line: prints the command by which vLLM compiles on this CPU, and becomes it.
+    """
     from kimi_k2.config import KimiK2Config
     from kimi_k2.errors import ConfigError
     from kimi_k2.neuron import compile as job
@@ -43,6 +47,14 @@ def compile_model(
     plan = job.check_fit(KimiK2Config.load(model), chosen)
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))
+    if chosen.torch_native is not None:
+        for flag, value in (("capture-layers", capture_layers), ("hlo-only", hlo_only), ("weights", weights)):
+            if value:
+                raise ConfigError(
+                    "expected none: vllm-neuron compiles, and reads converted files as the model", field=flag
+                )
+        _compile_by_vllm(model, preset, out, dry_run=dry_run)
+        return
     if dry_run:
         return
     if hlo_only:
@@ -66,6 +78,18 @@ def compile_model(
             job.compile_all(chosen, model, out, typer.echo, **options)
 
 
+def _compile_by_vllm(model: str, preset: str, out: Path, *, dry_run: bool) -> None:
+    from kimi_k2.neuron import compile as job
+    from kimi_k2.serving.command import vllm_command
+
+    command = vllm_command(Path(model), "neuron", preset=preset, compiled=out, compiling=True)
+    typer.echo(command.line)
+    if not dry_run:
+        job.check_sdk("vllm-neuron")
+        sys.stdout.flush()
+        command.run()
+
+
 COMMAND = Command(
     "compile",
     compile_model,
@@ -73,5 +97,6 @@ COMMAND = Command(
     (
         "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-tp32-ep2 --out /presharded",
         "kimi-k2 compile kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --out /tmp/hlo --hlo-only",
+        "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-native-tp32-ep2 --out /shared/neffs --dry-run",
     ),
 )

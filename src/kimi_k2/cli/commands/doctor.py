@@ -162,6 +162,7 @@ def _neuron() -> Iterator[Finding]:
 
     from kimi_k2.neuron import sdk
     from kimi_k2.neuron.requirements import states
+    from kimi_k2.neuron.torch_native import plugin
 
     cores = sorted(Path("/dev").glob("neuron[0-9]*"))
     yield Finding("Neuron devices", "ok" if cores else "missing", f"{len(cores)}" if cores else "none")
@@ -169,14 +170,19 @@ def _neuron() -> Iterator[Finding]:
     yield Finding("neuronx-cc", "ok" if compiler else "missing", compiler or "not on PATH")
     version = _version("torch-xla")
     yield Finding("torch-xla", "ok" if version else "missing", version or "not installed")
-    release = sdk.release_here() or sdk.releases()[0]
-    for one in sdk.states(release):
-        importable = _importable(one.package.replace("-", "_"))
-        found = one.found or ("importable, version unknown" if importable else "not installed")
-        status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
-        expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"
-        name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
-        if one.package != "transformers":  # `_libraries` has it
+    lines: tuple[sdk.Line, ...] = ("neuron", "vllm-neuron")
+    shown: set[str] = set()
+    for line in reversed(lines) if plugin.installed() else lines:
+        release = sdk.release_here(line) or sdk.releases(line)[0]
+        for one in sdk.states(release):
+            if one.package in shown or one.package == "transformers":  # `_libraries` has it
+                continue
+            shown.add(one.package)
+            importable = _importable(one.package.replace("-", "_"))
+            found = one.found or ("importable, version unknown" if importable else "not installed")
+            status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
+            expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"
+            name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
             yield Finding(name, status, found, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
     for state in states(optional=True):
@@ -222,6 +228,10 @@ def _cached() -> tuple[Status, str]:
 
 
 def _parts(missing: set[str]) -> list[Part]:
+    from kimi_k2.neuron.torch_native import plugin
+
+    if not plugin.installed():  # or NxDI's line of the same name
+        missing = missing | {"vllm-neuron"}
     base = ["Python", "torch"]
     neuron = ["torch-xla", "neuronx-distributed", "neuronx-distributed-inference"]
     needs = {
@@ -231,6 +241,7 @@ def _parts(missing: set[str]) -> list[Part]:
         "compile --hlo-only": [*base, *neuron],
         "compile for Trainium": [*base, *neuron, "torch-neuronx", "neuronx-cc"],
         "run on Trainium": [*base, *neuron, "torch-neuronx", "Neuron devices"],
+        "serve on Trainium without NxDI": [*base, "vllm", "vllm-neuron", "libtorch-neuronx-lite", "Neuron devices"],
     }
     return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,8 +52,7 @@ def serve(
         resolve_checkpoint(checkpoint, download=download), backend, gpus=gpus, max_model_len=max_model_len,
         preset=preset, compiled=compiled, extra=extra or (),
     )  # fmt: skip
-    settings = [f"{name}={value}" for name, value in command.environment.items()]
-    typer.echo(" ".join([*settings, shlex.join(command.words)]))
+    typer.echo(command.line)
     sys.stdout.flush()
     if not dry_run:
         command.run()
@@ -68,5 +66,6 @@ COMMAND = Command(
         "kimi-k2 serve /models/Kimi-K2-Thinking",
         "kimi-k2 serve /models/Kimi-K2.5 --max-model-len 131072 -- --port 9000 --max-num-seqs 64",
         "kimi-k2 serve /models/Kimi-K2-Instruct-0905 --backend neuron --preset trn2-tp32-ep2 --compiled /presharded",
+        "kimi-k2 serve /models/Kimi-K2-Instruct-0905 --backend neuron --preset trn2-native-tp4-ep16",
     ),
 )

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.torch_native import kernels
+from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.settings import Ranks
 from kimi_k2.ops.norm import rms_norm as rms_norm_operation
 from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.plan.torch_native import KEYS
 
 # The plain functions: a table of implementations has no place inside a graph.
 rms_norm = rms_norm_operation.__wrapped__  # type: ignore[attr-defined]
 rotate = apply_rotary_interleaved.__wrapped__  # type: ignore[attr-defined]
-
-# Keys that a prompt attends to at a time where it is read in one piece.
-KEYS = 2048
 
 
 class Pages:
@@ -58,10 +56,11 @@ class Attention:
         config: of the model.
         weights: the layer's `self_attn`.
         ranks: which this is.
+        kernels: that may run.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks) -> None:
-        self.config, self.weights, self.ranks = config, weights, ranks
+    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks, kernels: Kernels) -> None:
+        self.config, self.weights, self.ranks, self.kernels = config, weights, ranks, kernels
         self.pages: Pages | None = None
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
@@ -107,7 +106,7 @@ class Attention:
         k, v = self.pages.read(table, query.dtype)
         if lines == tokens:
             cached, scale = torch.cat((k, v), dim=-1), self.config.softmax_scale
-            sums = kernels.attention(query, cached, entries, positions, w_uv.shape[-1], scale)
+            sums = self.kernels.attention(query, cached, entries, positions, w_uv.shape[-1], scale)
             if sums is not None:
                 return torch.einsum("thr,hvr->thv", sums.to(query.dtype), w_uv)
         first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
@@ -116,7 +115,8 @@ class Attention:
         visible = torch.arange(scores.shape[-1], device=scores.device) <= positions[:, None]
         weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(-1).to(query.dtype)
         weights = weights.view(lines, -1, weights.shape[-1])
-        summed = torch.cat((torch.bmm(weights, k), torch.bmm(weights, v)), dim=-1)[..., : w_uv.shape[-1]]
+        rest = v[..., : w_uv.shape[-1] - k.shape[-1]]  # behind it the rotated key
+        summed = torch.cat((torch.bmm(weights, k), torch.bmm(weights, rest)), dim=-1)
         return torch.einsum("thr,hvr->thv", summed.reshape(tokens, heads, -1), w_uv)
 
     def _keys(self, entries: Tensor, metadata: Any) -> Iterator[Tensor]:

@@ -7,12 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.torch_native import kernels
+from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.ops.router import noaux_tc_gate
-
-# Rows of one expert that are multiplied at a time at prefill, and blocks that one operation takes: fewer make graphs of
-# thousands of operations, more hold more experts' weights at a time.
-BLOCK, GROUP = 128, 16
+from kimi_k2.plan import torch_native as cut
 
 
 def mlp(x: Tensor, weights: nn.Module) -> Tensor:
@@ -51,17 +48,13 @@ class Experts:
         config: of the model.
         weights: `mlp_op` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
             `scale`; in tiles as `sharding.experts.tiled` has them, then perhaps with `shared_experts` beside it.
-        tiles: whether they lie in the NKI kernels' tiles.
+        kernels: that may run where they lie in tiles; None where they do not.
         first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor, *, tiles: bool) -> None:
-        self.top_k, self.total, self.first, self.tiles = (
-            config.num_experts_per_tok,
-            config.n_routed_experts,
-            first,
-            tiles,
-        )
+    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor, kernels: Kernels | None) -> None:
+        self.top_k, self.total = config.num_experts_per_tok, config.n_routed_experts
+        self.first, self.kernels = first, kernels
         parts = dict(weights.named_children())
         self.routed, self.shared = parts["mlp_op"], parts.get("shared_experts")
 
@@ -73,11 +66,11 @@ class Experts:
         """
         local = topk_indices - self.first
         count = len(self.routed.get_parameter("down_proj.weight"))
-        if self.tiles and decode and topk_indices.numel() < count:
+        if self.kernels is not None and decode and topk_indices.numel() < count:
             held, beside = dict(self.routed.named_parameters()), {}
             if self.shared is not None:
                 beside = dict(self.shared.named_parameters())
-            made = kernels.experts(x, held, beside, local, topk_weights, self.total)
+            made = self.kernels.experts(x, held, beside, local, topk_weights, self.total)
             if made is not None:
                 return made.to(x.dtype)
         out = self._routed(x, local, topk_weights, count, decode=decode)
@@ -94,35 +87,37 @@ class Experts:
         if choices < count:
             out = self._mlp(x.repeat_interleave(self.top_k, dim=0).unsqueeze(1), slots.flatten())
             return (out.view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        if decode or choices <= count * BLOCK:
+        blocks = 0 if decode else cut.blocks_of(choices, len(x), count)
+        if not blocks:
             dense = weights.new_zeros(len(x), count).scatter_add(1, slots, weights)
             out = self._mlp(x.unsqueeze(0).expand(count, -1, -1), None).to(torch.float32)
             return (out * dense.T.unsqueeze(-1)).sum(0).to(x.dtype)
-        return self._blocks(x, torch.where(inside, slots, torch.full_like(slots, count)), weights, count)
+        return self._blocks(x, torch.where(inside, slots, torch.full_like(slots, count)), weights, count, blocks)
 
-    def _blocks(self, x: Tensor, slots: Tensor, weights: Tensor, count: int) -> Tensor:
+    def _blocks(self, x: Tensor, slots: Tensor, weights: Tensor, count: int, blocks: int) -> Tensor:
         """Choices sorted by expert, each expert's padded to whole blocks; `slots` is `count` for other ranks'.
 
         Every shape is static: there is room for all choices being this rank's.
         """
         tokens, top_k = slots.shape
-        flat, blocks = slots.flatten(), -(-slots.numel() // BLOCK) + count
+        flat, block = slots.flatten(), cut.BLOCK
         order = torch.argsort(flat, stable=True)
         of_expert = nn.functional.one_hot(flat, count + 1).sum(0)
-        padded = (of_expert[:count] + BLOCK - 1) // BLOCK * BLOCK
+        padded = (of_expert[:count] + block - 1) // block * block
         ends = padded.cumsum(0)
-        starts = torch.cat((ends - padded, ends.new_full((1,), blocks * BLOCK)))
+        starts = torch.cat((ends - padded, ends.new_full((1,), blocks * block)))
         before = of_expert.cumsum(0) - of_expert
         sorted_slots = flat[order]
         place = starts[sorted_slots] + torch.arange(len(flat), device=x.device) - before[sorted_slots]
-        place = place.clamp(max=blocks * BLOCK)  # others' choices share one row that nobody reads
-        token = torch.full((blocks * BLOCK + 1,), tokens, dtype=order.dtype, device=x.device)
+        place = place.clamp(max=blocks * block)  # others' choices share one row that nobody reads
+        token = torch.full((blocks * block + 1,), tokens, dtype=order.dtype, device=x.device)
         token = token.scatter(0, place, order // top_k)[:-1]
-        expert = torch.searchsorted(ends, torch.arange(blocks, device=x.device) * BLOCK, right=True).clamp(
+        expert = torch.searchsorted(ends, torch.arange(blocks, device=x.device) * block, right=True).clamp(
             max=count - 1
         )
-        rows = nn.functional.pad(x, (0, 0, 0, 1))[token].view(blocks, BLOCK, -1)
-        pieces = zip(rows.split(GROUP), expert.split(GROUP), strict=True)
+        rows = nn.functional.pad(x, (0, 0, 0, 1))[token].view(blocks, block, -1)
+        group = cut.blocks_at_once(self.routed.get_parameter("down_proj.weight").shape[1])
+        pieces = zip(rows.split(group), expert.split(group), strict=True)
         out = torch.cat([self._mlp(*piece) for piece in pieces]).flatten(0, 1)
         at = torch.empty_like(place).scatter(0, order, place).view(tokens, top_k)
         chosen = nn.functional.pad(out, (0, 0, 0, 1))[at].to(torch.float32)
@@ -146,11 +141,11 @@ class Experts:
         return scaled_matmul(x, weight, scale)
 
 
-def route(config: KimiK2Config, x: Tensor, router: nn.Module, *, tiles: bool) -> tuple[Tensor, Tensor]:
-    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]. With tiles the weight is [H, E]."""
+def route(config: KimiK2Config, x: Tensor, router: nn.Module, kernels: Kernels | None) -> tuple[Tensor, Tensor]:
+    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]. With kernels the weight is [H, E]."""
     weight: Tensor = router.get_parameter("linear_router.weight")
     bias = router.get_parameter("e_score_correction_bias")
-    if tiles:
+    if kernels is not None:
         scaling, norm = config.routed_scaling_factor, config.norm_topk_prob
         made = kernels.router(x, weight, bias, scaling, norm, config.num_experts_per_tok)
         if made is not None:

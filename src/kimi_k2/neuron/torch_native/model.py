@@ -14,6 +14,7 @@ from kimi_k2.errors import ConfigError, GenerationError, TensorShapeError
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.neuron.torch_native.attention import Attention, Pages, rms_norm
 from kimi_k2.neuron.torch_native.experts import Experts, mlp, route
+from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.loading import rank_tensors
 from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_neuron_config, planned_tensors
 from kimi_k2.ops.rotary import rotary_cos_sin
@@ -31,14 +32,23 @@ class Layer:
     """One decoder layer on one rank: x [T or, with tokens divided, T / ranks, H] to the same."""
 
     def __init__(
-        self, config: KimiK2Config, layer: int, weights: nn.Module, ranks: Ranks, first: Tensor, *, tiles: bool
+        self,
+        config: KimiK2Config,
+        layer: int,
+        weights: nn.Module,
+        ranks: Ranks,
+        first: Tensor,
+        kernels: Kernels,
+        *,
+        tiles: bool,
     ) -> None:
-        self.config, self.weights, self.ranks, self.tiles = config, weights, ranks, tiles
-        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks)
+        self.config, self.weights, self.ranks = config, weights, ranks
+        self.kernels = kernels if tiles else None  # of experts in tiles
+        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks, kernels)
         self.mlp = weights.get_submodule("mlp")
         self.experts = None
         if config.is_moe_layer(layer):
-            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps"), first, tiles=tiles)
+            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps"), first, self.kernels)
 
     def __call__(
         self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any, divided: bool
@@ -63,7 +73,7 @@ class Layer:
         if dp is not None:  # other replicas' tokens pass this rank's experts too
             rows = dp.all_gather(x, 0)
         decode = metadata["max_query_len"] <= metadata["decode_token_threshold"]
-        chosen = route(self.config, rows, self.mlp.get_submodule("router"), tiles=self.tiles)
+        chosen = route(self.config, rows, self.mlp.get_submodule("router"), self.kernels)
         out = self.experts(rows, *chosen, decode=decode)
         if dp is not None:
             out = dp.reduce_scatter(out, 0)
@@ -156,9 +166,11 @@ class KimiK2ForVllmNeuron(nn.Module):
 
     def bind_kv_cache(self, kv_caches: dict[str, list[Tensor]]) -> None:
         """Take the pages that the runner allocated, K's and V's by layer."""
-        layers, tiles = self.get_submodule("layers"), expert_formats()[self.experts].tiles
+        layers, kernels = self.get_submodule("layers"), Kernels.find()
+        shared = self.ranks, self.first_expert, kernels
+        tiles = expert_formats()[self.experts].tiles
         self._layers = [
-            Layer(self.config, number, layers.get_submodule(str(number)), self.ranks, self.first_expert, tiles=tiles)
+            Layer(self.config, number, layers.get_submodule(str(number)), *shared, tiles=tiles)
             for number in range(self.config.num_hidden_layers)
         ]
         for number, layer in enumerate(self._layers):

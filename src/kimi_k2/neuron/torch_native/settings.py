@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +12,13 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.plan import make_plan, without_nxdis
 from kimi_k2.sharding.planned import PlannedTensor
 
 # Formats of the routed experts that `neuron_config.quantization` can name, see `sharding.experts`.
 FORMATS = ("per_channel", "blockwise", "tiles", "bf16")
 DEFAULT_FORMAT = "per_channel"
 
-# Tensors of the NxDI class alone: its rank numbers, and weights that its decode step folds into others.
-_NXDIS = re.compile(r"\.rank$|\.early_")
 # Fields that this model reads, and those that concern the runner alone, whatever their value.
 _READ = {"ep_degree", "on_device_sampling_config", "max_logprobs", "quantization"}
 _OF_THE_RUNNER = {
@@ -128,14 +125,13 @@ def planned_tensors(config: KimiK2Config, ranks: Ranks, experts: str, dtype: tor
         ConfigError: a size does not divide among the ranks.
     """
     layout = layout_of(ranks, experts, dtype)
-    plan = make_plan(config, layout)
+    plan = without_nxdis(make_plan(config, layout))
     if ranks.dp is None:
-        return [tensor for tensor in plan.tensors if not _NXDIS.search(tensor.name)]
+        return list(plan.tensors)
     if expert_formats()[experts].tiles:
         raise ConfigError("tiles are cut for one replica; data-parallel replicas need another", field="quantization")
-    replica = make_plan(config, dataclasses.replace(layout, moe_tp=int(ranks.tp.world_size), moe_ep=1))
+    replica = without_nxdis(make_plan(config, dataclasses.replace(layout, moe_tp=int(ranks.tp.world_size), moe_ep=1)))
     return [
         of_all if ".expert_mlps." in of_all.name else of_one
         for of_all, of_one in zip(plan.tensors, replica.tensors, strict=True)
-        if not _NXDIS.search(of_all.name)
     ]

@@ -14,7 +14,7 @@ from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
 from kimi_k2.neuron.compiler_args import compiler_args
 from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment, preset_names
 
-PRESETS = [name for name in preset_names() if name.startswith("trn2")]
+PRESETS = [name for name in preset_names() if name.startswith("trn2-tp")]
 
 
 @pytest.fixture(scope="module")
