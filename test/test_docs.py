@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from forked import python
 from packaging.requirements import Requirement
 from PIL import Image
 from typer.main import get_command
@@ -105,7 +105,7 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
             script = next(word for word in words if word.startswith("scripts/"))
             source = (ROOT / script).read_text(encoding="utf-8")
             usage = subprocess.run(
-                [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=True,
+                [*python(), str(ROOT / script), "--help"], capture_output=True, text=True, check=True,
                 env={**os.environ, "COLUMNS": "200", "TERM": "dumb"},
             ).stdout  # fmt: skip
             for word in words:

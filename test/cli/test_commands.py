@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from forked import python
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -209,7 +209,7 @@ def test_usage_errors(tmp_path: Path, arguments: list[str]) -> None:
 
 def test_scripts_are_the_same_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "convert_checkpoint.py"
-    command = [sys.executable, str(script), str(checkpoints["fp8"]), str(tmp_path / "s")]
+    command = [*python(), str(script), str(checkpoints["fp8"]), str(tmp_path / "s")]
     for tp, expected in (("2", 0), ("3", 1)):  # the directory is taken by another layout
         result = subprocess.run([*command, "--tp", tp], capture_output=True, text=True)
         assert result.returncode == expected, result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.hub import resolve_checkpoint
@@ -103,7 +104,7 @@ def test_no_memory_on_a_gpu_says_what_is_needed_and_what_is_there(capsys: pytest
 
 
 def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", "from kimi_k2.cli import app, main; main()", "inspect", str(checkpoints["fp8"])]
+    command = [*python(), "-c", "from kimi_k2.cli import app, main; main()", "inspect", str(checkpoints["fp8"])]
     with subprocess.Popen([*command, "--tensors"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -15,6 +14,7 @@ from subprocess import PIPE
 
 import pytest
 import torch
+from forked import python
 
 from kimi_k2.bench.results import load_results
 from kimi_k2.checkpoint.header import header_bytes
@@ -30,9 +30,9 @@ from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, made_layout, rank
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
-KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+KIMI = [*python(), "-c", "from kimi_k2.cli import main; main()"]
 Command = Callable[..., subprocess.CompletedProcess[str]]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
         "ranks.leave_ranks = leave; from kimi_k2.cli import main; main()"
     )
     options = ["generate", wide, "-p", "Hello", "--max-new-tokens", 2, "--ranks", halves]
-    done = run(*TORCHRUN, sys.executable, "-c", counted, *options)
+    done = run(*TORCHRUN, *python(), "-c", counted, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("gloo: True 0") == 2, done.stderr[-3000:]
 
@@ -123,7 +123,7 @@ def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) ->
         "g.token_steps = stream; from kimi_k2.cli import main; main()"
     )
     options = ["--output-lengths", "2,6", "--prompt-lengths", 4, "--runs", 1, "--out", tmp_path]
-    done = run(*TORCHRUN, sys.executable, "-c", broken, "bench", wide, "--ranks", halves, *options)
+    done = run(*TORCHRUN, *python(), "-c", broken, "bench", wide, "--ranks", halves, *options)
     assert done.returncode != 0
     assert "RanksLostError" in done.stderr, done.stderr[-3000:]
     assert "a bug in kimi-k2" not in done.stderr

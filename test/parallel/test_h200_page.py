@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "h200.md"
 ShellCommands = Callable[[str], list[list[str]]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
-KIMI = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+KIMI = [*python(), "-c", "from kimi_k2.cli import main; main()"]
+TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 WORDS = {"8": "2", "cuda": "cpu", "0,1,30,60": "0,1"}
 TIMERS = (["bench", "kernels"], ["bench", "experts"])
 SHORT = {
@@ -90,4 +90,4 @@ def test_tuning_and_timing_say_that_they_need_a_gpu(page_commands: list[list[str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_one_gpu(page_commands: list[list[str]]) -> None:
     stand_in = next(words for words in page_commands if "--stand-in" in words)
-    run([sys.executable, *stand_in[1:], "--layers", "2"], ROOT)
+    run([*python(), *stand_in[1:], "--layers", "2"], ROOT)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from processes import run_together
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> list[tupl
     """Of each dtype: token ids, the ranks' logits for all, and their DecodeStep's for the last three."""
     converted, out = convert(source, work / "ranks", layout), work / "logits.pt"
     arguments = [source, converted, layout.moe_tp, layout.moe_ep, work / "rendezvous", out, where]
-    run_together([[sys.executable, WORKER, rank, *arguments] for rank in range(layout.ranks)], timeout=600)
+    run_together([[*python(), WORKER, rank, *arguments] for rank in range(layout.ranks)], timeout=600)
     return [(ids, logits, stepped) for ids, logits, stepped in torch.load(out)]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import python
 from processes import run_together
 
 from kimi_k2.config import KimiK2Config
@@ -26,7 +26,7 @@ def run_ranks(source: Path, work: Path, where: str, *layouts: tuple[int, int]) -
     for converted, layout in zip(conversions, layouts, strict=True):
         Presharder(source, converted, Layout(*layout, target="cuda", experts="stored")).run()
     arguments = [source, work / "rendezvous", work / "told", where, *conversions]
-    run_together([[sys.executable, WORKER, rank, *arguments] for rank in range(2)])
+    run_together([[*python(), WORKER, rank, *arguments] for rank in range(2)])
     return [torch.load(work / f"told-{rank}") for rank in range(2)]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import python
 from processes import run_together
 
 from kimi_k2.engine.vision import packed
@@ -22,7 +22,7 @@ def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[lis
     """What each rank of groups of so many ranks saved; all run at once."""
     outs = [[work / f"{ranks}-{rank}.pt" for rank in range(ranks)] for ranks in groups]
     commands = [
-        [sys.executable, WORKER, rank, len(group), source, work / f"rendezvous-{len(group)}", out, where]
+        [*python(), WORKER, rank, len(group), source, work / f"rendezvous-{len(group)}", out, where]
         for group in outs
         for rank, out in enumerate(group)
     ]

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import python
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.checkpoint.header import header_bytes
@@ -97,7 +97,7 @@ def stopped(source: Path, output: Path, layers: int = 1) -> None:
 
 @pytest.mark.parametrize("options", [("blockwise",) * 2, ("blockwise", "bf16", "per_channel", "blockwise")])
 def test_converters_started_at_once(source: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]
+    command = [*python(), "-c", CONVERT, str(source), str(tmp_path / "out")]
     jobs = [
         subprocess.Popen([*command, experts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for experts in options

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -38,13 +39,20 @@ def routed_format(config: KimiK2Config, experts: str, projection: str) -> Stored
     Raises:
         ConfigError: they are stored in several.
     """
+    return _routed_format(config.quantization, config.n_routed_experts, experts, projection)
+
+
+@lru_cache(maxsize=512)  # a plan of many layouts asks for each layer many times, and a layer has 1,152 names
+def _routed_format(
+    quantization: StoredFormat | None, n_routed_experts: int, experts: str, projection: str
+) -> StoredFormat:
     parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-    first = format_of(config.quantization, f"{experts}.0.{parts[0]}")
-    if config.quantization is None:
+    first = format_of(quantization, f"{experts}.0.{parts[0]}")
+    if quantization is None:
         return first
-    for expert in range(config.n_routed_experts):
+    for expert in range(n_routed_experts):
         for part in parts:
-            found = format_of(config.quantization, f"{experts}.{expert}.{part}")
+            found = format_of(quantization, f"{experts}.{expert}.{part}")
             if found is not first and found != first:
                 raise ConfigError(
                     f"{experts}.{expert}.{part} is stored as {found.name}, {experts}.0.{parts[0]} as {first.name};"
