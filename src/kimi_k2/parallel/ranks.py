@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.parallel.load import load_rank
-from kimi_k2.parallel.watch import RankLostError, Watch
+from kimi_k2.parallel.watch import RankLostError, Watch, meet
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import load_manifest, made_layout
 from kimi_k2.sharding.source import check_source
@@ -45,7 +46,7 @@ class Rank:
             lost = _WATCHES[-1].lost() if isinstance(error, RuntimeError) and _is_of_peers(error) else None
             _WATCHES.pop().stop()
             if lost is not None:
-                raise RankLostError(f"rank {self.number}: {lost}") from error
+                raise RankLostError(f"rank {self.number} on {gethostname()}: {lost}") from error
 
 
 # Of the ranks that this process has joined: one at most.
@@ -62,13 +63,19 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank_number() -> int:
+    """This process's, of those that torchrun has started; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
 def join_ranks(device: str) -> tuple[int, torch.device]:
     """This process's rank and device, after it has met the others: over NCCL for `cuda`, gloo for `cpu`.
 
     Raises:
         ConfigError: another device, or no GPU for this process.
+        RankLostError: others have not come within a minute.
     """
-    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    rank, local = rank_number(), int(os.environ.get("LOCAL_RANK", 0))
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"expected cpu or cuda, each rank then takes its own, got {device!r}", field="device")
     if device == "cuda" and local >= torch.cuda.device_count():
@@ -77,29 +84,26 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if world_size() > 1 and not dist.is_initialized():
-        if place.type == "cuda":
-            dist.init_process_group("nccl", device_id=place)
-        else:
-            dist.init_process_group("gloo")
-        _WATCHES.append(Watch(rank, world_size()))
+        store, hosts = meet(rank, world_size())
+        _WATCHES.append(Watch(rank, hosts))  # before the group, in whose making ranks wait for each other, too
+        backend, device_id = ("nccl", place) if place.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size(), device_id=device_id)
     return rank, place
 
 
-def leave_ranks() -> int:
-    """Wait for the others, part from them and give this process's rank; 0 without others.
+def leave_ranks() -> None:
+    """Wait for the others and part from them.
 
     No graph may be left that holds launches of NCCL, which would wait for its end: see DecodeStep.close.
     """
     if not dist.is_initialized():
-        return 0
-    rank = dist.get_rank()
+        return
     for watch in _WATCHES:
         watch.leave()
     dist.barrier()
     while _WATCHES:
         _WATCHES.pop().stop()
     dist.destroy_process_group()
-    return rank
 
 
 def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: torch.dtype, device: str) -> Rank:
@@ -116,14 +120,15 @@ def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: t
         ConfigError: converted from another model or other weights, for another target or for another number of
             processes; a device that is not there.
         CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged.
+        RankLostError: see `join_ranks`.
     """
     layout = made_layout(directory)
     started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
+    number, place = join_ranks(device)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the other processes of a host see the same files
         check_source(directory, checkpoint)
-    number, place = join_ranks(device)
     try:
         model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
     except torch.OutOfMemoryError as error:

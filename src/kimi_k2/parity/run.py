@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
@@ -42,7 +44,7 @@ def run(
         dtype: name of a float type.
         greedy: force the model's own choices, as many as `inputs.forced` has (plain model only).
         ranks: output of `convert --target cuda`, of which each process of torchrun takes its file (plain model only);
-            all get the same trace.
+            all get the same trace, and have parted then.
         preset: of `neuron`, see `run_nxdi`.
         compiled: of `neuron`, see `run_nxdi`.
 
@@ -57,14 +59,10 @@ def run(
         if backend == "cuda" and not torch.cuda.is_available():
             raise ParityError("backend cuda: there is no CUDA device here")
         if ranks is None:
-            model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
-        else:
-            config = KimiK2Config.from_pretrained(checkpoint)
-            model = load_ranks(ranks, Path(checkpoint), config, chosen, backend).generator.model
-        if greedy:
-            sampling = SamplingParams(max_new_tokens=len(inputs.forced))
-            inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
-        return run_plain(model, inputs) if ranks is None else run_plain(model, inputs, combine)
+            return _plain(KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend), inputs, greedy)
+        config = KimiK2Config.from_pretrained(checkpoint)
+        with load_ranks(ranks, Path(checkpoint), config, chosen, backend) as part:
+            return _plain(part.generator.model, inputs, greedy, combine)
     if ranks is not None:
         raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")
     if greedy:
@@ -74,3 +72,12 @@ def run(
     if backend == "neuron":
         return run_nxdi(checkpoint, inputs, dtype, preset, compiled)
     raise ParityError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def _plain(
+    model: KimiK2ForCausalLM, inputs: Inputs, greedy: bool, combine: Callable[[str, Tensor], Tensor] | None = None
+) -> Trace:
+    if greedy:
+        sampling = SamplingParams(max_new_tokens=len(inputs.forced))
+        inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
+    return run_plain(model, inputs) if combine is None else run_plain(model, inputs, combine)

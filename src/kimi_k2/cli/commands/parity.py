@@ -52,7 +52,7 @@ def capture(
     """Run a model and keep its logits and activations."""
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.parallel.ranks import leave_ranks
+    from kimi_k2.parallel.ranks import rank_number
     from kimi_k2.parity.golden import check_size, save_golden
     from kimi_k2.parity.logits import random_tokens
     from kimi_k2.parity.run import run
@@ -72,7 +72,7 @@ def capture(
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)
     check_size(config, inputs)
     trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **_neuron(preset, compiled))
-    if leave_ranks() > 0:
+    if ranks is not None and rank_number() > 0:
         return
     save_golden(golden, trace, config, backend, dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
@@ -122,7 +122,7 @@ def compare_command(
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.parallel.ranks import leave_ranks
+    from kimi_k2.parallel.ranks import rank_number
     from kimi_k2.parity.compare import TOLERANCES, compare
     from kimi_k2.parity.golden import check_model, checkpoint_identity, load_golden
     from kimi_k2.parity.report import as_json, plot, print_report
@@ -143,7 +143,7 @@ def compare_command(
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
     coarser = max(dtype, expected.dtype, key=names.index)
     trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks, **_neuron(preset, compiled))
-    if leave_ranks() > 0:
+    if ranks is not None and rank_number() > 0:
         return
     result = compare(trace, expected.trace, config, coarser)
     print_report(result, console)
