@@ -188,6 +188,16 @@ def test_a_provider_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyP
         registry.load_providers()
 
 
+@pytest.mark.parametrize("joins", [{"route": "ruter"}, {"ruote": ""}])
+def test_a_join_that_names_nothing_is_refused(
+    joins: dict[str, str], halved: registry.Operation[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_loaded", False)
+    halved.entry("wrong", takes=lambda x: True, joins=joins)(lambda x: x)
+    with pytest.raises(KernelError, match=r"halved=wrong joins r\w+=\w*, which is no entry"):
+        registry.load_providers()
+
+
 def test_other_packages_offer_kernels_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [EntryPoint("theirs", "no_such_package.kernels", registry.PROVIDER_GROUP)]
     monkeypatch.setattr(registry, "_loaded", False)

@@ -50,7 +50,8 @@ class Entry:
         call: the function, with the plain function's arguments.
         takes: whether it takes such arguments: shapes, dtypes, device.
         prepare: puts weights into the order that `call` wants, once after loading; see `Operation.prepare`.
-        joins: name of the entry, by operation, whose work is part of this entry's.
+        joins: name of the entry, by operation, whose work is part of this entry's; "" where no entry does that part, so
+            that any pin of the operation bars this one. Checked once all providers are loaded.
         optional: taken only where it, or one of `joins`, is pinned: it trades accuracy away.
         batch_invariant: why a row's bits do not depend on the batch in batch-invariant mode; empty where they may.
         calls: how often it was chosen.
@@ -267,7 +268,7 @@ def load_providers() -> None:
     """Import the modules that add entries, once, and follow the environment's pins unless `pin` was called before.
 
     Raises:
-        KernelError: one of them cannot be imported, or the environment names no entry.
+        KernelError: one of them cannot be imported, an entry joins what is none, or the environment names no entry.
     """
     global _loaded
     if _loaded:
@@ -280,6 +281,12 @@ def load_providers() -> None:
         except ImportError as error:
             _loaded = False
             raise KernelError(f"{module}, which offers kernels, cannot be imported: {error}") from error
+    for one in TABLE.values():
+        for entry in one.entries:
+            for joined, name in entry.joins.items():
+                if joined not in TABLE or name not in ("", *TABLE[joined].names):
+                    _loaded = False
+                    raise KernelError(f"{one.name}={entry.name} joins {joined}={name}, which is no entry")
     if not _pinned:
         pin()
 

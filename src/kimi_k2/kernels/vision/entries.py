@@ -35,7 +35,7 @@ vision.segment_attention.entry(
 vision.rotated_attention.entry(
     "wgmma",
     takes=lambda qkv, cos, sin, segments, softmax_scale: packed_attention.supports(qkv, cos, sin),
-    joins={"segment_attention": "wgmma", "rotated_qkv": "wgmma"},
+    joins={"segment_attention": "", "rotated_qkv": ""},
 )(packed_attention.rotated_attention)
 vision.add_layer_norm.entry("triton", takes=layer_norm.supports_add_layer_norm)(layer_norm.add_layer_norm)
 vision.gelu_linear.entry("cublaslt", takes=gelu.supports_gelu_linear)(gelu.gelu_linear)
