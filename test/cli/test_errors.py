@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,3 +157,19 @@ def test_a_cached_repository_is_found(
     ):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, (command, result.output)
+
+
+def test_a_file_cut_short_while_it_is_mapped(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    shard = shutil.copy(next(checkpoints["bf16"].glob("*.safetensors")), tmp_path / "model.safetensors")
+    reads = (
+        "import os, sys; from kimi_k2.checkpoint.reader import CheckpointReader; from kimi_k2.cli.errors import *\n"
+        "with errors_handled():\n"
+        "    reader = CheckpointReader(sys.argv[1])\n"
+        "    tensor = reader.get(max(reader.tensors, key=lambda name: reader.tensors[name].nbytes), check=False)\n"
+        "    os.truncate(sys.argv[2], 0); tensor.float().sum()\n"
+    )
+    done = subprocess.run([*python(), "-c", reads, tmp_path, shard], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: {shard}: a mapped page is not there: the file was cut short\n",
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -25,10 +28,12 @@ def errors_handled() -> Iterator[None]:
     """Leave the process with one line for an expected error, and with a file for a bug.
 
     Exit status 3 for a `DoesNotFitError`; 1 for another `KimiK2Error`, an error of the file system, missing memory of
-    the machine or a GPU, and a package of an extra that is not installed; 70 for anything else, whose traceback goes to
-    a file that the message names. typer itself ends usage errors with 2 and an interrupt with 130.
+    the machine or a GPU, a file that is cut short while it is mapped, and a package of an extra that is not installed;
+    70 for anything else, whose traceback goes to a file that the message names. typer itself ends usage errors with 2
+    and an interrupt with 130.
     """
     warnings.showwarning = partial(_show_warning, warnings.showwarning)
+    before = _on_bus_error(_ACTION) if sys.platform == "linux" else None
     try:
         yield
     except DoesNotFitError as error:
@@ -52,6 +57,9 @@ def errors_handled() -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for its sake
             _leave(_gpu_memory(error))
         _report(error)
+    finally:
+        if before is not None:
+            _on_bus_error(before)
 
 
 @contextmanager
@@ -104,3 +112,37 @@ def _report(error: Exception) -> None:
         traceback.print_exception(error, file=file)
     typer.echo(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; the traceback is in {file.name}", err=True)
     sys.exit(BUG)
+
+
+# Checkpoints are mapped. Pages beyond the end of a file that another process cuts short give a signal, which Python
+# can neither raise as an exception nor return from: whoever gets it names the file and ends.
+def _cut_short(number: int, info: int, context: int) -> None:
+    address, file = ctypes.c_void_p.from_address(info + 16).value or 0, ""  # siginfo_t.si_addr
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123 (little is safe here)
+        for line in maps:
+            low, high = (int(word, 16) for word in line.partition(" ")[0].split("-"))
+            if low <= address < high:
+                file = "".join(line.split(maxsplit=5)[5:]).strip()
+    os.write(2, f"error: {file or 'memory'}: a mapped page is not there: the file was cut short\n".encode())
+    os._exit(EXPECTED)
+
+
+class _SigAction(ctypes.Structure):
+    """glibc's struct sigaction of 64-bit Linux."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p), ("mask", ctypes.c_byte * 128), ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+_SA_SIGINFO = 4
+_CALLED = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_cut_short)
+_ACTION = _SigAction(ctypes.cast(_CALLED, ctypes.c_void_p), flags=_SA_SIGINFO)
+
+
+def _on_bus_error(action: _SigAction) -> _SigAction:
+    """Set what a bus error does and give what it did before."""
+    before = _SigAction()
+    ctypes.CDLL(None).sigaction(int(signal.SIGBUS), ctypes.byref(action), ctypes.byref(before))
+    return before
