@@ -8,9 +8,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from subprocess import PIPE
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,8 +25,11 @@ from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Warning
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.neuron import application
+from kimi_k2.neuron.application import NeuronApplication
 from kimi_k2.parallel.ranks import Rank, load_ranks
 from kimi_k2.parity.golden import load_golden
+from kimi_k2.plan.deployment import Deployment
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, made_layout, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
@@ -211,12 +216,25 @@ def nudged(shard: Path) -> None:
     shard.write_bytes(data)
 
 
-def test_weights_of_another_checkpoint_are_refused(wide: Path, one: Path, tmp_path: Path) -> None:
+def test_weights_of_another_checkpoint_are_refused(
+    wide: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Path(shutil.copytree(one, tmp_path / "compiled"))
+    (compiled / "model.pt").touch()
+    built = Mock(side_effect=ConfigError("built"))
+    monkeypatch.setattr(application, "build_application", built)
+    monkeypatch.setattr("kimi_k2.neuron.contrib.missing", lambda: ())
+    load_compiled = partial(NeuronApplication.load, preset=Deployment.load("trn2-tp32-ep2"), compiled=compiled)
     copy = Path(shutil.copytree(wide, tmp_path / "copy"))  # other times and inodes, the same bytes
     load(one, copy)
+    with pytest.raises(ConfigError, match=r"^built$"):
+        load_compiled(copy)
     nudged(copy / "model-2-of-2.safetensors")
     with pytest.raises(ConfigError, match=r"model-2-of-2.safetensors has other values"):
         load(one, copy)
+    with pytest.raises(ConfigError, match=r"model-2-of-2.safetensors has other values"):
+        load_compiled(copy)
+    assert built.call_count == 1
     (copy / "model-2-of-2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-2-of-2.safetensors is not in"):
         load(one, copy)
