@@ -18,6 +18,7 @@ from plain_tokens import expected
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.target import Target
 from kimi_k2.sharding.experts.format import expert_formats
 
 BLOCK = 4
@@ -329,6 +330,48 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int) -> list[list[in
         running = [request for request in running if len(request.output) < request.wanted]
         step += 1
     return [request.output for request in requests]
+
+
+def on_meta(config: KimiK2Config, target: Target, group: Any) -> Any:
+    """The model of a planned deployment on tensors without memory; of `group`'s rank, one replica."""
+    from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
+
+    layout = target.layout
+    HERE.tp, HERE.dp, HERE.ep = group, Group(Meeting(1), 0), layout.moe_ep
+    neuron = NeuronConfig(ep_degree=layout.moe_ep, quantization=layout.experts)
+    hf = SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = KimiK2ForVllmNeuron.from_configs(hf, neuron)
+        model.inv_freq, model.first_expert = model.inv_freq.to("meta"), model.first_expert.to("meta")
+        assert target.torch_native is not None
+        half = torch.empty(256, 1, target.torch_native.block_size, config.cache_dim // 2, dtype=torch.bfloat16)
+        layers = range(config.num_hidden_layers)
+        model.bind_kv_cache({layer_name(layer): [half, half.clone()] for layer in layers})
+    return model
+
+
+def call_on_meta(model: Any, tokens: int, lines: int, slots: int, block: int, segment: int) -> Any:
+    """A step of `lines` sequences of `slots` slots each, or a prompt."""
+    from kimi_k2.neuron.torch_native.model import layer_name
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    metadata = {
+        "block_table_tensor": empty(lines, slots // block, dtype=torch.int32),
+        "slot_mapping": empty(tokens),
+        "max_query_len": tokens // lines,
+        "block_size": block,
+        "decode_token_threshold": 1,
+        "kv_segment_size": segment,
+    }
+    return model(
+        input_ids=empty(tokens, dtype=torch.int32),
+        positions=empty(tokens),
+        attn_metadata={layer_name(layer): metadata for layer in range(2)},
+        sampling_positions=empty(lines),
+        rank=empty(dtype=torch.int32),
+    )
 
 
 WANTED = 8

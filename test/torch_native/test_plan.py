@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import line
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.hlo import Collective
 from kimi_k2.plan.target import load_target
@@ -49,34 +46,14 @@ def test_a_step_is_what_the_model_does(monkeypatch: pytest.MonkeyPatch, preset: 
         monkeypatch.setitem(sys.modules, name, module)
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)
     target = replace(load_target(preset, config), prompt=2048)
-    options, layout, group = target.torch_native, target.layout, Counted(64)
+    options, group = target.torch_native, Counted(64)
     assert options is not None
-    line.HERE.tp, line.HERE.dp, line.HERE.ep = group, line.Group(line.Meeting(1), 0), layout.moe_ep
-    neuron = line.NeuronConfig(ep_degree=layout.moe_ep, quantization=layout.experts)
-    hf = SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16)
-    with torch.device("meta"):
-        model = KimiK2ForVllmNeuron.from_configs(hf, neuron)
-        model.inv_freq, model.first_expert = model.inv_freq.to("meta"), model.first_expert.to("meta")
-        half = torch.empty(256, 1, options.block_size, 288, dtype=torch.bfloat16)
-        model.bind_kv_cache({layer_name(layer): [half, half.clone()] for layer in range(2)})
-        lines = target.batch if decode else 1
-        tokens = lines if decode else target.prompt
-        metadata: dict[str, Any] = {
-            "block_table_tensor": torch.empty(lines, target.context // options.block_size, dtype=torch.int32),
-            "slot_mapping": torch.empty(tokens, dtype=torch.int64),
-            "max_query_len": tokens // lines,
-            "block_size": options.block_size,
-            "decode_token_threshold": 1,
-            "kv_segment_size": 0 if decode else (options.kv_segment_size_buckets or (0,))[0],
-        }
-        with FlopCounterMode(display=False) as flops:
-            model(
-                input_ids=torch.empty(tokens, dtype=torch.int32),
-                positions=torch.empty(tokens, dtype=torch.int64),
-                attn_metadata={layer_name(layer): metadata for layer in range(2)},
-                sampling_positions=torch.empty(lines, dtype=torch.int64),
-                rank=torch.empty((), dtype=torch.int32),
-            )
+    model = line.on_meta(config, target, group)
+    lines = target.batch if decode else 1
+    tokens = lines if decode else target.prompt
+    segment = 0 if decode else (options.kv_segment_size_buckets or (0,))[0]
+    with FlopCounterMode(display=False) as flops:
+        line.call_on_meta(model, tokens, lines, target.context, options.block_size, segment)
     sharding = target.sharding(config)
     planned = (decode_counts if decode else prefill_counts)(config, target, sharding)
     assert planned.collectives == group.calls

@@ -21,8 +21,11 @@ from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
 from kimi_k2.neuron.torch_native.settings import Ranks, planned_tensors
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.plan import torch_native as cut
+from kimi_k2.plan.target import load_target
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
 
 SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 
@@ -71,8 +74,11 @@ def forced(runner: line.Runner, ids: list[int], start: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("segment", [pytest.param(0, marks=SLOW), 8])
-def test_logits_and_graphs(checkpoints: dict[str, Path], segment: int) -> None:
-    """Logits within 2e-5, and one graph a bucket: fullgraph, no recompilation after each bucket was seen once."""
+def test_logits_and_graphs(tmp_path: Path, segment: int) -> None:
+    """Logits within 2e-5, and one graph a bucket: fullgraph, no recompilation after each bucket was seen once.
+
+    A layer of each kind and few pages: tracing takes longer than all else.
+    """
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -83,8 +89,10 @@ def test_logits_and_graphs(checkpoints: dict[str, Path], segment: int) -> None:
         return torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
 
     torch._dynamo.reset()
-    directory = checkpoints["fp8"]
-    runner = alone(directory, line.NeuronConfig(quantization="blockwise"), segment=segment, compile_with=compiled)
+    directory = tmp_path
+    write_synthetic_checkpoint(directory, tiny_config("kimi-k2-instruct-0905", num_hidden_layers=2), seed=0)
+    config = line.NeuronConfig(quantization="blockwise")
+    runner = alone(directory, config, segment=segment, compile_with=compiled, width=4)
     ids = prompts(directory)[1][:14]
     warm = forced(runner, ids[:9], 7)
     assert len(graphs) == 2
@@ -112,32 +120,81 @@ def test_bf16_is_no_farther_from_float32_than_transformers(checkpoints: dict[str
     assert (mine - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
-@pytest.mark.parametrize("experts", ["per_channel", "blockwise", "bf16"])
-def test_both_loaders_give_the_same_bits(checkpoints: dict[str, Path], tmp_path: Path, experts: str) -> None:
-    """From the checkpoint and from a rank's file, of every rank of TP2 x EP2."""
-    directory = checkpoints["thinking"]
+def of_plain(weights: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
+    """The plain model's slice of a tensor of one rank of four: TP2 x EP2, cut by hand."""
+    root, _, last = name.removesuffix(".weight").rpartition(".")
+    layer = root.partition(".mlp.")[0]
+    if last == "qkv_a_proj":
+        whole = torch.cat([weights[f"{root}.{one}.weight"] for one in ("q_a_proj", "kv_a_proj_with_mqa")])
+        return whole.chunk(4)[rank]
+    if ".router." in name:
+        return weights[f"{layer}.mlp.gate." + ("weight" if name.endswith("weight") else "e_score_correction_bias")]
+    if ".mlp_op." in name:
+        group, share = divmod(rank, 2)
+        of_group = {one: weights[f"{layer}.mlp.experts.{one}"].chunk(2)[group] for one in ("gate_up_proj", "down_proj")}
+        if last == "down_proj":
+            return of_group[last].chunk(2, dim=2)[share].mT
+        return torch.cat([one.chunk(2, dim=1)[share] for one in of_group[last].chunk(2, dim=1)], dim=1).mT
+    whole = weights[f"{root}.{last}.weight" if root else f"{last}.weight"]
+    if last in ("embed_tokens", "o_proj", "down_proj"):
+        return whole.chunk(4, dim=1)[rank]
+    return whole if "norm" in last else whole.chunk(4)[rank]
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("fp8", "per_channel"), ("fp8", "blockwise"), ("thinking", "per_channel"), ("thinking", "bf16")],
+)
+def test_both_loaders_give_the_plain_models_weights(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, experts: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of every rank of TP2 x EP2: the checkpoint's and the rank's file's the same bits, and the plain model's slice.
+
+    Experts' FP8 values end at 240: blocks are halved, exact but for the last bit of the smallest; a scale a channel
+    rounds, and says by how much.
+    """
+    directory, dtype = checkpoints[name], torch.bfloat16
     config = KimiK2Config.from_pretrained(directory)
     Presharder(directory, tmp_path / "ranks", Layout(2, 2, experts=experts)).run()
+    caplog.set_level("INFO", "vllm.kimi_k2")
+    plain, exact = (
+        {one.removeprefix("model."): tensor for one, tensor in model.state_dict().items()}
+        for model in (KimiK2ForCausalLM.from_pretrained(directory, dtype=one) for one in (dtype, torch.float32))
+    )
     for rank in range(4):
         ranks = Ranks(SimpleNamespace(world_size=4, rank_in_group=rank), None, 2)
-        planned = planned_tensors(config, ranks, experts, torch.bfloat16)
+        planned = planned_tensors(config, ranks, experts, dtype)
         both = [
-            dict(rank_tensors(source, config, planned, ranks, experts, torch.bfloat16))
+            dict(rank_tensors(source, config, planned, ranks, experts, dtype))
             for source in (directory, tmp_path / "ranks")
         ]
         assert set(both[0]) == set(both[1]) == {tensor.name for tensor in planned}
-        for name, tensor in both[0].items():
-            other = both[1][name]
+        for key, tensor in both[0].items():
+            other = both[1][key]
             assert tensor.dtype == other.dtype
-            assert torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+            assert torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), key
+            if key.endswith("scale"):
+                continue
+            scale = both[0].get(key.removesuffix("weight") + "scale")
+            if scale is None:
+                assert torch.equal(tensor, of_plain(plain, key, rank)), key
+                continue
+            spread = scale
+            for dim in (1, 2):
+                spread = spread.repeat_interleave(tensor.shape[dim] // spread.shape[dim], dim)
+            wanted = of_plain(exact, key, rank)
+            off, size = (tensor.float() * spread - wanted).abs() / spread, wanted.abs() / spread
+            normal = size >= 2.0**-6  # of e4m3; below a step is 2^-9
+            assert bool((off[~normal] <= 2.0**-10 * (1 + 2.0**-18)).all()), key
+            assert bool((off[normal] <= (0 if experts == "blockwise" else size[normal] * 2.0**-4)).all()), key
+    assert "relative L2 error" in caplog.text
+    assert ("relative L2 error 0.00e+00" in caplog.text) == (experts == "bf16")
 
 
-def meta_graphs(rank: int) -> dict[str, str]:
-    """Code of the graphs of all buckets, by bucket: one rank of 64, EP16, real widths, two layers, no memory."""
-    replicas = line.Group(line.Meeting(1), 0)
-    line.HERE.tp, line.HERE.dp, line.HERE.ep = line.MetaGroup(64, rank), replicas, 16
+def meta_graphs(name: str, rank: int) -> dict[str, str]:
+    """Code of the graphs of all buckets of a preset, by bucket: real widths, two layers, no memory."""
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)
-    hf = SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16)
+    target = load_target(name, config)
     found: dict[str, str] = {}
     bucket = ""
 
@@ -146,44 +203,31 @@ def meta_graphs(rank: int) -> dict[str, str]:
         found[bucket] = graph.code
         return graph.forward
 
-    with torch.device("meta"):
-        model = KimiK2ForVllmNeuron.from_configs(hf, line.NeuronConfig(ep_degree=16))
-        model.inv_freq, model.first_expert = model.inv_freq.to("meta"), model.first_expert.to("meta")
-        half = torch.empty(256, 1, 32, 288, dtype=torch.bfloat16)
-        model.bind_kv_cache({layer_name(layer): [half, half.clone()] for layer in range(2)})
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    for tokens, lines, segment in ((1, 1, 0), (8, 8, 0), (128, 1, 0), (512, 1, 0), (512, 1, 2048)):
-        decode = tokens == lines
-        bucket = f"{'decode' if decode else 'segment' if segment else 'prompt'} {tokens}"
-        metadata = {
-            "block_table_tensor": empty(lines, 128, dtype=torch.int32),
-            "slot_mapping": empty(tokens),
-            "max_query_len": 1 if decode else tokens,
-            "block_size": 32,
-            "decode_token_threshold": 1,
-            "kv_segment_size": segment,
-        }
+    compiled = torch.compile(
+        line.on_meta(config, target, line.MetaGroup(64, rank)), fullgraph=True, dynamic=False, backend=backend
+    )
+    options = target.torch_native
+    assert options is not None
+    slots = (*(options.decode_context_length_buckets or ()), target.context)
+    steps = [(many, many, length, 0) for many in options.num_seqs_buckets or (1,) for length in slots]
+    segments = options.kv_segment_size_buckets or (0,)
+    steps += [(many, 1, target.context, segments[0]) for many in options.num_batched_tokens_buckets or ()]
+    for tokens, lines, length, segment in steps:
+        kind = "decode" if tokens == lines else "segment" if segment else "prompt"
+        bucket = f"{kind} {tokens} {length}"
         for _ in range(2):
-            logits = compiled(
-                input_ids=empty(tokens, dtype=torch.int32),
-                positions=empty(tokens),
-                attn_metadata={layer_name(layer): metadata for layer in range(2)},
-                sampling_positions=empty(lines),
-                rank=empty(dtype=torch.int32),
-            )
+            logits = line.call_on_meta(compiled, tokens, lines, length, options.block_size, segment)
         assert logits.shape == (lines, config.vocab_size)
     return found
 
 
 @SLOW
-def test_every_rank_has_the_same_graphs_at_real_widths() -> None:
-    first, other = meta_graphs(0), meta_graphs(37)
-    assert len(first) == 5  # a graph a bucket, of three kinds
+@pytest.mark.parametrize("name", ["trn2-native-tp4-ep16", "trn2-native-tp32-ep2", "trn2-native-tp32-ep2-nki"])
+def test_every_rank_has_the_same_graphs_at_real_widths(name: str) -> None:
+    """A graph a bucket: fullgraph, none of them twice, and rank 37's are rank 0's."""
+    first, other = meta_graphs(name, 0), meta_graphs(name, 37)
+    assert len({bucket.split()[0] for bucket in first}) == 2  # decode, and prompts whole or in segments
     assert first == other
 
 
