@@ -1,14 +1,12 @@
-"""MLA decode attention against float64. Needs a Hopper GPU and Triton."""
+"""MLA decode attention against float64. Needs a Hopper GPU and nvcc."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_decode import Launch, mla_decode, run, supports
+from kimi_k2.kernels.attention.mla_decode import mla_decode, supports
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
 
@@ -18,8 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 RELATIVE = 4e-3
 
 
-# block_h, block_n, warps, stages, narrow
-LAUNCHES = [(16, 64, 4, 2, True), (16, 32, 4, 5, False), (64, 64, 8, 2, False), (64, 32, 8, 5, False)]
 LENGTHS = [
     [1],
     [8192],
@@ -55,20 +51,6 @@ def test_contiguous_cache_of_any_length(capacity: int, heads: int) -> None:
     lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
     out = mla_decode(q, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"), SCALE)
     assert relative(out, reference(q, rows, lengths)) < RELATIVE
-
-
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 128])
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("tma", [True, False])
-def test_every_launch(launch: Any, splits: int, tma: bool) -> None:
-    block_h, block_n, warps, stages, narrow = launch
-    lengths = [3000, 64, 0, 257]
-    q, rows, cache, table, seq_lens = paged_case(lengths, 8 if block_h == 16 else 64, 4096)
-    pinned = Launch(block_h, block_n, splits, warps, stages, narrow, tma)
-    first = run(q, cache, seq_lens, SCALE, table, pinned)
-    assert relative(first, reference(q, rows, lengths)) < RELATIVE
-    for _ in range(3):
-        assert torch.equal(run(q, cache, seq_lens, SCALE, table, pinned), first)
 
 
 @pytest.mark.parametrize("heads", [8, 64])

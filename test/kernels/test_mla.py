@@ -95,21 +95,14 @@ def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
-@pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
-def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
-    launch = mla.choose_launch(batch, heads, capacity, 132)
-    resident = 2 if launch.block_n == 32 else 1
-    assert 1 <= launch.splits <= max(1, 132 * resident // batch)
-    assert (launch.splits - 1) * launch.block_n < capacity
-    assert launch.block_h >= heads
-
-
-@pytest.mark.parametrize("changes", [{"stages": 1}, {"block_n": 128}, {"block_n": 48}, {"splits": 0}, {"splits": 129}])
-def test_launches_known_to_fail_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(KernelError, match="stages >= 2"):
-        mla.Launch(**({"block_h": 64, "block_n": 64, "splits": 2, "warps": 8, "stages": 2} | changes))
+@pytest.mark.parametrize("nvcc", ["nvcc", None])
+def test_without_a_compiler_the_kernel_takes_nothing(monkeypatch: pytest.MonkeyPatch, nvcc: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(mla, "find_nvcc", lambda: nvcc)
+    with FakeTensorMode():
+        q, cache = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in ((2, 64, 576), (10, 64, 576)))
+        lengths, table = (torch.empty(*shape, dtype=INT32, device="cuda") for shape in ((2,), (2, 5)))
+        assert mla.supports(q, cache, lengths, table) is (nvcc is not None)
 
 
 def test_benchmark_has_every_target_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,19 +65,6 @@ def test_eights_are_requests_where_contexts_are_short(batch: int, heads: int, ca
     assert mla_cuda.by_eights(batch, heads, capacity, 132) == wanted
 
 
-@pytest.mark.parametrize(("found", "dtype", "wanted"), [
-    (True, torch.bfloat16, True),
-    (False, torch.bfloat16, False),
-    (True, torch.float8_e4m3fn, True),
-    (True, torch.float16, False),
-])  # fmt: skip
-def test_cuda_where_there_is_a_compiler_and_it_takes_the_cache(
-    monkeypatch: pytest.MonkeyPatch, found: bool, dtype: torch.dtype, wanted: bool
-) -> None:
-    monkeypatch.setattr(mla_cuda, "available", lambda: found)
-    assert mla_decode.uses_cuda(64, dtype) == wanted
-
-
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
 def test_compiles_without_spills_or_serialized_products(tmp_path: Path) -> None:
     nvcc = build.find_nvcc()

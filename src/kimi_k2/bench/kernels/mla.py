@@ -15,10 +15,9 @@ from kimi_k2.bench.kernels import mla_peers
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs, ragged_inputs, random_inputs
 from kimi_k2.bench.kernels.row import Row
-from kimi_k2.kernels.attention.mla_decode import choose_launch, mla_decode, run
+from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import available
-from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
-from kimi_k2.kernels.common.hardware import has_triton
+from kimi_k2.kernels.attention.mla_sizes import LATENT, ROW
 
 HEADS = (64, 8)
 BATCHES = (1, 16, 64)
@@ -62,16 +61,8 @@ def by_plan(one: Inputs) -> Tensor:
     return out
 
 
-def in_triton(one: Inputs) -> Tensor:
-    """`mla_decode` in Triton, also where it would be CUDA C++."""
-    launch = choose_launch(one.q.shape[0], one.q.shape[1], one.block_table.shape[1] * PAGE)
-    return run(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, launch)
-
-
 def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
     """(name, call) of each other kernel that can be imported here and takes a cache of this dtype; each is checked."""
-    if has_triton() and dtype == torch.bfloat16:
-        yield "triton", in_triton
     for name, peer in mla_peers.peers(dtype):
         for heads in HEADS:
             one = ragged_inputs([1, 64, 700, 1024], heads, dtype)

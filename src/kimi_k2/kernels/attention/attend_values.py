@@ -24,7 +24,6 @@ def supports(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, block
         and w_uv.shape[1] == WIDTH
         and mla_decode.supports(query, cache, seq_lens, block_table)
         and cache.dtype == torch.bfloat16
-        and mla_decode.uses_cuda(query.shape[1], cache.dtype)
     )
 
 

@@ -19,7 +19,8 @@ from kimi_k2.kernels.attention import (
 )
 from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import query as query_kernel
-from kimi_k2.kernels.attention.mla_sizes import LATENT
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import mla as ops_mla
@@ -85,7 +86,9 @@ def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Ten
     return (
         (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, capacity, heads))
         and is_hopper(cache.device)
-        and mla_decode.uses_cuda(heads, cache.dtype)
+        and heads in HEADS
+        and cache.dtype in CACHE_DTYPES
+        and find_nvcc() is not None
     )
 
 
@@ -122,7 +125,7 @@ def decode_attention(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
     block_table: Tensor | None = None, *, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`mla_decode`, in CUDA C++ where nvcc is found, in Triton elsewhere.
+    """`mla_decode`.
 
     `rounded`: over an e4m3 cache, queries and weights are rounded to e4m3 too, by a plan.
     """

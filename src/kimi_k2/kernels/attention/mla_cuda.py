@@ -7,7 +7,6 @@ The tensor maps are kernel parameters, encoded on every call: a captured CUDA gr
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROW
-from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.attention.mla_sizes import LATENT, LOG2_E, PAGE, ROW
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.structure import Structure, structure
@@ -47,17 +45,6 @@ class CudaLaunch:
 
 
 _Arguments = structure("attention/csrc/mla.cuh", "Arguments")
-
-
-@functools.cache
-def available() -> bool:
-    """Whether the kernel can be compiled here."""
-    return find_nvcc() is not None
-
-
-def supports_shape(heads: int, cache_dtype: torch.dtype) -> bool:
-    """Whether the kernel takes this many heads over such a cache."""
-    return heads in HEADS and cache_dtype in CACHE_DTYPES
 
 
 def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> CudaLaunch:

@@ -3,81 +3,33 @@
 Stands for `ops.mla.mla_absorbed_attention` at one query a sequence: every head reads the same cache row
 (512 latent | 64 rotated), whose latent is key and value. The context is split over thread blocks, by the shapes alone,
 so that a captured CUDA graph serves every length; the lengths are read on the device. The parts are joined in a fixed
-order: the same inputs give the same bits. CUDA C++ (`mla_cuda`) runs where nvcc is found, Triton elsewhere.
+order: the same inputs give the same bits. The kernel is CUDA C++ (`mla_cuda`).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_fp8, mla_plan
-from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, LOG2_E, PAGE, ROPE, ROW
-from kimi_k2.kernels.common.hardware import has_triton, hopper, is_hopper
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE, ROW
+from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.operation import kernel_operation
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How `attend` and `join` are launched.
-
-    Attributes:
-        block_h: heads of a thread block, at least 16 (absent ones are masked).
-        block_n: cache rows of a step, a divisor of the page.
-        splits: parts of the context.
-        warps: warps of a block of `attend`.
-        stages: depth of the pipeline of loads, at least 2: Triton 3.6 reads out of bounds with 1 and `tma`.
-        narrow: cache rows, not heads, along the 64 rows of a matrix instruction.
-        tma: whole blocks through the tensor memory accelerator, else through cp.async.
-    """
-
-    block_h: int
-    block_n: int
-    splits: int
-    warps: int
-    stages: int
-    narrow: bool = False
-    tma: bool = True
-
-    def __post_init__(self) -> None:
-        if self.stages < 2 or PAGE % self.block_n or not 1 <= self.splits <= 128:
-            raise KernelError(f"{self}: expected stages >= 2, block_n a divisor of {PAGE}, splits 1 to 128")
-
-
-def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> Launch:
-    """Launch for the shapes (swept on an H200): one wave of blocks, none with less than one step of context."""
-    if heads > 16:
-        blocks, launch = sm_count, (64, 64, 8, 2, False)
-    elif batch < 32:
-        blocks, launch = sm_count, (16, 64, 4, 2, True)
-    else:
-        # Steps of 32 rows leave shared memory for two blocks an SM: one loads while the other computes.
-        blocks, launch = 2 * sm_count, (16, 32, 4, 5, False)
-    block_h, block_n, warps, stages, narrow = launch
-    splits = max(1, min(blocks // max(1, batch), 128, -(-capacity // block_n)))
-    return Launch(block_h, block_n, splits, warps, stages, narrow)
-
-
-def for_fp8_cache(launch: Launch) -> Launch:
-    """The launch for an e4m3 cache, whose values become bfloat16 in registers: not where TMA would put them."""
-    return replace(launch, tma=False)
-
-
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
-    """Whether `mla_decode` takes these arguments: a Hopper GPU, Triton or nvcc, dtypes, sizes within the limits."""
-    if not is_hopper(q.device):
+    """Whether `mla_decode` takes these arguments: a Hopper GPU, nvcc, dtypes, sizes within the limits."""
+    if not is_hopper(q.device) or find_nvcc() is None:
         return False
     try:
         check_arguments(q, cache, seq_lens, block_table)
     except KernelError:
         return False
-    return has_triton() or uses_cuda(q.shape[1], cache.dtype)
+    return True
 
 
 def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
@@ -162,19 +114,6 @@ def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
     return (seq_lens[:, None] - behind).clamp_min(0).flatten()
 
 
-@functools.cache
-def _triton() -> Any:
-    """Triton's module of kernels; KernelError without Triton."""
-    if not has_triton():
-        raise KernelError("mla_decode needs Triton")
-    return importlib.import_module("kimi_k2.kernels.attention.mla_triton")
-
-
-def uses_cuda(heads: int, cache_dtype: torch.dtype) -> bool:
-    """Whether `mla_decode` runs CUDA C++ here: a compiler is there and the kernel takes the shape; else Triton."""
-    return mla_cuda.available() and mla_cuda.supports_shape(heads, cache_dtype)
-
-
 @kernel_operation("mla_decode")
 def mla_decode(
     q: Tensor,
@@ -191,14 +130,14 @@ def mla_decode(
     Args:
         q: bfloat16 [B, H, 576], queries with W_UK absorbed | rotated; H 8, 16, 32 or 64; over an e4m3 cache below
             2**22, as they become float16 there. Or [B, S, H, 576], S up to 8:
-            the last S tokens of each sequence, of which each sees one row more than the one before (CUDA C++ alone).
+            the last S tokens of each sequence, of which each sees one row more than the one before.
         cache: bfloat16 or e4m3, pages [P, 64, 576] with `block_table`, else [B, T, 576].
         seq_lens: int32 [B], rows of each sequence, clamped to what the cache can hold; 0 gives zeros. Of S tokens the
             last one sees them all, and one that sees none gives zeros.
         softmax_scale: multiplies the scores.
         block_table: int32 [B, max_pages], page of each 64 positions; entries past a sequence's end are not read.
         cache_scale: of an e4m3 cache, whose values are multiplied by it.
-        plan: of `mla_plan` over these lengths (`request_lengths` of them for S tokens) and this cache, for CUDA C++:
+        plan: of `mla_plan` over these lengths (`request_lengths` of them for S tokens) and this cache:
             which block takes which rows, so that lengths may differ; None splits every context into the same number
             of parts. With it `block_table` must not be written after the plan's launch.
         rounded: over an e4m3 cache by a plan, queries and weights are rounded to e4m3 too: about 3.7 % off instead of
@@ -208,30 +147,24 @@ def mla_decode(
         bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
 
     Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or Triton is missing where it is needed.
+        KernelError: a shape, dtype or device that the kernel does not take, there is no nvcc, or a failed launch.
     """
-    out: Tensor
     if q.dim() == 4:
         return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan, rounded)
     check_arguments(q, cache, seq_lens, block_table)
     capacity = mla_cuda.capacity_of(cache, block_table)
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
-    if plan is not None and capacity and uses_cuda(q.shape[1], cache.dtype):
+    if plan is not None and capacity:
         check_plan(q, plan)
         given = q, cache, seq_lens, softmax_scale, block_table
         return _by_plan(*given, plan, cache_scale, 1, capacity, rounded)
-    if uses_cuda(q.shape[1], cache.dtype):
-        rows = q
-        if mla_cuda.by_eights(*shape):
-            shape = mla_cuda.eights(*shape)
-            rows = q.view(*shape[:2], ROW)
-        chosen = mla_cuda.choose_launch(*shape)
-        out = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
-        return out.view(*q.shape[:2], LATENT)
-    launch = choose_launch(*shape)
-    if cache.dtype != q.dtype:
-        launch = for_fp8_cache(launch)
-    return run(q, cache, seq_lens, softmax_scale, block_table, launch, cache_scale=cache_scale)
+    rows = q
+    if mla_cuda.by_eights(*shape):
+        shape = mla_cuda.eights(*shape)
+        rows = q.view(*shape[:2], ROW)
+    chosen = mla_cuda.choose_launch(*shape)
+    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+    return out.view(*q.shape[:2], LATENT)
 
 
 def _check_queries(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
@@ -263,8 +196,6 @@ def _several(
     """Several queries a sequence, [B, S, H, 576] to [B, S, H, 512]: one pass over the cache for 64 rows of them."""
     _check_queries(q, cache, seq_lens, block_table)
     batch, tokens, heads = q.shape[:3]
-    if not uses_cuda(heads, cache.dtype):
-        raise KernelError(f"{tokens} queries a sequence need nvcc")
     fold = folding(tokens, heads)
     if fold.padding:
         q = torch.cat((q.new_zeros(batch, fold.padding, heads, ROW), q), dim=1)
@@ -279,51 +210,3 @@ def _several(
         shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
         out = mla_cuda.run(*given, mla_cuda.choose_launch(*shape), cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()
-
-
-def run(
-    q: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    block_table: Tensor | None,
-    launch: Launch,
-    part_dtype: torch.dtype = torch.float32,
-    overlap: bool = True,
-    cache_scale: float = 1.0,
-) -> Tensor:
-    """`mla_decode` in Triton with the launch pinned, arguments unchecked: for the sweep and the tests.
-
-    Without `overlap` the launches do not use programmatic dependence, which Triton's interpreter lacks.
-    """
-    kernels = _triton()
-    batch, heads = q.shape[:2]
-    splits = launch.splits
-    out = q.new_empty(batch, heads, LATENT)
-    if batch == 0:
-        return out
-    paged, quantized = block_table is not None, cache.dtype == torch.float8_e4m3fn
-    scale = softmax_scale * LOG2_E * (cache_scale if quantized else 1.0)
-    capacity = mla_cuda.capacity_of(cache, block_table)
-    parts = q.new_empty(batch, heads, splits, LATENT, dtype=part_dtype) if splits > 1 else out
-    sums = q.new_empty(batch, heads, splits, dtype=torch.float32) if splits > 1 else out
-    latents = ropes = cache
-    if launch.tma:
-        descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-        rows = cache.view(-1, ROW)
-        latents = descriptor.from_tensor(rows, [launch.block_n, LATENT])
-        ropes = descriptor.from_tensor(rows, [launch.block_n, ROPE])
-    kernels.attend[(splits, -(-heads // launch.block_h), batch)](
-        q, cache, latents, ropes, block_table if paged else seq_lens, seq_lens, out, parts, sums,
-        heads, block_table.shape[1] if block_table is not None else 0, capacity, scale, cache_scale, splits,
-        BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, SINGLE=splits == 1, PAGED=paged, TMA=launch.tma,
-        STAGES=launch.stages, NARROW=launch.narrow, QUANTIZED=quantized, OVERLAP=overlap, num_warps=launch.warps,
-        launch_pdl=overlap,
-    )  # fmt: skip
-    if splits > 1:
-        padded = 1 << (splits - 1).bit_length()
-        width = min(LATENT, 4096 // padded)
-        kernels.join[(batch * heads, LATENT // width)](
-            parts, sums, out, splits, PADDED=padded, WIDTH=width, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
-        )
-    return out

@@ -87,10 +87,9 @@ mla_plan_by_length.fake(_rows)
 
 
 def supports_decode(query: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> bool:
-    """What `mla_decode` takes in CUDA C++, of a batch that a plan serves."""
+    """What `mla_decode` takes, of a batch that a plan serves."""
     fits = mla_decode.supports(query, cache, seq_lens, block_table)
-    fits = fits and mla_decode.uses_cuda(query.shape[1], cache.dtype) and mla_cuda.capacity_of(cache, block_table) > 0
-    return fits and 0 < query.shape[0] <= mla_plan.MAX_BATCH
+    return fits and mla_cuda.capacity_of(cache, block_table) > 0 and 0 < query.shape[0] <= mla_plan.MAX_BATCH
 
 
 def decode(
