@@ -98,6 +98,9 @@ GROUP = "quantization_config.config_groups.group_0"
         ("rope_theta", 1e-300),
         ("rope_scaling.mscale_all_dim", 1e300),
         ("rms_norm_eps", 1e-300),
+        ("first_k_dense_replace", 10**9),
+        ("moe_layer_freq", 2**63),
+        (f"{GROUP}.weights.group_size", 10**400),
     ],
 )
 @pytest.mark.parametrize("name", ["kimi-k2-thinking", "kimi-k2.5"])

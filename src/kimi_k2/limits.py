@@ -36,7 +36,11 @@ CONFIG_FIELDS: dict[str, tuple[float, float]] = {
     "rope_theta": (2, 1e12),
     "routed_scaling_factor": (1e-6, 1e6),
     "rms_norm_eps": (1e-20, 1),
+    "first_k_dense_replace": (0, 1_000),
+    "moe_layer_freq": (1, 1_000),
 }
+# Rows or columns that share a scale.
+BLOCK_SIDE = 1_000_000
 YARN_FIELDS: dict[str, tuple[float, float]] = {
     "factor": (1e-3, 1e6),
     "original_max_position_embeddings": (1, 1_000_000_000),

@@ -107,6 +107,8 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         ({**AWQ, "version": "gemv"}, "quantization_config.version"),
         ({**AWQ, "zero_point": False}, "quantization_config.zero_point"),
         ({**AWQ, "bits": 8}, "quantization_config.bits"),
+        ({**AWQ, "group_size": 2**63}, "quantization_config.group_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 2**63]}, "quantization_config.weight_block_size.1"),
         ({**GPTQ, "desc_act": True}, "quantization_config.desc_act"),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "quantization_config.dynamic"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format"),

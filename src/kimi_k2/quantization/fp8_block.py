@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from kimi_k2.config_fields import refuse_unknown
@@ -21,7 +20,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.draw import filled, scale_factors
 from kimi_k2.quantization.modules import module_list
 from kimi_k2.quantization.rows import CHUNK_VALUES, work_rows
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import BlockSide, Stored, StoredFormat, TensorSpec, register
 
 E4M3_MAX = 448.0
 _NAN = 0x7F
@@ -213,7 +212,7 @@ class Fp8BlockFormat(StoredFormat):
     quant_method: Literal["fp8"] = "fp8"
     fmt: Literal["e4m3"] = "e4m3"
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
-    weight_block_size: tuple[PositiveInt, PositiveInt] = (128, 128)
+    weight_block_size: tuple[BlockSide, BlockSide] = (128, 128)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> Fp8BlockFormat | None:

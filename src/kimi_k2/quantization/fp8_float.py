@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme, config_of
 from kimi_k2.quantization.fp8_block import E4M3_MAX, Fp8BlockFormat, block_grid, e4m3_to_float32
-from kimi_k2.quantization.stored import RecastFormat, Stored, StoredFormat, TensorSpec, named_errors, register
+from kimi_k2.quantization.stored import (
+    BlockSide,
+    RecastFormat,
+    Stored,
+    StoredFormat,
+    TensorSpec,
+    named_errors,
+    register,
+)
 
 _KINDS = ("float-quantized", "naive-quantized")
 
@@ -72,7 +79,7 @@ class CompressedFp8BlockFormat(RecastFormat):
     scales = ("weight_scale",)
     unused = ("input_scale",)
 
-    block_structure: tuple[PositiveInt, PositiveInt] = (128, 128)
+    block_structure: tuple[BlockSide, BlockSide] = (128, 128)
     activations: str | None = None
 
     @classmethod

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt, field_validator
+from pydantic import field_validator
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme, config_of
 from kimi_k2.quantization.draw import filled, scale_factors
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, named_errors, register
+from kimi_k2.quantization.stored import BlockSide, Stored, StoredFormat, TensorSpec, named_errors, register
 
 VALUES_PER_WORD = 8
 OFFSET = 8
@@ -167,7 +167,7 @@ class Int4GroupFormat(StoredFormat):
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
     format: Literal["pack-quantized"] = "pack-quantized"
     num_bits: Literal[4] = 4
-    group_size: PositiveInt = 32
+    group_size: BlockSide = 32
     strategy: Literal["group"] = "group"
     symmetric: Literal[True] = True
     type: Literal["int"] = "int"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt, field_validator
+from pydantic import field_validator
 from torch import Tensor
 
 from kimi_k2.config_fields import refuse_unknown
@@ -26,7 +26,15 @@ from kimi_k2.quantization.int4_group import (
     whole_words,
 )
 from kimi_k2.quantization.modules import module_list
-from kimi_k2.quantization.stored import RecastFormat, Stored, StoredFormat, TensorSpec, named_errors, register
+from kimi_k2.quantization.stored import (
+    BlockSide,
+    RecastFormat,
+    Stored,
+    StoredFormat,
+    TensorSpec,
+    named_errors,
+    register,
+)
 
 _RANGE = 15
 
@@ -46,7 +54,7 @@ class Int4ZeroFormat(StoredFormat):
     implied = ("weight_shape",)
 
     num_bits: Literal[4] = 4
-    group_size: PositiveInt = 128
+    group_size: BlockSide = 128
     strategy: Literal["group"] = "group"
     symmetric: Literal[False] = False
     type: Literal["int"] = "int"
@@ -135,7 +143,7 @@ class _Transposed(RecastFormat):
     """AWQ and GPTQ: `qweight`, `qzeros`, `scales`, with the input dimension first."""
 
     bits: Literal[4] = 4
-    group_size: PositiveInt = 128
+    group_size: BlockSide = 128
 
     _whole_words = field_validator("group_size")(whole_words)
 

@@ -10,19 +10,21 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.limits import BLOCK_SIDE
 from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.modules import Rule, names_module
 from kimi_k2.quantization.registry import Registry
 from kimi_k2.quantization.rows import row_chunks
 
 Stored = dict[str, Tensor]
+BlockSide = Annotated[int, Field(ge=1, le=BLOCK_SIDE)]
 # Linears that no format quantizes.
 _FLOAT_MODULES = ("lm_head", "model.embed_tokens")
 _FLOAT_ENDINGS = ("norm", ".mlp.gate")
