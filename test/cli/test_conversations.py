@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_k2.cli import app
-from kimi_k2.engine.generate import Generator, Step
+from kimi_k2.engine.generate import Generator
+from kimi_k2.engine.step import Step
 from kimi_k2.errors import GenerationError, KimiK2Error
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 

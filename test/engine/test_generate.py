@@ -38,7 +38,7 @@ def test_probabilities_are_transformers(temperature: float, top_k: int, top_p: f
         expected = processors.MinPLogitsWarper(min_p)(None, expected)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     sampler = Sampler(params, [[0]] * 16)
-    ours = sampler._probabilities(logits)
+    ours = sampler.probabilities(logits)
     torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
 
 

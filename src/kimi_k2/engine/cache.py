@@ -117,6 +117,7 @@ def new_cache(
     slots: Sequence[int] | None = None,
     multiple: int = 1,
     *,
+    paged: bool = False,
     dtype: torch.dtype | None = None,
 ) -> PagedCache:
     """A cache for `batch` sequences: in pages if that takes less than half the memory, else one piece for each.
@@ -125,13 +126,15 @@ def new_cache(
         length: slots of the longest sequence.
         slots: what each sequence fills, at most `length`; None is `length`.
         multiple: lengths are rounded up to one of it, as far as the model's positions go.
+        paged: in pages in any case.
         dtype: None is the model's `kv_cache_dtype`.
     """
     most = model.config.max_position_embeddings
     longest, *rounded = (min(-(-one // multiple) * multiple, most) for one in (length, *(slots or ())))
-    pages = sum(map(pages_of, rounded)) if slots is not None and pages_pay(rounded) else None
+    rounded = rounded or [longest] * batch if paged else rounded
+    pages = sum(map(pages_of, rounded)) if rounded and (paged or pages_pay(rounded)) else None
     device, dtype = model.lm_head.weight.device, dtype or model.kv_cache_dtype or model.dtype
     cache = PagedCache(model.config, batch, longest, pages, dtype=dtype, device=device)
-    if slots is not None:
-        cache.assign(slots)
+    if slots is not None or paged:
+        cache.assign(slots or [length] * batch)
     return cache

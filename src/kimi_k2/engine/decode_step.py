@@ -17,6 +17,7 @@ from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.cache import decode_places
 from kimi_k2.ops.experts import routed_experts
@@ -44,13 +45,24 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
 
 
 def through(
-    layers: Iterable[LayerStep], x: Tensor, batch: Batch | None, caches: Iterable[Tensor | None]
+    layers: Sequence[LayerStep],
+    x: Tensor,
+    batch: Batch | None,
+    caches: Iterable[Tensor | None],
+    states: HiddenStates | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H]."""
+    """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H].
+
+    `states` sees the stream before each layer and behind the last.
+    """
     delta: Tensor | None = None
-    for layer, cache in zip(layers, caches, strict=True):
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if states is not None:
+            states.pass_by(number, x, delta)
         x, delta = layer(x, delta, batch, cache)
     assert delta is not None
+    if states is not None:
+        states.pass_by(len(layers), x, delta)
     return x, delta
 
 
@@ -125,15 +137,22 @@ class DecodeStep:
 
     def batch(self, positions: Tensor, dtype: torch.dtype) -> Batch:
         """One new token a sequence at int64 [B] positions; cos and sin in `dtype`."""
-        count, cache = len(positions), self.cache
+        cache = self.cache
         seq_lens, slots = decode_places(positions, cache.block_table, cache.page)
-        given = seq_lens, cache.data[0], len(self.layers[0].w_uk), cache.table
+        return self.rows(positions, seq_lens, slots, cache.table, dtype)
+
+    def rows(
+        self, positions: Tensor, seq_lens: Tensor, slots: Tensor, table: Tensor | None, dtype: torch.dtype
+    ) -> Batch:
+        """Rows of one new token each; `seq_lens`, `slots` and `table` as `Batch` has them."""
+        count, cache = len(positions), self.cache
+        given = seq_lens, cache.data[0], len(self.layers[0].w_uk), table
         rotary, plan = partial(self.model.model.rotary, positions, dtype), None
         if attention_plan.choose(*given).name == PLAIN:
             rotation = rotary()
         else:  # One block makes the plan: the rest of the GPU goes on beside it.
             plan, rotation = beside(partial(attention_plan, *given), rotary, positions.device)
-        return Batch(count, count, seq_lens, slots, cache.table, rotation=rotation, plan=plan)
+        return Batch(count, count, seq_lens, slots, table, rotation=rotation, plan=plan)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """Logits of the last layer's x + delta [B, H]."""

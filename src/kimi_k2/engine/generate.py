@@ -18,10 +18,15 @@ from torch import Tensor
 
 from kimi_k2.engine.cache import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
+from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
+from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
+from kimi_k2.engine.sampler import Sampler, SamplingParams, check_finite
+from kimi_k2.engine.speculate import PromptReader, speculative_steps
+from kimi_k2.engine.step import Step
+from kimi_k2.engine.verify_step import VerifyStep
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -140,18 +145,6 @@ def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], par
     return needed
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step produced: a token for each sequence still running (None for ended ones), and its seconds.
-
-    With `SamplingParams.logprobs` also log-probabilities, of each sequence.
-    """
-
-    tokens: tuple[int | None, ...]
-    seconds: float
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
 @dataclass
 class GenerationOutput:
     """Generated tokens with their timing.
@@ -183,9 +176,15 @@ class Generator:
         keep: a prompt that begins as the one before and its reply did, as a chat's next turn does, is read from where
             they part; for one sequence of text at a time, and not in batch-invariant mode, as decode steps wrote the
             reply's part of the cache.
+        drafter: proposes tokens, which are then verified several at a time; what is generated stays the same, greedily
+            token for token, sampled in its distribution. None decodes token by token.
+        draft_tokens: tokens that are drafted at most.
+        adaptive: draft fewer, or none, where that pays by `DraftLength`; None on a GPU alone. A sampled sequence then
+            depends on what else is in the batch, in its random choices though not in its distribution.
 
     Attributes:
         prompt: reads prompts into the cache that `prepare` gave last.
+        stats: of the last generation's drafts.
     """
 
     def __init__(
@@ -195,8 +194,14 @@ class Generator:
         reduce: Reduce = lambda x: x,
         gather: Reduce = lambda x: x,
         keep: bool = False,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 3,
+        adaptive: bool | None = None,
     ) -> None:
         self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
+        self.drafter, self.draft_tokens, self.adaptive = drafter, draft_tokens, adaptive
+        self.stats = DraftStats()
+        self._verify: VerifyStep | None = None
         self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
         self.prompt: PromptStep | None = None
@@ -215,13 +220,17 @@ class Generator:
         step = None  # its memory goes before the next one's comes
         self.close()
         kept = capturable(self.model, batch)
-        cache = new_cache(self.model, batch, length, slots, SLOTS if kept else 1)
+        paged = kept and self.drafter is not None  # kernels take a block table of pages alone
+        cache = new_cache(self.model, batch, length, slots, SLOTS if kept else 1, paged=paged)
         # On a GPU kernels may have put the weights into another order since the last layers were made.
         layers = None if cache.data.is_cuda else self._layers
         options: dict[str, Any] = {"reduce": self.reduce, "gather": self.gather, "layers": layers}
         step = self._step = DecodeStep(self.model, cache, graph=kept and cache.data.is_cuda, **options)
-        self.prompt, self._layers = PromptStep(step), step.layers
-        if kept:  # captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites
+        aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        self.prompt, self._layers = PromptStep(step, aux_layers), step.layers
+        self._verify = None if self.drafter is None else VerifyStep(step, aux_layers)
+        if kept and self.drafter is None:
+            # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
             step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
         return cache, step
 
@@ -229,9 +238,10 @@ class Generator:
         """Give the cache and its graphs up; the next generation makes them anew."""
         if self.prompt is not None:
             self.prompt.close()
-        if self._step is not None:
-            self._step.close()
-        self._step = self.prompt = None
+        for one in (self._verify, self.drafter, self._step):
+            if one is not None:
+                one.close()
+        self._step = self.prompt = self._verify = None
 
     def stream(
         self,
@@ -262,7 +272,7 @@ class Generator:
         if kept is not None and cache is kept[0] and alone and not batch_invariant():
             pairs = zip(kept[1], prompts[0][:-1], strict=False)
             cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        sampler, read = Sampler(params, prompts), self.prompt
+        sampler, read = Sampler(params, prompts), self._reader(cache, prompts)
         chunk_size = max(1, CHUNK // len(prompts)) if chunk_size is None else chunk_size
 
         def first() -> Tensor:
@@ -270,6 +280,9 @@ class Generator:
             check_finite(logits)
             return sampler(logits)
 
+        if self._verify is not None:
+            steps = self._speculate(prompts, sampler, first)
+            return self._noted(cache, prompts[0], steps) if self.keep and alone else steps
         steps = token_steps(
             [len(prompt) for prompt in prompts],
             params,
@@ -279,6 +292,30 @@ class Generator:
         if params.logprobs is not None:
             steps = (replace(step, logprobs=sampler.logprobs) for step in steps)
         return self._noted(cache, prompts[0], steps) if self.keep and alone else steps
+
+    def _reader(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> Read:
+        """What reads chunks of the prompts, for the drafter too if there is one."""
+        assert self.prompt is not None
+        if self.drafter is None:
+            return self.prompt
+        self.drafter.start(cache, prompts)
+        self._prompts = PromptReader(self.prompt, self.drafter, prompts, self.model.config.vocab_size)
+        return self._prompts
+
+    def _speculate(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, first: Callable[[], Tensor]
+    ) -> Iterator[Step]:
+        """Steps of drafted and verified tokens."""
+        drafter, verifies, self.stats = self.drafter, self._verify, DraftStats()
+        assert drafter is not None and verifies is not None
+        adaptive = self.model.lm_head.weight.is_cuda if self.adaptive is None else self.adaptive
+        cost = weights_cost(self.model.config) if adaptive else None
+        length = DraftLength(self.draft_tokens, cost, drafter.cost)
+
+        def begin() -> tuple[Tensor, Tensor | None]:
+            return first(), self._prompts.aux
+
+        return speculative_steps(prompts, sampler, begin, verifies, drafter, length, self.stats)
 
     def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
         """The steps; behind each the cache holds all tokens but the newest."""

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from kimi_k2.engine.generate import GenerationOutput, Step, generate, stream
+from kimi_k2.engine.generate import GenerationOutput, generate, stream
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.engine.step import Step
 from kimi_k2.engine.vision import VisionEncoder
 from kimi_k2.media.patches import Media
 from kimi_k2.media.prompt import MediaProcessor, MediaPrompt

@@ -19,6 +19,7 @@ from kimi_k2.engine.batch import Batch, Chunk
 from kimi_k2.engine.decode_step import DecodeStep, through
 from kimi_k2.engine.graphs import Recorded, on_all_ranks
 from kimi_k2.errors import GenerationError
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.ops.cache import chunk_slots
 from kimi_k2.ops.embedding import place_embeddings
 
@@ -56,10 +57,17 @@ class PromptStep:
 
     Args:
         step: gives model, cache, layers and the sums over ranks; its `record` says whether sizes are captured.
+        aux_layers: of `HiddenStates`.
+
+    Attributes:
+        aux: the hidden states [B, S, layers * H] of the last chunk, which another call may overwrite; None without
+            `aux_layers`.
     """
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: DecodeStep, aux_layers: tuple[int, ...] = ()) -> None:
         self.step, self.model, self.cache = step, step.model, step.cache
+        self.aux_layers = aux_layers
+        self.aux: Tensor | None = None
         self._captured: OrderedDict[Size, Captured] = OrderedDict()
         self._seen: set[Size] = set()
         self._refused: set[Size] = set()
@@ -97,7 +105,9 @@ class PromptStep:
             given = ids.to(device), positions.to(device), last.to(device)
             if key not in self._seen or key in self._refused or not self._capture(key, *given):
                 self._seen.add(key)
-                return self.run(*given, *key[1:])
+                logits = self.run(*given, *key[1:])
+                self.aux = None if self.aux is None else self.aux[:, :width]
+                return logits
         found = self._captured[key]
         self._captured.move_to_end(key)
         found.ids[:, :width].copy_(ids[:, :width])
@@ -106,6 +116,8 @@ class PromptStep:
         found.positions[:, width:] = -1
         found.last.copy_(last)
         found.graph.replay()
+        if self.aux_layers:
+            self.aux = found.graph.made[1][:, :width]
         return found.graph.made[0]
 
     def _capture(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
@@ -119,13 +131,16 @@ class PromptStep:
         def agree(here: bool) -> bool:
             return not int(self.step.reduce(torch.tensor([not here], dtype=torch.int32, device=ids.device)))
 
-        made, reason = on_all_ranks(lambda: [record(lambda: (run(),))], agree)
+        made, reason = on_all_ranks(lambda: [record(lambda: (run(), *self._aux()))], agree)
         if not made:
             self._refused.add(size)
             warnings.warn(f"prompts of {size[0]} tokens are launched one by one, not captured: {reason}", stacklevel=3)
             return False
         self._captured[size] = Captured(ids, positions, last, made[0])
         return True
+
+    def _aux(self) -> tuple[Tensor, ...]:
+        return () if self.aux is None else (self.aux,)
 
     def run(
         self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False, media: Media | None = None
@@ -140,7 +155,10 @@ class PromptStep:
         if media is not None:
             x = place_embeddings(x, *media)
         batch = self.batch(positions, x.dtype, length, whole)
-        x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data)
+        states = HiddenStates(self.aux_layers)
+        x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data, states)
+        if self.aux_layers:
+            self.aux = states.joined().view(*ids.shape, -1)
         rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
         return self.step.head(x[rows], delta[rows])
 

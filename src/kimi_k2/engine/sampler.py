@@ -103,6 +103,15 @@ def check_finite(logits: Tensor) -> None:
         )
 
 
+def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
+    """Of logits [B, vocab_size] and chosen tokens int64 [B], with so many of the likeliest."""
+    found = logits.float().log_softmax(dim=-1)
+    chosen = found.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = found.topk(count, dim=-1)
+    rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
+    return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in rows)
+
+
 class Sampler:
     """Chooses the next token of each sequence, reproducibly whatever else is in the batch.
 
@@ -132,15 +141,39 @@ class Sampler:
         if self.params.temperature == 0:
             tokens = penalized.argmax(dim=-1)
         else:
-            probabilities = self._probabilities(penalized.float().cpu())
+            probabilities = self.probabilities(penalized.float().cpu())
             rows = zip(probabilities, self.generators, strict=True)
             drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
             tokens = torch.cat(drawn).to(logits.device)
         if self.params.penalizes:
             self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
         if self.params.logprobs is not None:
-            self.logprobs = self._logprobs(logits.float(), tokens, self.params.logprobs)
+            self.logprobs = token_logprobs(logits, tokens, self.params.logprobs)
         return tokens
+
+    def along(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Penalized logits of places in a row, as if the drafted tokens before each were in the reply.
+
+        Args:
+            logits: [B, K + 1, vocab_size].
+            drafted: int64 [B, K].
+        """
+        if not self.params.penalizes:
+            return logits
+        first, held = self._penalized(logits[:, 0]), self._counts.clone()
+        made, one = [first], torch.ones_like(held[:, :1])
+        for place in range(drafted.shape[1]):
+            self._counts.scatter_add_(1, drafted[:, place, None], one)
+            made.append(self._penalized(logits[:, place + 1]))
+        self._counts = held
+        return torch.stack(made, dim=1)
+
+    def count(self, taken: Sequence[Sequence[int]]) -> None:
+        """Take note of tokens of each sequence that were chosen elsewhere."""
+        if self.params.penalizes:
+            for row, tokens in zip(self._counts, taken, strict=True):
+                for token in tokens:
+                    row[token] += 1
 
     def _penalized(self, logits: Tensor) -> Tensor:
         if not self._counts.numel():
@@ -153,15 +186,8 @@ class Sampler:
         logits = torch.where(self._in_prompt | (counts > 0), logits * penalty, logits)
         return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
-    @staticmethod
-    def _logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
-        found = logits.log_softmax(dim=-1)
-        chosen = found.gather(1, tokens[:, None])[:, 0].tolist()
-        values, ids = found.topk(count, dim=-1)
-        rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
-        return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in rows)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of penalized logits [B, vocab_size], each row up to a factor: temperature, top-k, top-p and min-p applied."""
         logits = logits / self.params.temperature
         if self.params.top_k and self.params.top_k < logits.shape[-1]:
             threshold = logits.topk(self.params.top_k, dim=-1).values[:, -1:]

@@ -14,6 +14,7 @@ from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache, kv_cache_dtype
 from kimi_k2.model.embedding import Embedding
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.model.loading import load_checkpoint
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.norm import RMSNorm
@@ -74,14 +75,19 @@ class KimiK2Model(nn.Module):
         cache: LatentCache | None,
         length: int,
         media: tuple[Tensor, Tensor] | None = None,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         """Token ids [B, S] to normed hidden states [B, S, H]."""
         x = self.embed_tokens(input_ids)
         if media is not None:
             x = place_embeddings(x, *media)
         rotation = self.rotary(positions.clamp(min=0), x.dtype)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if states is not None:
+                states.pass_by(number, x)
             x = layer(x, positions, rotation, cache, length)
+        if states is not None:
+            states.pass_by(len(self.layers), x)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -175,6 +181,7 @@ class KimiK2ForCausalLM(nn.Module):
         *,
         logits_at: Tensor | None = None,
         media: tuple[Tensor, Tensor] | None = None,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         """Logits of new tokens.
 
@@ -184,6 +191,7 @@ class KimiK2ForCausalLM(nn.Module):
             cache: takes the new entries and gives the old ones; None attends within `input_ids` alone.
             logits_at: int64 [B]: compute logits for this one column of each sequence only.
             media: int64 [B, S] and [M, H], embeddings of images and videos; see `ops.embedding.place_embeddings`.
+            states: takes hidden states [B, S, H] between layers.
 
         Returns:
             [B, S, vocab_size], or [B, vocab_size] with `logits_at`.
@@ -200,7 +208,7 @@ class KimiK2ForCausalLM(nn.Module):
             raise GenerationError(f"position {length - 1} is outside the cache of {cache.max_length} slots")
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.config.vocab_size:
             raise GenerationError(f"token ids must be in 0..{self.config.vocab_size - 1}")
-        x = self.model(input_ids, positions, cache, length, media)
+        x = self.model(input_ids, positions, cache, length, media, states)
         if logits_at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), logits_at]
         return dense_linear(x, self.lm_head.weight)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import Step, prompt_lengths, token_steps
+from kimi_k2.engine.generate import prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.step import Step
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.files import read_json
 from kimi_k2.neuron import contrib, cpu

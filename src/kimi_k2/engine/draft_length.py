@@ -1,0 +1,115 @@
+"""How many tokens to draft: as many as pay by what was accepted so far, none where a step of more rows costs too much.
+
+A step reads the weights of all experts that its rows choose, so that its cost follows from the rows alone; nothing is
+timed, and the same acceptance gives the same lengths on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kimi_k2.checkpoint.names import EXPERT, layer_specs
+from kimi_k2.config import KimiK2Config
+
+# Acceptance that is assumed at first, and tokens that this weighs as much as.
+PRIOR, PRIOR_WEIGHT = 0.6, 8
+# Verifications that half of what is known is of.
+MEMORY = 64
+# Steps without drafts until one is tried again.
+PAUSE = 32
+
+
+@dataclass
+class DraftStats:
+    """What was drafted and accepted, of all sequences.
+
+    Attributes:
+        drafted, accepted: tokens by their place in a draft, from the first.
+        steps: verifications, each sequence counted.
+        tokens: that these steps gave.
+        warned: it was said that too few are accepted.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    steps: int = 0
+    tokens: int = 0
+    warned: bool = False
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of the drafted tokens at each place that were accepted."""
+        return [kept / max(made, 1) for kept, made in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a verification and sequence."""
+        return self.tokens / max(self.steps, 1)
+
+    def add(self, drafted: int, accepted: int, tokens: int) -> None:
+        """One sequence's verification; `tokens` may be fewer where the sequence ended."""
+        for held, count in ((self.drafted, drafted), (self.accepted, accepted)):
+            held += [0] * (drafted - len(held))
+            for place in range(count):
+                held[place] += 1
+        self.steps += 1
+        self.tokens += tokens
+
+    def __str__(self) -> str:
+        by_place = ", ".join(f"{rate:.2f}" for rate in self.rates)
+        return f"{self.tokens_per_step:.2f} tokens a step, accepted by position {by_place or 'nothing'}"
+
+
+def weights_cost(config: KimiK2Config) -> Callable[[int], float]:
+    """Bytes of weights as they are stored that a step of so many rows reads, where rows choose their experts evenly."""
+    rest, experts = 2.0 * config.vocab_size * config.hidden_size, 0.0
+    layers = Counter(map(config.is_moe_layer, range(config.num_hidden_layers)))
+    for kind, count in layers.items():
+        layer = next(one for one in range(config.num_hidden_layers) if config.is_moe_layer(one) is kind)
+        for spec in layer_specs(config, layer):
+            if EXPERT.match(spec.name):
+                experts += spec.nbytes * count
+            else:
+                rest += spec.nbytes * count
+    share = config.num_experts_per_tok / config.n_routed_experts
+    return lambda rows: rest + experts * (1 - (1 - share) ** rows)
+
+
+class DraftLength:
+    """Chooses the number of drafted tokens of each step.
+
+    Args:
+        most: tokens at most.
+        cost: of a step of so many rows, in any unit; None drafts `most` tokens always.
+        draft_cost: of drafting one token, in the same unit.
+    """
+
+    def __init__(self, most: int, cost: Callable[[int], float] | None = None, draft_cost: float = 0.0) -> None:
+        self.most, self.cost, self.draft_cost = most, cost, draft_cost
+        self._kept = [PRIOR * PRIOR_WEIGHT] * most
+        self._made = [float(PRIOR_WEIGHT)] * most
+        self._paused = 0
+
+    def choose(self, sequences: int) -> int:
+        """Tokens to draft for so many running sequences."""
+        if self.cost is None:
+            return self.most
+        best, found, tokens, chance = 1 / self.cost(sequences), 0, 1.0, 1.0
+        for place in range(self.most):
+            chance *= self._kept[place] / self._made[place]
+            tokens += chance
+            gain = tokens / (self.cost(sequences * (place + 2)) + self.draft_cost * (place + 1))
+            if gain > best:
+                best, found = gain, place + 1
+        self._paused = 0 if found else self._paused + 1
+        if self._paused >= PAUSE:
+            found, self._paused = 1, 0
+        return found
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A sequence's verification: a place counts where all before it were accepted."""
+        for place in range(min(drafted, accepted + 1)):
+            self._kept[place] = self._kept[place] * (1 - 1 / MEMORY) + (place < accepted)
+            self._made[place] = self._made[place] * (1 - 1 / MEMORY) + 1

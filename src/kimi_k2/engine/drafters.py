@@ -1,0 +1,248 @@
+"""What proposes tokens to a generation: an Eagle3 head with a cache of its own, or n-grams of the text so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.drafts.ngram import lookup
+from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.graphs import Recorded, Recorder
+from kimi_k2.engine.prompt_step import padded_width
+from kimi_k2.engine.rejection import Proposal
+from kimi_k2.model.cache import LatentCache
+from kimi_k2.ops.cache import chunk_slots, gather_pages, store_slots
+
+# Graphs kept: of the first pass and of later ones, at a few widths and lengths.
+MAX_GRAPHS = 8
+
+
+class Accepted(NamedTuple):
+    """What the last step gave each sequence.
+
+    Attributes:
+        tokens: new tokens of each; none of one that has ended.
+        starts: position of the token before the first of them.
+        aux: hidden states [B, S or more, layers * H] at these positions, of which those of a sequence's tokens are
+            read; None if the drafter has no `aux_layers`.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    starts: Sequence[int]
+    aux: Tensor | None
+
+
+# Logits [B, rows] over a draft's vocabulary, and their place in the draft, to rows int64 [B] and what they were drawn
+# from [B, rows] on the CPU, None for the likeliest.
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+
+
+class Drafter(Protocol):
+    """Proposes tokens.
+
+    Attributes:
+        aux_layers: of the target's hidden states that it reads.
+        cost: bytes of weights that drafting a token reads.
+    """
+
+    aux_layers: tuple[int, ...]
+    cost: float
+
+    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+        """A generation begins, whose target writes to `cache`."""
+
+    def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
+        """A chunk of the prompts was read.
+
+        Args:
+            following: int64 [B, S] on the CPU, of each place the token after it.
+            positions: int64 [B, S] on the CPU; negative for padding and where no token follows yet.
+            aux: hidden states [B, S, layers * H].
+        """
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        """Draft up to `wanted` tokens of each sequence after those that were accepted last."""
+
+    def close(self) -> None:
+        """Give caches and graphs up."""
+
+
+class NgramDrafter:
+    """Drafts by `drafts.ngram.lookup`; for text that repeats itself or its prompt."""
+
+    aux_layers: tuple[int, ...] = ()
+    cost = 0.0
+
+    def __init__(self) -> None:
+        self._held: list[list[int]] = []
+        self._device = torch.device("cpu")
+
+    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+        """See `Drafter`."""
+        self._held, self._device = [list(prompt) for prompt in prompts], cache.data.device
+
+    def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
+        """See `Drafter`; the prompts are known already."""
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        """See `Drafter`."""
+        for held, tokens in zip(self._held, last.tokens, strict=True):
+            held += tokens
+        found = [lookup(held, count) if count else [] for held, count in zip(self._held, wanted, strict=True)]
+        made = torch.zeros(len(found), max(wanted), dtype=torch.int64)
+        for row, drafted in zip(made, found, strict=True):
+            row[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
+        return Proposal(made.to(self._device), tuple(map(len, found)))
+
+    def close(self) -> None:
+        """See `Drafter`."""
+
+
+class DraftCache(LatentCache):
+    """The cache of a head's one layer, [N, page, width], in the pages of the target's block table."""
+
+    def __init__(self, target: PagedCache, width: int, dtype: torch.dtype) -> None:
+        self.target, self.max_length = target, target.max_length
+        pages, page = target.data.shape[1:3]
+        self.data = torch.zeros(pages, page, width, dtype=dtype, device=target.data.device)
+
+    def update(self, layer: int, entries: Tensor, positions: Tensor, length: int) -> Tensor:
+        """As LatentCache's."""
+        table, page = self.target.block_table, self.target.page
+        store_slots(self.data, entries.flatten(0, 1), chunk_slots(positions, table, page).flatten())
+        return self.data[:, :length] if self.target.pages is None else gather_pages(self.data, table, length)
+
+
+class _Captured(NamedTuple):
+    given: tuple[Tensor, Tensor, Tensor, Tensor]
+    graph: Recorded
+
+
+class HeadDrafter:
+    """Chains of an Eagle3 head: its first pass reads what was accepted, each later one the token drafted before.
+
+    Entries of tokens that are rejected stay in its cache until the next first pass writes over them; what lies behind
+    is masked.
+
+    Args:
+        head: of the target.
+        recorder: makes what captures passes, on a GPU; None launches them one by one.
+    """
+
+    def __init__(self, head: Eagle3Head, recorder: Callable[[], Recorder] | None = None) -> None:
+        self.head, self.aux_layers, self.recorder = head, head.aux_layers, recorder
+        held = (weight for name, weight in head.named_parameters() if "embed_tokens" not in name)
+        self.cost = float(sum(weight.nbytes for weight in held))
+        self._cache: DraftCache | None = None
+        self._record: Recorder | None = None
+        self._captured: dict[tuple[bool, int, int], _Captured] = {}
+
+    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+        """See `Drafter`."""
+        if self._cache is None or self._cache.target is not cache:
+            self.close()
+            self._cache = DraftCache(cache, self.head.cache_dim, self.head.dtype)
+            self._record = self.recorder() if self.recorder is not None and cache.data.is_cuda else None
+
+    @torch.inference_mode()
+    def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
+        """See `Drafter`."""
+        length = int(positions.max()) + 1
+        if length > 0:
+            assert self._cache is not None and aux is not None
+            tokens, positions = (one.to(self._cache.data.device) for one in (following, positions))
+            self.head(tokens, self.head.fuse(aux), positions, self._cache, length)
+
+    @torch.inference_mode()
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        """See `Drafter`."""
+        assert self._cache is not None and last.aux is not None
+        device, width = self._cache.data.device, last.aux.shape[1]
+        tokens = torch.zeros(len(wanted), width, dtype=torch.int64)
+        positions = torch.full_like(tokens, -1)
+        for row, own, start in zip(range(len(tokens)), last.tokens, last.starts, strict=True):
+            tokens[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+            positions[row, : len(own)] = torch.arange(start, start + len(own))
+        ends = torch.tensor([max(len(own) - 1, 0) for own in last.tokens])
+        at = positions.gather(1, ends[:, None])  # of the last hidden state of each
+        most = max(wanted)
+        # Sequences of which more is wanted go on; the others become padding.
+        places = torch.where(torch.arange(most) < torch.tensor(wanted)[:, None], at + torch.arange(most), -1).to(device)
+        furthest = int(at.max()) + max(most, 1)
+        logits, hidden = self._pass(True, furthest, tokens.to(device), last.aux, positions.to(device), ends.to(device))
+        drafted: list[Tensor] = []
+        drawn: list[Tensor | None] = []
+        zero = torch.zeros_like(ends, device=device)
+        for place in range(most):
+            if place:
+                given = drafted[-1].unsqueeze(1), hidden.unsqueeze(1), places[:, place : place + 1], zero
+                logits, hidden = self._pass(False, furthest, *given)
+            rows, probabilities = choose(logits, place)
+            drafted.append(self.head.to_target(rows))
+            drawn.append(probabilities)
+        made = torch.stack(drafted, dim=1) if drafted else tokens[:, :0].to(device)
+        return Proposal(made, tuple(wanted), self._over_tokens(drawn))
+
+    def _over_tokens(self, drawn: Sequence[Tensor | None]) -> Tensor | None:
+        """Probabilities over the draft's rows as those over the target's tokens, [B, K, vocab_size]."""
+        known = [one for one in drawn if one is not None]
+        if not known:
+            return None
+        rows = torch.stack(known, dim=1)
+        if self.head.tokens is None:
+            return rows
+        wide = rows.new_zeros(*rows.shape[:2], self.head.config.vocab_size)
+        wide[..., self.head.tokens.cpu()] = rows
+        return wide
+
+    def _pass(
+        self, first: bool, furthest: int, tokens: Tensor, states: Tensor, positions: Tensor, at: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, rows] and hidden states [B, H] of column `at` of each sequence, for the caller to keep.
+
+        Args:
+            first: `states` are the target's, else the head's.
+            furthest: slots that all passes of this step attend to at most.
+        """
+        assert self._cache is not None
+        if self._record is None:
+            return self._run(first, max(furthest, 1), tokens, states, positions, at)
+        length = min(padded_width(furthest), self._cache.max_length)
+        key = first, tokens.shape[1], length
+        if key not in self._captured:
+            given = tokens.clone(), states.clone(), positions.clone(), at.clone()
+            run = partial(self._run, first, length, *given)
+            run()
+            if len(self._captured) >= MAX_GRAPHS:
+                self._forget()
+            self._captured[key] = _Captured(given, self._record(run))
+        captured = self._captured[key]
+        for held, new in zip(captured.given, (tokens, states, positions, at), strict=True):
+            held.copy_(new)
+        captured.graph.replay()
+        logits, hidden = captured.graph.made
+        return logits.clone(), hidden.clone()  # another pass writes over them
+
+    def _run(
+        self, first: bool, length: int, tokens: Tensor, states: Tensor, positions: Tensor, at: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self._cache is not None
+        hidden = self.head.fuse(states) if first else states
+        normed, after = self.head(tokens, hidden, positions, self._cache, length)
+        rows = torch.arange(len(at), device=at.device)
+        return self.head.logits(normed[rows, at]), after[rows, at]
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        self._forget()
+        self._cache = self._record = None
+
+    def _forget(self) -> None:
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()

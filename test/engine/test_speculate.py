@@ -1,0 +1,425 @@
+"""Generation with drafts of every quality gives what generation without gives."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import expected_tensors
+from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.drafts.ngram import lookup
+from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
+from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
+from kimi_k2.engine.generate import Generator, generate
+from kimi_k2.engine.rejection import Proposal
+from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.speculate import speculative_steps
+from kimi_k2.errors import KimiK2Warning
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.ops import registry
+from kimi_k2.synthetic.draft import write_synthetic_head
+
+DRAWN = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "4"))
+DRAWS = int(os.environ.get("KIMI_K2_DRAFT_DRAWS", "1000"))
+SEEDS = range(int(os.environ.get("KIMI_K2_DRAFT_SEEDS", "1")))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
+    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+
+
+class Oracle:
+    """Knows the replies; each token that it drafts is wrong with a chance."""
+
+    aux_layers: tuple[int, ...] = ()
+    cost = 0.0
+
+    def __init__(self, replies: list[list[int]], wrong: float = 0.0) -> None:
+        self.replies, self.wrong, self.random = replies, wrong, random.Random(1)
+
+    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+        self.said = [0] * len(prompts)
+
+    def read(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        tokens = torch.zeros(len(wanted), max(wanted), dtype=torch.int64)
+        for row, own in enumerate(last.tokens):
+            self.said[row] += len(own)
+            for place in range(wanted[row]):
+                right = self.replies[row][self.said[row] + place]
+                tokens[row, place] = right + 1 if self.random.random() < self.wrong else right
+        return Proposal(tokens, tuple(wanted))
+
+
+def drawn(seed: int, count: int, vocabulary: int) -> list[list[int]]:
+    """Prompts of drawn lengths, half of them with parts that repeat."""
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        part = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 3, 17, 40, 70]))]
+        prompts.append(part * rng.choice([1, 2]))
+    return prompts
+
+
+def speak(generator: Generator, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    replies: list[list[int]] = [[] for _ in prompts]
+    for step in generator.stream(prompts, params):
+        for reply, token in zip(replies, step.tokens, strict=True):
+            if token is not None:
+                reply.append(token)
+    return replies
+
+
+def head_drafters(model: KimiK2ForCausalLM, directory: Path) -> dict[str, Drafter]:
+    found: dict[str, Drafter] = {"ngram": NgramDrafter()}
+    for name, form, changes in (("llama", "llama", {"draft_vocab_size": 96}), ("mla", "mla", {"fc_norm": True})):
+        write_synthetic_head(directory / name, model.config, form, **changes)  # type: ignore[arg-type]
+        found[name] = HeadDrafter(Eagle3Head.from_pretrained(directory / name, model))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")
+def test_greedy_is_token_for_token_that_without(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
+    """In batches of drawn sizes and lengths, over end tokens amid a draft, whatever the quality."""
+    prompts = drawn(0, DRAWN, model.config.vocab_size)
+    rng, heads = random.Random(2), head_drafters(model, tmp_path)
+    while prompts:
+        batch = [prompts.pop() for _ in range(min(rng.choice([1, 3, 4]), len(prompts)))]
+        replies = generate(model, batch, SamplingParams(max_new_tokens=24)).token_ids
+        end = frozenset(reply[rng.randrange(8)] for reply in replies[1:])
+        params = SamplingParams(max_new_tokens=rng.choice([1, 2, 9, 14]), eos_token_ids=end)
+        wanted = generate(model, batch, params).token_ids
+        oracles = {"half": Oracle(replies, wrong=0.5), "perfect": Oracle(replies)}
+        for name, drafter in {**heads, **oracles}.items():
+            generator = Generator(model, drafter=drafter, draft_tokens=rng.choice([1, 3, 5]))
+            assert speak(generator, batch, params) == wanted, name
+            if name == "perfect" and params.max_new_tokens > 1:
+                stats = generator.stats
+                assert stats.accepted == stats.drafted
+
+
+def plain_verify(model: KimiK2ForCausalLM, cache: Any, layers: tuple[int, ...]) -> Callable[..., Any]:
+    def verifies(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        states = HiddenStates(layers)
+        logits = model(tokens, positions, cache, states=states)
+        return logits, states.joined() if layers else None
+
+    return verifies
+
+
+@pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")
+def test_hidden_states_are_those_of_the_plain_model(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
+    """What the engine hands a draft is what comes out of the plain model's layers; and the plain model verifies too."""
+    write_synthetic_head(tmp_path, model.config, "mla", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 3]})
+    head = Eagle3Head.from_pretrained(tmp_path, model)
+    prompts, params = [[5, 6, 7, 8, 9], [3, 4]], SamplingParams(max_new_tokens=8)
+    outputs: list[list[Tensor]] = [[] for _ in model.model.layers]
+    hooks = [
+        layer.register_forward_hook(lambda *given, held=held: held.append(given[2]))
+        for layer, held in zip(model.model.layers, outputs, strict=True)
+    ]
+    model(torch.tensor(prompts[:1]))
+    for hook in hooks:
+        hook.remove()
+    embedded = model.model.embed_tokens(torch.tensor(prompts[:1]))
+    expected = torch.cat((embedded, outputs[1][0], outputs[2][0]), dim=-1)
+    seen: list[Tensor] = []
+
+    class Noting(HeadDrafter):
+        def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
+            assert aux is not None
+            seen.append(aux.clone())
+            super().read(following, positions, aux)
+
+    drafter = Noting(head)
+    wanted = generate(model, prompts, params).token_ids
+    assert speak(Generator(model, drafter=drafter), prompts, params) == wanted
+    torch.testing.assert_close(seen[0][:1], expected, rtol=1e-4, atol=1e-4)
+
+    cache = PagedCache(model.config, 1, 32)
+    drafter.start(cache, prompts[:1])
+    states = HiddenStates(head.aux_layers)
+    sampler = Sampler(params, prompts[:1])
+
+    def begin() -> tuple[Tensor, Tensor]:
+        logits = model(torch.tensor(prompts[:1]), None, cache, states=states)
+        drafter.read(torch.tensor([prompts[0][1:]]), torch.arange(4)[None], states.joined()[:, :4])
+        return sampler(logits[:, -1]), states.joined()[:, -1:]
+
+    verifies = plain_verify(model, cache, head.aux_layers)
+    steps = speculative_steps(prompts[:1], sampler, begin, verifies, drafter, DraftLength(3), DraftStats())
+    assert [step.tokens[0] for step in steps] == wanted[0]
+
+
+@pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")
+def test_chains_are_those_of_a_head_without_a_cache(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
+    """Each drafted token is what the head makes of the whole text so far in one pass, after rejections too."""
+    write_synthetic_head(tmp_path, model.config, "llama")
+    head = Eagle3Head.from_pretrained(tmp_path, model)
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_new_tokens=9)
+    drafts: list[tuple[list[int], list[int]]] = []
+
+    class Noting(HeadDrafter):
+        def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+            held.extend(last.tokens[0])
+            made = super().propose(last, wanted, choose)
+            drafts.append((list(held), made.tokens[0, : wanted[0]].tolist()))
+            return made
+
+    held = list(prompt)
+    speak(Generator(model, drafter=Noting(head)), [prompt], params)
+    assert len(drafts) > 4
+    for text, made in drafts:
+        states = HiddenStates(head.aux_layers)
+        model(torch.tensor([text]), states=states)
+        hidden, tokens = head.fuse(states.joined()[:, :-1]), list(text[1:])
+        for token in made:
+            cache = PagedCache(model.config, 1, 64)
+            drafter = HeadDrafter(head)
+            drafter.start(cache, [text])
+            assert drafter._cache is not None
+            places = torch.arange(len(tokens))[None]
+            normed, after = head(torch.tensor([tokens]), hidden, places, drafter._cache, len(tokens))
+            assert int(head.logits(normed[0, -1]).argmax()) == token
+            hidden, tokens = torch.cat((hidden, after[:, -1:]), dim=1), [*tokens, token]
+
+
+def test_batch_invariant_mode_is_bit_equal(model: KimiK2ForCausalLM) -> None:
+    """Log-probabilities of a verification are a plain step's, bit by bit."""
+    prompts = drawn(5, 2, model.config.vocab_size)
+    params = SamplingParams(max_new_tokens=6, logprobs=2)
+    registry.set_batch_invariant(True)
+    try:
+        plain = list(Generator(model).stream(prompts, params))
+        replies = [[step.tokens[row] for step in plain] for row in range(2)]
+        longer = generate(model, prompts, SamplingParams(max_new_tokens=12)).token_ids
+        for wrong in (0.0, 0.5):
+            found: list[list[Any]] = [[], []]
+            for step in Generator(model, drafter=Oracle(longer, wrong)).stream(prompts, params):
+                for row, token in enumerate(step.tokens):
+                    if token is not None:
+                        found[row].append((token, step.logprobs[row]))
+            assert [[token for token, _ in row] for row in found] == replies
+            wanted = [[one.logprobs[row] for one in plain] for row in range(2)]
+            assert [[one for _, one in row] for row in found] == wanted
+    finally:
+        registry.set_batch_invariant(False)
+
+
+class Table:
+    """A target and a draft whose logits follow from the last token alone."""
+
+    aux_layers: tuple[int, ...] = ()
+    cost = 0.0
+
+    def __init__(self, seed: int, vocabulary: int = 64, spread: float = 1.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.target = torch.randn(vocabulary, vocabulary, generator=generator) * spread
+        self.draft = self.target + torch.randn(vocabulary, vocabulary, generator=generator)
+
+    def verify(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.target[tokens], None
+
+    def start(self, *_: object) -> None: ...
+
+    def read(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        token = torch.tensor([own[-1] if own else 0 for own in last.tokens])
+        drafted, drawn = [], []
+        for place in range(max(wanted)):
+            token, probabilities = choose(self.draft[token], place)
+            drafted.append(token)
+            drawn.append(probabilities)
+        if not drafted:
+            return Proposal(torch.zeros(len(wanted), 0, dtype=torch.int64), tuple(wanted))
+        rows = None if drawn[0] is None else torch.stack([one for one in drawn if one is not None], dim=1)
+        return Proposal(torch.stack(drafted, dim=1), tuple(wanted), rows)
+
+
+class Certain(Table):
+    """Drafts the likeliest token alone, whatever the temperature."""
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        return super().propose(last, wanted, lambda logits, place: (logits.argmax(dim=-1), None))
+
+
+def test_penalties_count_what_was_drafted_before() -> None:
+    """Of a target that repeats a token until it is penalized enough."""
+    table, prompts = Table(1), [[token] for token in range(8)]
+    table.target += 3 * torch.eye(64)
+    params = SamplingParams(max_new_tokens=24, repetition_penalty=1.4, frequency_penalty=0.4, presence_penalty=0.2)
+    sampler, token = Sampler(params, prompts), torch.arange(8)
+    wanted = []
+    for _ in range(24):
+        token = sampler(table.target[token])
+        wanted.append(token.tolist())
+    again = Sampler(params, prompts)
+    first = partial(again, table.target[torch.arange(8)])
+    found: list[list[int]] = [[] for _ in prompts]
+    replies = [list(row) for row in zip(*wanted, strict=True)]
+    oracle, stats = Oracle(replies), DraftStats()
+    oracle.said = [0] * len(prompts)
+    steps = speculative_steps(prompts, again, lambda: (first(), None), table.verify, oracle, DraftLength(4), stats)
+    for step in steps:
+        for reply, one in zip(found, step.tokens, strict=True):
+            reply += [] if one is None else [one]
+    assert found == replies and stats.accepted == stats.drafted
+
+
+def processed(logits: np.ndarray[Any, Any], said: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
+    """Probabilities in float64 after penalties, temperature, top-k and top-p, written by hand."""
+    logits = logits.astype(np.float64).copy()
+    for token in {0, *said}:  # the prompt is token 0
+        logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+    for token, count in Counter(said).items():
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    logits /= params.temperature
+    if params.top_k:
+        logits[logits < np.sort(logits)[-params.top_k]] = -np.inf
+    chances = np.exp(logits - logits.max())
+    chances /= chances.sum()
+    order = np.argsort(-chances)
+    before = np.cumsum(chances[order]) - chances[order]
+    chances[order[before >= params.top_p]] = 0
+    return chances / chances.sum()  # type: ignore[no-any-return]
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+]
+
+
+class Noted(DraftLength):
+    """Two tokens always; keeps what was accepted."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.accepted: list[int] = []
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.accepted.append(accepted)
+
+
+def chi_square(observed: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    """The p value, cells of fewer than ten expected put together."""
+    few = expected < 10
+    cells = [*zip(observed[~few], expected[~few], strict=True), (observed[few].sum(), expected[few].sum())]
+    cells = [(seen, hoped) for seen, hoped in cells if hoped > 0]
+    statistic = sum((seen - hoped) ** 2 / hoped for seen, hoped in cells)
+    return float(torch.special.gammaincc(*torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [*((Table, setting) for setting in SETTINGS), (Certain, SETTINGS[3])],
+    ids=lambda one: one.__name__ if isinstance(one, type) else "-".join(one),
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sampled_pairs_have_the_targets_distribution(kind: type[Table], setting: dict[str, Any], seed: int) -> None:
+    """Tokens two and three of a reply, which a draft of two was verified for; and acceptance as the formula has it."""
+    table, batch = kind(seed), min(500, DRAWS)
+    params = SamplingParams(max_new_tokens=4, **setting)
+    logits = table.target.numpy()
+    found: Counter[tuple[int, ...]] = Counter()
+    accepted, first = list[int](), 7
+    for number in range(-(-DRAWS // batch)):
+        prompts = [[0]] * batch
+        numbered = SamplingParams(max_new_tokens=4, seed=(seed << 32) + number * batch, **setting)
+        sampler = Sampler(numbered, prompts)
+        sampler.along(torch.zeros(batch, 1, 64), torch.zeros(batch, 0, dtype=torch.int64))
+        sampler.count([[first]] * batch)
+
+        def begin() -> tuple[Tensor, Tensor | None]:
+            return torch.full((batch,), first), None
+
+        replies: list[list[int]] = [[] for _ in prompts]
+        noted = Noted()
+        for step in speculative_steps(prompts, sampler, begin, table.verify, table, noted, DraftStats()):
+            for reply, token in zip(replies, step.tokens, strict=True):
+                reply += [] if token is None else [token]
+        accepted += noted.accepted[:batch]  # of the first verification
+        found.update(tuple(reply[1:3]) for reply in replies)
+    count = sum(found.values())
+    one = processed(logits[first], [first], params)
+    expected = np.stack([one[a] * processed(logits[a], [first, a], params) for a in range(64)])
+    observed = np.zeros_like(expected)
+    for (a, b), times in found.items():
+        observed[a, b] = times
+    assert observed[expected == 0].sum() == 0
+    assert chi_square(observed, expected * count) > 1e-4
+    own = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    draft = processed(table.draft.numpy()[first], [], own)
+    chance = np.minimum(one, draft).sum() if kind is Table else one[table.draft[first].argmax()]
+    rate = sum(one > 0 for one in accepted) / count
+    assert abs(rate - chance) < 4.5 * np.sqrt(chance * (1 - chance) / count) + 1e-9
+
+
+def test_lookup_takes_the_longest_and_latest() -> None:
+    assert lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 2) == [9, 2]  # three agree
+    assert lookup([1, 2, 7, 2, 8, 2], 3) == [8, 2]
+    assert lookup([1, 2, 3], 3) == [] == lookup([1], 2)
+
+
+def test_lengths_follow_acceptance_and_the_batch() -> None:
+    """All of them while they are accepted, none once they are not, and fewer where more rows cost more."""
+    length = DraftLength(3, lambda rows: 1 + 0.3 * rows, 0.02)
+    for _ in range(100):
+        length.observe(3, 3)
+    assert length.choose(1) == 3
+    for _ in range(300):
+        length.observe(3, 0)
+    assert length.choose(1) == 0
+    assert [length.choose(1) for _ in range(40)].count(1) == 1  # one is tried again
+    steep = DraftLength(3, lambda rows: 1.0 if rows <= 4 else rows)
+    assert (steep.choose(1), steep.choose(4)) == (3, 0)
+
+
+def test_a_step_of_more_rows_reads_more_experts(model: KimiK2ForCausalLM) -> None:
+    """Weights of a checkpoint: with one row the chosen experts' share, with very many all."""
+    cost, config = weights_cost(model.config), model.config
+    specs = {spec.name: spec.nbytes for spec in expected_tensors(config)}
+    every = sum(specs.values()) - specs["model.embed_tokens.weight"] - specs["model.norm.weight"]
+    assert cost(10**6) == pytest.approx(every)
+    expert = sum(size for name, size in specs.items() if ".experts.0." in name)  # in all layers
+    assert cost(10**6) - cost(1) == pytest.approx(expert * (config.n_routed_experts - config.num_experts_per_tok))
+
+
+def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
+    write_synthetic_head(tmp_path, model.config)
+    drafter = HeadDrafter(Eagle3Head.from_pretrained(tmp_path, model))
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    with pytest.warns(KimiK2Warning, match="most likely another model's"):
+        speak(Generator(model, drafter=drafter, draft_tokens=1), [[5, 6], [7, 8]], params)
+
+
+def test_a_next_turn_is_read_from_where_it_parts(model: KimiK2ForCausalLM) -> None:
+    """A kept cache and drafts together: what was rejected is no part of what is kept."""
+    params, prompt = SamplingParams(max_new_tokens=7), list(range(5, 25))
+    replies = generate(model, [prompt], SamplingParams(max_new_tokens=20)).token_ids
+    generator = Generator(model, keep=True, drafter=Oracle(replies, wrong=0.5))
+    reply = speak(generator, [prompt], params)[0]
+    prompt = [*prompt, *reply, 7, 8]
+    generator.drafter = Oracle(generate(model, [prompt], SamplingParams(max_new_tokens=20)).token_ids, wrong=0.5)
+    assert speak(generator, [prompt], params)[0] == generate(model, [prompt], params).token_ids[0]
