@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import zeros
@@ -68,6 +69,15 @@ def test_values_are_set_in_order_and_by_name() -> None:
         fp8_decode.Arguments(hiden=7)
     with pytest.raises(AttributeError, match="hiden"):
         made.hiden = 7
+
+
+def test_a_structure_is_one_class_in_whichever_file_it_is_read() -> None:
+    structures: list[Any] = [case[0] for case in CASES]
+    nested = [kind for one in structures for _, kind in one._fields_ if issubclass(kind, Structure)]
+    assert nested == [gate.GateArguments]
+    held = gate.GateArguments(tokens=3, scale=0.5)
+    made = router_gemm._RouterArguments(gate=held, hidden=7)
+    assert (made.gate.tokens, made.gate.scale, made.hidden) == (3, 0.5, 7)
 
 
 def test_what_is_no_structure_of_plain_fields_is_refused() -> None:

@@ -40,6 +40,12 @@ def _expanded(path: Path) -> str:
     return "".join(_expanded(included(name, path)) for name in INCLUDE.findall(text)) + text
 
 
+@functools.cache
+def _made(name: str, parent: type[Structure], fields: tuple[tuple[str, Any], ...]) -> type[Structure]:
+    """One class for one structure, from whichever file it is read: ctypes nests no other class with its fields."""
+    return type(name, (parent,), {"__slots__": (), "_fields_": fields})
+
+
 def _read(text: str, name: str) -> type[Structure]:
     found = list(re.finditer(_STRUCT.format(name), text, re.MULTILINE | re.DOTALL))
     if not found:
@@ -55,7 +61,7 @@ def _read(text: str, name: str) -> type[Structure]:
             count = [int(n) for n in re.findall(rf"constexpr int [^;]*\b{size} = (\d+)", before)] if size else []
             fields.append((field, kind * count[-1] if size else kind))
     parent = _read(before, base.rpartition(":")[2]) if base else Structure
-    return type(name, (parent,), {"__slots__": (), "_fields_": fields})
+    return _made(name, parent, tuple(fields))
 
 
 @functools.cache
