@@ -101,7 +101,7 @@ def parts(
 
 
 def fill(
-    kind: type[Structure], shape: Shape, topk_indices: Tensor, expert_map: Tensor | None, *first: Any, **others: Any
+    kind: type[Structure], shape: Shape, topk_indices: Tensor, expert_map: Tensor | None, /, *first: Any, **others: Any
 ) -> Structure:
     """The structure with these fields and those that every expert kernel has."""
     tokens, top_k, experts, hidden, inter = shape
