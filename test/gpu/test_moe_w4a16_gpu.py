@@ -1,4 +1,4 @@
-"""The INT4 expert kernel against float64 over the dequantized weights. Needs a Hopper GPU and nvcc."""
+"""The four-bit expert kernel against float64 over the dequantized weights. Needs a Hopper GPU and nvcc."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from four_bits import FORMATS, dense_experts, drawn
 
 from kimi_k2.bench.kernels.moe import random_routing
 from kimi_k2.bench.kernels.w4a16 import random_experts, random_packed
+from kimi_k2.kernels.experts.entries import _four_bit_experts, _scales_of_all, prepare_w4a16_experts
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
+from kimi_k2.ops.experts import ExpertWeights, routed_experts
+from kimi_k2.ops.registry import TABLE
+from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -221,3 +226,95 @@ def test_graph_replay_follows_its_inputs(tokens: int, choice: list[int] | None) 
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(out, moe_w4a16(x, *weights, indices, scores, choice=choice))
+
+
+def on_gpu(weight: Weight) -> Weight:
+    return Weight({suffix: tensor.cuda() for suffix, tensor in weight.tensors.items()}, weight.quantization)
+
+
+@pytest.fixture(scope="module", params=[*FORMATS])
+def four_bits(request: pytest.FixtureRequest) -> tuple[ExpertWeights, torch.Tensor, torch.Tensor]:
+    """Experts in the kernel's order, and their float64 weights."""
+    experts = drawn(FORMATS[request.param], 16, 256, H)
+    gate_up, down = dense_experts(experts)
+    made = prepare_w4a16_experts(ExpertWeights(on_gpu(experts.gate_up), on_gpu(experts.down)), torch.bfloat16)
+    assert made is not None
+    return made, gate_up.cuda(), down.cuda()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choice"),
+    [
+        (1, None), (3, None), (6, None), (8, None), (1, [1, 16, 8, 1, 1]), (8, [1, 16, 2, 2, 1]),
+        (24, [1, 16, 1, 1, 2]), (40, None),
+        (64, [0, 32, 2, 2, 1]), (57, [0, 32, 1, 1, 4]), (300, [0, 64, 1, 1, 2]), (300, [0, 128, 1, 1, 4]),
+        (1000, None),
+    ],
+)  # fmt: skip
+def test_every_format(
+    four_bits: tuple[ExpertWeights, torch.Tensor, torch.Tensor], tokens: int, choice: list[int] | None
+) -> None:
+    """As the model calls it (no choice), and each launch pinned; no further from float64 than a BF16 kernel."""
+    torch.manual_seed(tokens)
+    experts, gate_up, down = four_bits
+    indices, scores = random_routing(tokens, 8, 16)
+    if tokens > 2:
+        indices[1, 0], scores[tokens - 1] = -1, 0.0
+        indices[2 : tokens // 2, 0] = 5
+    x = torch.randn(tokens, H, device="cuda").bfloat16()
+
+    def expected(like_bf16: bool) -> torch.Tensor:
+        def rounded(v: torch.Tensor) -> torch.Tensor:
+            return v.bfloat16().double() if like_bf16 else v
+
+        out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+        for e in range(16):
+            token, slot = torch.where(indices == e)
+            gate, up = (x[token].double() @ rounded(gate_up[e]).T).chunk(2, -1)
+            y = rounded(F.silu(gate) * up) @ rounded(down[e]).T
+            out.index_add_(0, token, rounded(y * scores[token, slot, None].double()))
+        return rounded(out)
+
+    def call() -> torch.Tensor:
+        if choice is None:
+            return routed_experts(x, experts, indices, scores)
+        given = x, *_four_bit_experts(experts), indices, scores
+        pinned: torch.Tensor = moe_w4a16(*given, choice=choice, **_scales_of_all(experts))
+        return pinned
+
+    entry = next(one for one in TABLE["routed_experts"].entries if one.name == "moe_w4a16")
+    before, out = entry.calls, call()
+    assert entry.calls == before + (choice is None)
+    exact = expected(False)
+    error, bf16 = distance(out, exact), distance(expected(True), exact)
+    print(f"{experts.gate_up.quantization} T={tokens} {choice}: {error:.5f}, all in BF16 {bf16:.5f}")
+    assert error < 1.02 * bf16
+    for _ in range(3):
+        assert torch.equal(out, call()), "not deterministic"
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-128"])
+@pytest.mark.parametrize("choice", [[1, 16, 1, 1, 1], [0, 32, 1, 1, 4]])
+def test_every_number_of_tokens_an_expert_of_other_formats(name: str, choice: list[int]) -> None:
+    """Experts of 1 to 16 or 32 tokens in random order, of sizes far apart."""
+    torch.manual_seed(choice[1])
+    most = choice[1]
+    drawn_ones = drawn(FORMATS[name], most, 128, H)
+    gate_up, down = (part.cuda() for part in dense_experts(drawn_ones))
+    made = prepare_w4a16_experts(ExpertWeights(on_gpu(drawn_ones.gate_up), on_gpu(drawn_ones.down)), torch.bfloat16)
+    assert made is not None
+    counts = torch.randperm(most, device="cuda") + 1
+    indices = torch.repeat_interleave(torch.arange(most, device="cuda"), counts)[:, None]
+    tokens = len(indices)
+    indices = indices[torch.randperm(tokens, device="cuda")].contiguous()
+    scores = torch.rand(tokens, 1, device="cuda") + 0.5
+    x = (torch.randn(tokens, H, device="cuda") * 4.0 ** torch.randint(-4, 5, (tokens, 1), device="cuda")).bfloat16()
+    out = moe_w4a16(x, *_four_bit_experts(made), indices, scores, choice=choice, **_scales_of_all(made))
+    for expert in range(most):
+        mine = torch.where(indices[:, 0] == expert)[0]
+        wide = x[mine].double()
+        gate, up = (wide @ gate_up[expert].T).chunk(2, -1)
+        exact = (F.silu(gate) * up) @ down[expert].T * scores[mine].double()
+        gate, up = (wide @ gate_up[expert].bfloat16().double().T).chunk(2, -1)
+        y = (F.silu(gate) * up).bfloat16().double() @ down[expert].bfloat16().double().T * scores[mine].double()
+        assert distance(out[mine], exact) < 1.05 * distance(y.bfloat16(), exact), int(counts[expert])

@@ -18,6 +18,8 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static
 #define DECODE_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(on_cpu::dynamic_shared)
@@ -183,6 +185,15 @@ inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
   return __floats2bfloat162_rn(on_cpu::float_of(a.low) * on_cpu::float_of(b.low),
                                on_cpu::float_of(a.high) * on_cpu::float_of(b.high));
 }
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {  // of bf16's, exact in double
+  auto one = [](uint16_t x, uint16_t y, uint16_t z) {
+    return float(double(on_cpu::float_of(x)) * on_cpu::float_of(y) + on_cpu::float_of(z));
+  };
+  return __floats2bfloat162_rn(one(a.low, b.low, c.low), one(a.high, b.high, c.high));
+}
+inline __nv_bfloat162 __hneg2(__nv_bfloat162 a) { return {uint16_t(a.low ^ 0x8000), uint16_t(a.high ^ 0x8000)}; }
+inline __nv_bfloat162 __low2bfloat162(__nv_bfloat162 a) { return {a.low, a.low}; }
+inline __nv_bfloat162 __high2bfloat162(__nv_bfloat162 a) { return {a.high, a.high}; }
 inline float __bfloat162float(__nv_bfloat16 value) { return on_cpu::float_of(value.bits); }
 inline float __uint_as_float(uint32_t bits) {
   float value;
@@ -194,9 +205,13 @@ inline uint32_t __float_as_uint(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
+using std::min;
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
+inline int __ffsll(uint64_t x) { return __builtin_ffsll(x); }
 template <class T>
 inline T __ldg(const T* at) {
   return *at;
@@ -213,7 +228,10 @@ inline int __shfl_up_sync(unsigned, int value, int step) {
   return on_cpu::trade(value, lane < step ? lane : lane - step);
 }
 inline void __threadfence() {}
-inline float __shfl_sync(unsigned, float value, int lane) { return on_cpu::trade(value, lane); }
+template <class T>
+inline T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+  return on_cpu::trade(value, threadIdx.x % 32 / width * width + lane % width);
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   unsigned all = 0;
   for (int lane = 0; lane < 32; ++lane) all |= on_cpu::trade(unsigned(predicate), lane) << lane;
@@ -266,7 +284,8 @@ inline uint32_t fp8x2_to_half2(uint32_t pair) {
   const float2 two = fp8x2_to_float2(pair);
   return pack_half2(two.x, two.y);
 }
-inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+template <class Halves>
+inline void mma(float* d, Halves halves, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& of = on_cpu::blocks[on_cpu::rank].fragments[warp];
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -275,11 +294,14 @@ inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   for (int i = 0; i < 4; ++i)
     for (int k = 0; k < 16; ++k) {
       const int quad = k % 8 / 2, column = lane % 4 * 2 + i % 2;
-      const float2 a = from_halves(of[lane / 4 * 4 + quad][k / 8 * 2 + i / 2]);
-      const float2 b = from_halves(of[column * 4 + quad][4 + k / 8]);
+      const float2 a = halves(of[lane / 4 * 4 + quad][k / 8 * 2 + i / 2]);
+      const float2 b = halves(of[column * 4 + quad][4 + k / 8]);
       d[i] += k % 2 ? a.y * b.y : a.x * b.x;
     }
   __syncwarp();
+}
+inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  mma(d, from_halves, a0, a1, a2, a3, b0, b1);
 }
 inline void cp_async_16(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void cp_async_wait() {}
@@ -322,6 +344,10 @@ int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t share
 
 // A barrier counts the bytes that are still to come.
 namespace ptx {
+inline void mma_bf16(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const auto halves = [](uint32_t two) -> float2 { return {on_cpu::float_of(two & 0xffff), on_cpu::float_of(two >> 16)}; };
+  decode::mma(d, halves, a0, a1, a2, a3, b0, b1);
+}
 inline void mbar_init(uint64_t* bar, uint32_t) { *bar = 0; }
 inline void fence_mbar_init() {}
 inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) { *bar += bytes; }

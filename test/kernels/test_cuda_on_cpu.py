@@ -7,6 +7,7 @@ barriers, shuffles, masks, sums.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,13 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from four_bits import FORMATS, dense_experts, drawn
+from four_bits import arguments as four_bit_arguments
 from torch import Tensor
 
 from kimi_k2.kernels.attention import absorb, query
 from kimi_k2.kernels.common.build import KERNELS, source_of
-from kimi_k2.kernels.experts import fp8_decode
+from kimi_k2.kernels.experts import fp8_decode, w4a16
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS as KINDS
+from kimi_k2.kernels.experts.w4a16_layout import format_of, prepare_w4a16
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 from kimi_k2.ops.pages import next_step
+from kimi_k2.quantization.e2m1 import unpack_e2m1
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++")
@@ -35,7 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     whole = directory / "whole.cpp"
     names = (
         "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
-        "attention/attend_values", "attention/absorb", "rowwise/pairs", "rowwise/next_step",
+        "attention/attend_values", "attention/absorb", "rowwise/pairs", "rowwise/next_step", "experts/w4a16_decode",
     )  # fmt: skip
     whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
     assert COMPILER is not None
@@ -310,6 +316,89 @@ def test_experts(library: ctypes.CDLL, tokens: int, top_k: int, inter: int, with
                 one = expert(x[token : token + 1].double(), [w[local] for w in weights])
                 wanted[token] += one[0] * scores[token, slot].double()
     assert distance(out, wanted) < 2.5e-3
+
+
+# The others take a minute: KIMI_K2_SLOW=1.
+FEW = [("nvfp4-packed", 1, 1, 128)]
+MANY = [(name, *sizes) for name in FORMATS for sizes in ((1, 2, 128), (5, 3, 384))]
+
+
+@pytest.mark.parametrize(("name", "tokens", "top_k", "inter"), MANY if os.environ.get("KIMI_K2_SLOW") else FEW)
+def test_four_bit_experts(library: ctypes.CDLL, name: str, tokens: int, top_k: int, inter: int) -> None:
+    """One token, and tokens that share experts, an invalid pair and a weight of zero among theirs."""
+    torch.manual_seed(inter)
+    held, hidden = 3, 1024
+    experts = drawn(FORMATS[name], held, inter, hidden)
+    gate_up, down = dense_experts(experts)
+    (w13, s13, w2, s2), more = four_bit_arguments(experts)
+    prepare_w4a16(w13, s13, w2, s2, in_place=True)
+    indices = torch.stack([torch.randperm(held)[:top_k] for _ in range(tokens)])
+    scores = torch.rand(tokens, top_k)
+    if tokens > 1:
+        indices[1, 0], scores[0, 1] = -1, 0.0
+    x, out = torch.randn(tokens, hidden).bfloat16(), unwritten(tokens, hidden)
+    scratch = unwritten(tokens * top_k * inter)
+    whole = more.get("gate_up_proj_all"), more.get("down_proj_all")
+    arguments = w4a16.DecodeArguments(x, indices, scores, None, w13, s13, w2, s2, scratch, out, *whole)
+    arguments.tokens, arguments.top_k, arguments.experts, arguments.hidden = tokens, top_k, held, hidden
+    arguments.inter, arguments.num_global, arguments.ids64 = inter, held, 1
+    arguments.format, arguments.divides = KINDS.index(format_of(w13, s13)), more.get("divides", 0)
+    assert library.kimi_w4a16_decode(ctypes.byref(arguments), None) == 0
+    wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for number, score in zip(indices[token].tolist(), scores[token].double(), strict=True):
+            if number >= 0:
+                gate, up = (gate_up[number] @ x[token].double()).chunk(2)
+                wanted[token] += score * (down[number] @ (F.silu(gate) * up))
+    # INT4's weights are rounded to BF16; those of four-bit floats are exact.
+    assert distance(out, wanted) < (4e-3 if "int4" in name else 3e-3)
+
+
+CODES = """
+#include "experts/csrc/w4a16_formats.cuh"
+using namespace w4a16;
+template <class F>
+void take(const uint32_t* words, const typename F::Row* rows, int count, float* out) {
+  for (int i = 0; i < count; ++i)
+    for (int part = 0; part < 8; ++part) {
+      uint32_t code[2];
+      float times[2];
+      F::codes(code[0], code[1], words[i]);
+      F::times(rows[i], part / 2, part % 2, times[0], times[1]);
+      for (int row = 0; row < 2; ++row)
+        for (int byte = 0; byte < 4; ++byte)
+          *out++ = on_cpu::e4m3(code[row] >> (8 * byte) & 0xff) * times[row] * F::kSum * 512.f;
+    }
+}
+extern "C" void take(int format, const uint32_t* words, const void* rows, int count, float* out) {
+  if (format == 1) take<Mxfp4>(words, static_cast<const Mxfp4::Row*>(rows), count, out);
+  else take<Nvfp4>(words, static_cast<const Nvfp4::Row*>(rows), count, out);
+}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_four_bit_floats_as_e4m3(tmp_path: Path, name: str) -> None:
+    """Every value by every scale, exactly: what the kernel of more tokens multiplies, and by what its sums."""
+    (tmp_path / "codes.cpp").write_text(CODES)
+    flags = (*FLAGS, f"-I{KERNELS}", "-include", str(STAND_IN))
+    subprocess.run([str(COMPILER), *flags, "-o", str(tmp_path / "codes.so"), str(tmp_path / "codes.cpp")], check=True)
+    nvfp4 = name == "nvfp4"
+    scales = torch.arange(0 if nvfp4 else 40, 127 if nvfp4 else 200, dtype=torch.uint8)
+    count, each = len(scales), 16 if nvfp4 else 8
+    # Of a row of bytes each, the first is row g's of a part, the second the other row's.
+    rows = torch.stack([scales.roll(place) for place in range(each)], dim=1).contiguous()
+    values = torch.arange(16, dtype=torch.uint8)
+    nibbles = torch.stack([values[(torch.arange(count) + place) % 16] for place in range(8)], dim=1)
+    words = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+    out = torch.empty(count, 8, 2, 4)
+    taken = ctypes.CDLL(str(tmp_path / "codes.so")).take
+    taken(1 + nvfp4, pointer(words), pointer(rows), count, pointer(out))
+    wide = rows.view(torch.float8_e4m3fn).float() if nvfp4 else torch.exp2(rows.float() - 127)
+    by_part = wide.view(count, 8, 2) if nvfp4 else wide.view(count, 4, 2).repeat_interleave(2, 1)
+    codes = unpack_e2m1(words.view(torch.uint8)).view(count, 4, 2).transpose(1, 2)
+    assert torch.equal(out, by_part[..., None] * codes[:, None])
 
 
 def test_sums_and_products_of_two(library: ctypes.CDLL) -> None:

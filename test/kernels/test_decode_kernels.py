@@ -18,6 +18,7 @@ from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import fp8_few, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
 from kimi_k2.kernels.linear.few_gemm import UNITS, few_add_gemm, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
@@ -251,7 +252,8 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
 
     assert cases("linear/linear_decode", "switch (a.columns)") == 2 * list(DECODE_COLUMNS)  # FP8, BF16
     assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
-    assert cases("experts/w4a16_decode", "switch (a->hidden)") == list(moe_w4a16.DECODE_HIDDEN)
+    known = [*moe_w4a16.DECODE_HIDDEN, *range(len(FORMATS))]
+    assert cases("experts/w4a16_decode", "switch (a.hidden)") == known
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17])

@@ -10,12 +10,14 @@ import pytest
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common import build, libraries
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 
 
 def test_every_library_that_a_module_loads_is_listed() -> None:
     asked = set()
     for path in build.KERNELS.glob("*/*.py"):
         asked |= set(re.findall(r'\b(?:launch|load_library)\(\s*"([\w/]+)"', path.read_text()))
+    asked |= {one.library for one in FORMATS}
     assert asked == set(libraries.LIBRARIES)
     for library in libraries.LIBRARIES:
         assert 'extern "C"' in build.source_of(library).read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kimi_k2.kernels.experts import fp8_few as moe_few
 from kimi_k2.kernels.experts import invariant, tuning, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
-from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import INT4, checkpoint_order, format_of, prepare_w4a16
 from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
@@ -26,6 +27,8 @@ from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
 from kimi_k2.ops.streams import beside
 from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format, QuarkMxfp4Format
+from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format, Nvfp4Format
 
 BLOCK = (128, 128)
 # Tokens whose unquantized shared expert goes first where its launches and the routed ones have blocks to begin: the
@@ -115,28 +118,47 @@ class W4A16Order:
 W4A16_ORDERS = W4A16Order(True), W4A16Order(False)
 
 
-def _int4_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+_NVFP4 = Nvfp4Format, CompressedNvfp4Format
+_FOUR_BIT_FLOATS = (*_NVFP4, CompressedMxfp4Format, QuarkMxfp4Format)
+
+
+def _values(tensors: dict[str, Tensor]) -> Tensor:
+    """A projection's values: BF16, or packed ones as words of eight."""
+    values = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
+    return values if values.dtype == torch.bfloat16 else values.view(torch.int32)
+
+
+def _four_bit_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     gate_up, down = experts.gate_up.tensors, experts.down.tensors
-    second = down["weight_packed"] if "weight_packed" in down else down["weight"]
-    return gate_up["weight_packed"], gate_up["weight_scale"], second, down.get("weight_scale")
+    return _values(gate_up), gate_up["weight_scale"], _values(down), down.get("weight_scale")
 
 
-def _is_int4(experts: ExpertWeights, dtype: torch.dtype) -> bool:
-    """INT4 kept as stored, groups of 32 (the second projection may be BF16), for BF16 tokens."""
+def _scales_of_all(experts: ExpertWeights) -> dict[str, Any]:
+    """The operation's arguments of NVFP4."""
     scheme = experts.gate_up.quantization
-    if not isinstance(scheme, Int4GroupFormat) or not scheme.symmetric or dtype != torch.bfloat16:
+    if not isinstance(scheme, _NVFP4):
+        return {}
+    whole = scheme.suffixes[-1]
+    named = {"gate_up_proj_all": experts.gate_up.tensors[whole], "down_proj_all": experts.down.tensors[whole]}
+    return named | {"divides": isinstance(scheme, CompressedNvfp4Format)}
+
+
+def _is_four_bits(experts: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Kept as stored, for BF16 tokens: MXFP4, NVFP4, or INT4 in groups; with groups of 32 the second may be BF16."""
+    scheme, second = experts.gate_up.quantization, experts.down.quantization
+    if dtype != torch.bfloat16 or second not in (scheme, None):
         return False
-    packed = experts.down.tensors.get("weight_packed")
-    if packed is not None and experts.down.quantization != scheme:
+    if isinstance(scheme, Int4GroupFormat):
+        how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
+        if moe_w4a16.expert_mode(*how, down_proj_quantized=second is not None) is None:
+            return False
+    elif not isinstance(scheme, _FOUR_BIT_FLOATS) or second is None:
         return False
-    how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
-    if moe_w4a16.expert_mode(*how, down_proj_quantized=packed is not None) is None:
-        return False
-    down = experts.down.tensors["weight"] if packed is None else packed
-    if packed is None and down.dtype != torch.bfloat16:
+    down = _values(experts.down.tensors)
+    if second is None and down.dtype != torch.bfloat16:
         return False
     count, hidden, columns = down.shape
-    return moe_w4a16.supports(hidden, columns if packed is None else columns * 8, count, down.device)
+    return moe_w4a16.supports(hidden, columns if second is None else columns * 8, count, down.device)
 
 
 def prepare_w4a16_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights | None:
@@ -145,11 +167,11 @@ def prepare_w4a16_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertW
     Raises:
         KernelError: a CUDA graph is being captured.
     """
-    if experts.gate_up.order is not None or not _is_int4(experts, dtype):
+    if experts.gate_up.order is not None or not _is_four_bits(experts, dtype):
         return None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise KernelError("INT4 experts must be prepared before a graph is captured: their order changes")
-    prepare_w4a16(*_int4_experts(experts), in_place=True)
+        raise KernelError("four-bit experts must be prepared before a graph is captured: their order changes")
+    prepare_w4a16(*_four_bit_experts(experts), in_place=True)
     gate_up, down = (replace(w, order=o) for w, o in zip((experts.gate_up, experts.down), W4A16_ORDERS, strict=True))
     return replace(experts, gate_up=gate_up, down=down)
 
@@ -157,14 +179,17 @@ def prepare_w4a16_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertW
 def supports_moe_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
     """What `prepare_w4a16_experts` has put into order, BF16 tokens, up to 16 experts a token."""
     prepared = (experts.gate_up.order, experts.down.order) == W4A16_ORDERS
-    return prepared and topk_indices.shape[1] <= 16 and _is_int4(experts, x.dtype)
+    return prepared and topk_indices.shape[1] <= 16 and _is_four_bits(experts, x.dtype)
 
 
 def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
     """In a decode step of batch-invariant mode: what `moe_w4a16_few` takes of INT4 in both stages."""
-    if not (batch_invariant() and is_decoding()) or "weight_packed" not in experts.down.tensors:
+    if not (batch_invariant() and is_decoding()):
         return False
-    top_k, hidden, inter = topk_indices.shape[1], x.shape[1], experts.gate_up.tensors["weight_packed"].shape[1] // 2
+    words, scale, _, second = _four_bit_experts(experts)
+    if second is None or format_of(words, scale) is not INT4:
+        return False
+    top_k, hidden, inter = topk_indices.shape[1], x.shape[1], words.shape[1] // 2
     splits = invariant.decode_splits(top_k, hidden, inter, int4=True)
     return w4a16_few.supports(x.shape[0], top_k, hidden, inter, splits, x.device)
 
@@ -175,7 +200,7 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
 def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_w4a16` over the experts that this rank holds."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    held = _int4_experts(experts)
+    held = _four_bit_experts(experts)
     count, hidden, inter = held[0].shape[0], x.shape[1], held[0].shape[1] // 2
     dtype, block = moe_w4a16.TUNING_DTYPES[held[3] is None], f"1x{W4A16_GROUP}"
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
@@ -187,7 +212,7 @@ def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor
     inner = 1
     if choice is not None and x.shape[0] >= invariant.INNER_TOKENS:
         choice[2], inner = 1, choice[2]
-    out = moe_w4a16.moe_w4a16(*given, choice, choice is not None, inner)
+    out = moe_w4a16.moe_w4a16(*given, choice, choice is not None, inner, **_scales_of_all(experts))
     return out
 
 
@@ -290,7 +315,7 @@ def _supports_few_int4(
     """What `moe_w4a16_few` takes, with an unquantized shared expert."""
     if shared_gate_up.quantization is not None or shared_down.quantization is not None:
         return False
-    if "weight_packed" not in experts.gate_up.tensors:
+    if not isinstance(experts.gate_up.quantization, Int4GroupFormat):
         return False
     tokens, top_k = topk_indices.shape
     if not w4a16_few.has_room(tokens, top_k, experts.gate_up.tensors["weight_packed"].shape[1] // 2):
@@ -317,7 +342,7 @@ def few_int4_experts(
     inter = experts.gate_up.tensors["weight_packed"].shape[1] // 2
     splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], inter, int4=True)
     shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
-    held = _int4_experts(experts)
+    held = _four_bit_experts(experts)
     out: Tensor = w4a16_few.moe_w4a16_few(x.contiguous(), *held, *routing, splits, experts.expert_map, *shared)
     return out
 

@@ -1,13 +1,13 @@
-"""INT4 (W4A16) routed experts on Hopper: `torch.ops.kimi_k2.moe_w4a16`.
+"""Four-bit (W4A16) routed experts on Hopper: `torch.ops.kimi_k2.moe_w4a16`.
 
-Replaces `ops.experts.routed_experts` over weights that are symmetric INT4 in groups of 32 along the input
-dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5). Weights are unpacked to bfloat16 in registers, value
-times scale rounded once; for few tokens an expert to e4m3, unrounded, and scales are applied to sums (tokens are then
-the sum of two e4m3 values, which hold bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is
-bfloat16. The second stage's weights may be bfloat16 instead (`w2_bf16`). Weights must first be put in the kernel's
-order by `prepare_w4a16`. csrc/w4a16_kernel.cuh says how the launch works; up to `DECODE_TOKENS` tokens
-csrc/w4a16_decode.cu takes the pairs one by one, those of one expert together. Capture-safe: see common/workspace.py for
-scratch memory.
+Replaces `ops.experts.routed_experts` over weights that are symmetric INT4 in groups of 32, 64 or 128 along the input
+dimension (compressed-tensors `pack-quantized`: K2-Thinking, K2.5), MXFP4 or NVFP4 (csrc/w4a16_formats.cuh). Weights are
+unpacked to bfloat16 in registers, value times scale rounded once (those of four-bit floats are exact); for few tokens
+an expert to e4m3, unrounded, and scales are applied to sums (tokens are then the sum of two e4m3 values, which hold
+bfloat16's bits: csrc/w4a16_e4m3.cuh). Sums are float32; the intermediate is bfloat16. INT4's second stage may have
+bfloat16 weights instead (`w2_bf16`). Weights must first be put in the kernel's order by `prepare_w4a16`.
+csrc/w4a16_kernel.cuh says how the launch works; up to `DECODE_TOKENS` tokens csrc/w4a16_decode.cu takes the pairs one
+by one, those of one expert together. Capture-safe: see common/workspace.py for scratch memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts.launch import Routing, expect_routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
-from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, GROUP
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, FORMATS, GROUP, INT4, format_of
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
 TUNING_DTYPES = {False: "int4", True: "int4_w2_bf16"}
@@ -63,9 +63,12 @@ def expert_mode(
     Returns:
         "w4a16", "w2_bf16" where the second stage stays in bfloat16, or None where the kernel does not apply.
     """
-    if (num_bits, group_size, strategy, type_) != (4, GROUP, "group", "int"):
+    if (num_bits, strategy, type_) != (4, "group", "int"):
         return None
-    return "w4a16" if down_proj_quantized else "w2_bf16"
+    if group_size == GROUP and not down_proj_quantized:
+        return "w2_bf16"
+    known = group_size in {one.group for one in FORMATS if one.scale == INT4.scale}
+    return "w4a16" if known and down_proj_quantized else None
 
 
 def check_arguments(
@@ -90,14 +93,34 @@ def check_arguments(
         )
     expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
     expect("gate_up_proj_packed", gate_up_proj_packed, x.device, (experts, 2 * inter, hidden // 8), torch.int32)
-    expect("gate_up_proj_scale", gate_up_proj_scale, x.device, (experts, 2 * inter, hidden // GROUP), torch.bfloat16)
-    if down_proj_scale is None:
+    kind = format_of(gate_up_proj_packed, gate_up_proj_scale)
+    expect("gate_up_proj_scale", gate_up_proj_scale, x.device, (experts, 2 * inter, hidden // kind.group), kind.scale)
+    if down_proj_scale is None and kind is INT4:
         expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter), torch.bfloat16)
     else:
         expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter // 8), torch.int32)
-        expect("down_proj_scale", down_proj_scale, x.device, (experts, hidden, inter // GROUP), torch.bfloat16)
+        if down_proj_scale is None:
+            raise KernelError("down_proj_scale is None, expected scales as those of gate_up_proj")
+        expect("down_proj_scale", down_proj_scale, x.device, (experts, hidden, inter // kind.group), kind.scale)
     expect_routing(x, topk_indices, topk_weights, expert_map)
     return tokens, top_k, experts, hidden, inter
+
+
+def check_scales_of_all(
+    gate_up_proj_packed: Tensor,
+    gate_up_proj_scale: Tensor,
+    down_proj_packed: Tensor,
+    gate_up_proj_all: Tensor | None,
+    down_proj_all: Tensor | None,
+) -> None:
+    """KernelError unless NVFP4 has its scales of all, and no other format any."""
+    wanted = format_of(gate_up_proj_packed, gate_up_proj_scale).scale == torch.float8_e4m3fn
+    matrices = ("gate_up", gate_up_proj_packed, gate_up_proj_all), ("down", down_proj_packed, down_proj_all)
+    for name, packed, whole in matrices:
+        if (whole is not None) != wanted:
+            raise KernelError(f"{name}_proj_all: expected scales of all with e4m3 scales, and with no others")
+        if whole is not None:
+            expect(f"{name}_proj_all", whole, packed.device, (*packed.shape[:2], 1), torch.float32)
 
 
 def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
@@ -172,15 +195,19 @@ def moe_w4a16(
     choice: list[int] | None = None,
     unpaired: bool = False,
     inner: int = 1,
+    gate_up_proj_all: Tensor | None = None,
+    down_proj_all: Tensor | None = None,
+    divides: bool = False,
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
         x: bfloat16 [T, H], H a multiple of 256.
         gate_up_proj_packed: int32 [E, 2I, H/8] as `prepare_w4a16` ordered it; I a multiple of 128.
-        gate_up_proj_scale: bfloat16 [E, 2I, H/32], likewise.
+        gate_up_proj_scale: [E, 2I, H/group], likewise: bfloat16 a 32, 64 or 128 columns of INT4, uint8 (e8m0) a 32 of
+            MXFP4, e4m3 a 16 of NVFP4.
         down_proj_packed: int32 [E, H, I/8], likewise; or bfloat16 [E, H, I], likewise.
-        down_proj_scale: bfloat16 [E, H, I/32], likewise; None with bfloat16 weights.
+        down_proj_scale: [E, H, I/group], likewise; None with bfloat16 weights.
         topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
         topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
         expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
@@ -188,6 +215,9 @@ def moe_w4a16(
         unpaired: of a pinned, unfused launch: a token's bits do not depend on how many tokens its expert has.
         inner: parts of the first stage's columns that a work item sums one after another, where `splits1` is 1 and
             `max_tokens` 32: the bits of so many `splits1`.
+        gate_up_proj_all, down_proj_all: float32 [E, 2I, 1] and [E, H, 1], of NVFP4 the scale of all of a matrix in each
+            of its rows.
+        divides: these divide, as compressed-tensors has them.
 
     Returns:
         bfloat16 [T, H]; zeros for a token without a valid local pair.
@@ -199,6 +229,8 @@ def moe_w4a16(
         x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
         expert_map,
     )  # fmt: skip
+    check_scales_of_all(gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, gate_up_proj_all, down_proj_all)
+    kind = format_of(gate_up_proj_packed, gate_up_proj_scale)
     tokens, top_k, experts, hidden, inter = shape
     out = torch.empty_like(x)
     if tokens == 0:
@@ -209,11 +241,13 @@ def moe_w4a16(
     share = 1.0 if expert_map is None else experts / expert_map.shape[0]
     if choice is None and takes_decode(tokens, top_k, top_k * share, hidden, inter, w2_bf16):
         intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
-        given = (x, topk_indices, topk_weights, expert_map, *held, intermediate, out)
+        given = x, topk_indices, topk_weights, expert_map, *held, intermediate, out, gate_up_proj_all, down_proj_all
         arguments = fill(DecodeArguments, shape, topk_indices, expert_map, *given)
+        arguments.format, arguments.divides = FORMATS.index(kind), divides
         launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
         return out
     weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
+    weights |= {"all13": gate_up_proj_all, "all2": down_proj_all}
     dtype = TUNING_DTYPES[w2_bf16]
 
     def tuned(count: int) -> ExpertChoice:
@@ -224,9 +258,9 @@ def moe_w4a16(
         check_choice(part.choice)
         queue = moe_fp8.queue_arguments(Arguments, part, weights, sm_count)
         queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
-        queue.most_items, queue.inner = 0 if unpaired else MOST_ITEMS, inner
-        launch("experts/w4a16", "kimi_w4a16", "moe_w4a16", x.device, queue)
+        queue.most_items, queue.inner, queue.divides = 0 if unpaired else MOST_ITEMS, inner, divides
+        launch(kind.library, "kimi_w4a16", "moe_w4a16", x.device, queue)
     return out
 
 
-moe_w4a16.fake(check_arguments, lambda x: torch.empty_like(x))
+moe_w4a16.fake(check_arguments, check_scales_of_all, lambda x: torch.empty_like(x))

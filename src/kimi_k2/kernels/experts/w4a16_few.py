@@ -18,7 +18,7 @@ from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.launch import fill
 from kimi_k2.kernels.experts.w4a16 import check_arguments
-from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, GROUP, INT4, format_of
 from kimi_k2.kernels.linear import dense_gemm
 
 MAX_TOKENS, MAX_TOP_K, MAX_SPLITS = 4, 16, 8
@@ -74,7 +74,11 @@ def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor 
     expect("shared_down", shared_down, x.device, (x.shape[1], inter), torch.bfloat16)
 
 
-def _check_sizes(x: Tensor, gate_up_proj_packed: Tensor, topk_indices: Tensor, splits: int) -> None:
+def _check_sizes(
+    x: Tensor, gate_up_proj_packed: Tensor, gate_up_proj_scale: Tensor, topk_indices: Tensor, splits: int
+) -> None:
+    if format_of(gate_up_proj_packed, gate_up_proj_scale) is not INT4:
+        raise KernelError(f"gate_up_proj_scale: expected that of INT4 in groups of {GROUP}")
     hidden, inter, (tokens, top_k) = x.shape[1], gate_up_proj_packed.shape[1] // 2, topk_indices.shape
     if not (0 < splits <= MAX_SPLITS and _fits(tokens, top_k, hidden, inter, splits)):
         raise KernelError(
@@ -115,7 +119,7 @@ def moe_w4a16_few(
     held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     shape = check_arguments(x, *held, topk_indices, topk_weights, expert_map)
     tokens, top_k, _, _, inter = shape
-    _check_sizes(x, gate_up_proj_packed, topk_indices, splits)
+    _check_sizes(x, gate_up_proj_packed, gate_up_proj_scale, topk_indices, splits)
     _check_shared(x, shared_gate_up, shared_down)
     if shared_down is not None and not has_room(tokens, top_k, inter):
         raise KernelError(

@@ -1,6 +1,6 @@
-"""Order of INT4 expert weights in memory for `kimi_k2::moe_w4a16`: each thread's words next to each other.
+"""Order of four-bit expert weights in memory for `kimi_k2::moe_w4a16`: each thread's words next to each other.
 
-A chunk is 256 rows by 128 columns (16 KB of words, 2 KB of scales). The layout is a permutation of the checkpoint's
+A chunk is 256 rows by 128 columns (16 KB of words, and their scales). The layout is a permutation of the checkpoint's
 nibbles and scales: shapes, dtypes and bytes stay the same, and `restore_w4a16` undoes it bit for bit.
 
 Rows are cut into blocks of 4 tiles of 4 warps of 16 rows: in gate_up_proj the 16 are 8 gate rows and the same 8 up
@@ -21,6 +21,47 @@ from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 GROUP = 32
 CHUNK_ROWS, CHUNK_COLUMNS = 256, 128
+
+
+class FourBits(NamedTuple):
+    """What the kernels are instances of (csrc/w4a16_formats.cuh).
+
+    Attributes:
+        library: of the launches for more than a few tokens.
+        group: columns that share a scale.
+        scale: the scales' dtype; e8m0 is uint8.
+    """
+
+    library: str
+    group: int
+    scale: torch.dtype
+
+
+# By their numbers in csrc/w4a16_decode.cu: INT4, MXFP4, NVFP4 and INT4 in wider groups.
+FORMATS = (
+    FourBits("experts/w4a16", GROUP, torch.bfloat16),
+    FourBits("experts/w4a16_mxfp4", 32, torch.uint8),
+    FourBits("experts/w4a16_nvfp4", 16, torch.float8_e4m3fn),
+    FourBits("experts/w4a16_group64", 64, torch.bfloat16),
+    FourBits("experts/w4a16_group128", 128, torch.bfloat16),
+)
+INT4 = FORMATS[0]
+
+
+def format_of(packed: Tensor, scale: Tensor) -> FourBits:
+    """The format of words int32 [..., K/8] and scales [..., K/group].
+
+    Raises:
+        KernelError: there is no such format.
+    """
+    columns = packed.shape[-1] * 8
+    for one in FORMATS:
+        if scale.dtype == one.scale and scale.shape[-1] * one.group == columns:
+            return one
+    known = ", ".join(f"{one.scale} a {one.group}" for one in FORMATS)
+    raise KernelError(
+        f"gate_up_proj_scale is {scale.dtype} {tuple(scale.shape)} of {columns} columns, expected {known}"
+    )
 
 
 class PreparedW4A16(NamedTuple):
@@ -86,15 +127,16 @@ def _restore_words(ordered: Tensor, gate_up: bool) -> Tensor:
     return _words(_join_rows(split.flatten(5), gate_up))
 
 
-def _order_scales(scale: Tensor, gate_up: bool) -> Tensor:
-    split = _split_rows(scale, gate_up).unflatten(-1, (-1, 4))
+def _order_scales(scale: Tensor, gate_up: bool, groups: int) -> Tensor:
+    """`groups`: of a chunk."""
+    split = _split_rows(scale, gate_up).unflatten(-1, (-1, groups))
     out: Tensor = split.permute(_SCALES).reshape(scale.shape)
     return out
 
 
-def _restore_scales(ordered: Tensor, gate_up: bool) -> Tensor:
-    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // 4
-    split = ordered.reshape(blocks, chunks, 4, 4, 8, 4, 2).permute(_inverse(_SCALES))
+def _restore_scales(ordered: Tensor, gate_up: bool, groups: int) -> Tensor:
+    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // groups
+    split = ordered.reshape(blocks, chunks, 4, 4, 8, groups, 2).permute(_inverse(_SCALES))
     return _join_rows(split.flatten(5), gate_up)
 
 
@@ -111,12 +153,15 @@ def _restore_bf16(ordered: Tensor) -> Tensor:
 
 
 def checkpoint_order(stored: dict[str, Tensor], gate_up: bool) -> dict[str, Tensor]:
-    """One expert's projection, by suffix (`weight_packed` and `weight_scale`, or `weight`), from the kernel's order."""
-    if "weight" in stored:
-        return {"weight": _restore_bf16(stored["weight"])}
-    return {
-        "weight_packed": _restore_words(stored["weight_packed"], gate_up),
-        "weight_scale": _restore_scales(stored["weight_scale"], gate_up),
+    """One expert's projection from the kernel's order, by suffix: BF16 `weight`, or packed values and scales."""
+    name = "weight_packed" if "weight_packed" in stored else "weight"
+    if stored[name].dtype == torch.bfloat16:
+        return {name: _restore_bf16(stored[name])}
+    words, scale = stored[name].view(torch.int32), stored["weight_scale"]
+    groups = CHUNK_COLUMNS // format_of(words, scale).group
+    return stored | {
+        name: _restore_words(words, gate_up).view(stored[name].dtype),
+        "weight_scale": _restore_scales(_bits(scale), gate_up, groups).view(scale.dtype),
     }
 
 
@@ -126,10 +171,15 @@ def _checked(name: str, tensor: Tensor, dtype: torch.dtype, rows: int, columns: 
         raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
-def _each(function, tensor: Tensor, *extra: bool, in_place: bool = False) -> Tensor:  # type: ignore[no-untyped-def]
+def _bits(scale: Tensor) -> Tensor:
+    """Scales in a dtype that PyTorch moves around."""
+    return scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
+
+
+def _each(function, tensor: Tensor, *extra: int, in_place: bool = False) -> Tensor:  # type: ignore[no-untyped-def]
     """One expert at a time: the temporaries are several times an expert's weights."""
     made = tensor if in_place else torch.empty_like(tensor)
-    for source, target in zip(tensor, made, strict=True):
+    for source, target in zip(_bits(tensor), _bits(made), strict=True):
         target.copy_(function(source, *extra))
     return made
 
@@ -147,9 +197,9 @@ def prepare_w4a16(
 
     Args:
         gate_up_proj_packed: int32 [E, 2I, H/8], gate rows first; H a multiple of 256, I of 128.
-        gate_up_proj_scale: bfloat16 [E, 2I, H/32].
+        gate_up_proj_scale: [E, 2I, H/group] as one of `FORMATS` has it.
         down_proj_packed: int32 [E, H, I/8]; or, where the checkpoint keeps it unquantized, bfloat16 [E, H, I].
-        down_proj_scale: bfloat16 [E, H, I/32]; None with bfloat16 weights.
+        down_proj_scale: [E, H, I/group]; None with bfloat16 weights.
         w2_bf16: keep the second stage in bfloat16: packed weights are dequantized and rounded once.
         in_place: the arguments take the new order; nothing is held twice. Not with `w2_bf16` of packed weights.
 
@@ -157,21 +207,24 @@ def prepare_w4a16(
         KernelError: a shape or dtype that the kernel does not take.
     """
     _checked("gate_up_proj_packed", gate_up_proj_packed, torch.int32, CHUNK_ROWS, 2 * CHUNK_COLUMNS // 8)
-    _checked("gate_up_proj_scale", gate_up_proj_scale, torch.bfloat16, CHUNK_ROWS, 2 * CHUNK_COLUMNS // GROUP)
+    kind = format_of(gate_up_proj_packed, gate_up_proj_scale)
+    _checked("gate_up_proj_scale", gate_up_proj_scale, kind.scale, CHUNK_ROWS, 2 * CHUNK_COLUMNS // kind.group)
     if down_proj_packed.dtype == torch.bfloat16:
         _checked("down_proj_packed", down_proj_packed, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS)
     else:
         _checked("down_proj_packed", down_proj_packed, torch.int32, CHUNK_ROWS, CHUNK_COLUMNS // 8)
         if down_proj_scale is None:
             raise KernelError("down_proj_scale is None, expected the scales of the packed down_proj")
-        _checked("down_proj_scale", down_proj_scale, torch.bfloat16, CHUNK_ROWS, CHUNK_COLUMNS // GROUP)
-    each = functools.partial(_each, in_place=in_place)
-    first = (each(_order_words, gate_up_proj_packed, True), each(_order_scales, gate_up_proj_scale, True))
+        _checked("down_proj_scale", down_proj_scale, kind.scale, CHUNK_ROWS, CHUNK_COLUMNS // kind.group)
+    if kind is not INT4 and (w2_bf16 or down_proj_packed.dtype == torch.bfloat16):
+        raise KernelError(f"down_proj_packed in bfloat16 goes with INT4 in groups of {GROUP}")
+    each, groups = functools.partial(_each, in_place=in_place), CHUNK_COLUMNS // kind.group
+    first = (each(_order_words, gate_up_proj_packed, True), each(_order_scales, gate_up_proj_scale, True, groups))
     if down_proj_packed.dtype == torch.bfloat16:
         return PreparedW4A16(*first, each(_order_bf16, down_proj_packed), None)
     assert down_proj_scale is not None
     if not w2_bf16:
-        second = (each(_order_words, down_proj_packed, False), each(_order_scales, down_proj_scale, False))
+        second = (each(_order_words, down_proj_packed, False), each(_order_scales, down_proj_scale, False, groups))
         return PreparedW4A16(*first, *second)
     experts, rows, words = down_proj_packed.shape
     dense = torch.empty(experts, rows, words * 8, dtype=torch.bfloat16, device=down_proj_packed.device)
@@ -189,9 +242,10 @@ def restore_w4a16(prepared: PreparedW4A16) -> tuple[Tensor, Tensor, Tensor, Tens
     words13, scale13, words2, scale2 = prepared
     if scale2 is None:
         raise KernelError("down_proj_packed is bfloat16: its packed form is gone")
+    groups = CHUNK_COLUMNS // format_of(words13, scale13).group
     return (
         _each(_restore_words, words13, True),
-        _each(_restore_scales, scale13, True),
+        _each(_restore_scales, scale13, True, groups),
         _each(_restore_words, words2, False),
-        _each(_restore_scales, scale2, False),
+        _each(_restore_scales, scale2, False, groups),
     )

@@ -1,13 +1,14 @@
-// Arguments, shared memory, weight layout and work items of the INT4 expert kernel (w4a16_kernel.cuh).
+// Arguments, shared memory, weight layout and work items of the kernel of four-bit experts (w4a16_kernel.cuh).
 //
 // Weights are stored in the order in which threads want them (kimi_k2.kernels.moe_w4a16_layout): a chunk is 256 rows by
 // 128 columns, 16 KB; in it, for each 64-row tile and each half of the columns, thread t of a warpgroup finds 4 words
 // at 16 t, one for each 16-column step, and the nibbles i and i + 4 of a word are register i of the left operand. The
-// chunk's scales are 2 KB: for each tile, warp and row g of 8, the pairs (row g, row g + 8) of its 4 groups. Row g of a
+// chunk's scales are for each tile, warp and row g of 8 the pairs (row g, row g + 8) of its groups. Row g of a
 // first-stage tile is a gate row and g + 8 the same up row. Second-stage weights in bf16 have chunks of 32 columns.
 #pragma once
 #include "common/csrc/wgmma.cuh"
 #include "fp8_item.cuh"
+#include "w4a16_formats.cuh"
 
 namespace w4a16 {
 
@@ -16,21 +17,22 @@ using namespace ptx;
 using moe::Item;
 using moe::kRing;
 
-constexpr int kChunkBytes = 16384;
-constexpr int kScaleBytes = 2048;
 constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, one warp
 
-// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed int4 (w2 bf16 if w2_bf16),
-// s13 and s2 are bf16, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's counters and inter_s its
+// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed (w2 bf16 if w2_bf16), s13 and
+// s2 as w4a16_formats.cuh says, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's counters and inter_s its
 // cursors (w4a16_prepare.cuh), xs holds the tokens' records (w4a16_records.cuh), and the prepared mode's tiles say last
 // whether their expert has several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k
 // is 1.
 struct Args : moe::Fp8Args {
+  const float* all13;  // of NVFP4: [E, 2I], the scale of all of gate a row of it, then that of up
+  const float* all2;   // [E, H], that of down
   int w2_bf16;     // second-stage weights are bf16
   int in_flight;   // chunks of weights that a block may have requested and not yet received
   int unpaired;    // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
   int most_items;  // up to so many first-stage items, where few experts are chosen, its sums are in more parts
   int inner;       // parts of the first stage's sums within an item, where its items are not parts themselves
+  int divides;     // the scales of all divide
 };
 
 constexpr int kMostSplits = 8;
@@ -44,8 +46,10 @@ __device__ __forceinline__ int first_splits(const Args& a, int tiles) {
   return splits;
 }
 
-template <int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_, bool INNER_ = false>
+template <class F, int NMAX_, int STAGES_, int WARPGROUPS_, bool FUSED_, bool W2_BF16_, bool INNER_ = false>
 struct Config {
+  using Format = F;
+  static constexpr int SPLIT = F::GROUP == 16 ? 2 : 1;  // parts of 32 columns with scales of their own
   static constexpr int NMAX = NMAX_, STAGES = STAGES_, WARPGROUPS = WARPGROUPS_;
   static constexpr bool FUSED = FUSED_, W2_BF16 = W2_BF16_, INNER = INNER_;  // INNER: see Args
   static constexpr int TILES = 4 / WARPGROUPS;                               // 64-row tiles of a warpgroup
@@ -65,7 +69,7 @@ struct Smem {
   // and lower values.
   alignas(1024) unsigned char b[C::STAGES][C::NMAX * C::PITCH];
   alignas(128) unsigned char w[C::STAGES][kChunkBytes];
-  alignas(128) unsigned char scale[C::STAGES][kScaleBytes];
+  alignas(128) unsigned char scale[C::STAGES][kScaleBytes<typename C::Format>];
   static constexpr int CODED = C::E4M3 ? C::NMAX : 1;  // tokens as records
   alignas(128) unsigned char offset[C::E4M3 ? C::STAGES : 1][CODED * 16];
   float factor[C::E4M3 ? C::STAGES : 1][CODED];
@@ -103,36 +107,6 @@ __device__ __forceinline__ Item decode_item(const Args& a, const Smem<C>& s, int
   r.kb1 = (r.split + 1) * chunks / splits;
   return r;
 }
-
-// Weights of a group of 32 columns as bf16, of rows g and g + 8 of 16 (a word is 8 weights of both). A nibble alone in
-// bits 0 to 3 or 4 to 7 of a bf16 is n or 16 n times the smallest bf16, 2^-133, so one fused operation makes
-// (n - 8) * scale, rounded once. Weights come out 2^kDown times too small, as 2^133 times a scale would not fit bf16;
-// 2^101 times one does, up to scales of 2^26.
-struct Unpack {
-  static constexpr int kDown = 32;
-  static constexpr float kUp = 4294967296.f;  // what sums of products are multiplied by in the end
-  __nv_bfloat162 scale[2], offset[2];
-  Unpack() = default;
-  static __device__ __forceinline__ __nv_bfloat162 power(int low, int high) {
-    const uint32_t bits = (low + 127) << 7 | (high + 127) << 23;
-    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-  }
-  // `scales` holds the scale of row g in its low half and of g + 8 in its high.
-  __device__ __forceinline__ explicit Unpack(__nv_bfloat162 scales) {
-    const __nv_bfloat162 times = __hmul2(scales, power(133 - kDown, 129 - kDown));
-    const __nv_bfloat162 less = __hmul2(scales, __hneg2(power(3 - kDown, 3 - kDown)));
-    scale[0] = __low2bfloat162(times), scale[1] = __high2bfloat162(times);
-    offset[0] = __low2bfloat162(less), offset[1] = __high2bfloat162(less);
-  }
-  __device__ __forceinline__ void operator()(uint32_t (&a)[4], uint32_t word) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t nibbles = (word >> (i / 2 * 8)) & (i % 2 ? 0x00F000F0u : 0x000F000Fu);
-      const __nv_bfloat162 d = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&nibbles), scale[i % 2], offset[i % 2]);
-      a[i] = *reinterpret_cast<const uint32_t*>(&d);
-    }
-  }
-};
 
 // silu(gate) * up in bf16 from sums of gate rows g, then up rows g, of tokens 8j + 2q and 8j + 2q + 1, times `factor`:
 // token 8j + g, rows 2q and 2q + 1.

@@ -1,12 +1,15 @@
-// INT4 experts for a few tokens in two launches: 8 gate rows and their 8 up rows of an expert a block, whose warps
+// Four-bit experts for a few tokens in two launches: 8 gate rows and their 8 up rows of an expert a block, whose warps
 // share out the hidden dimension; then 16 output rows of a token a block, whose warps share out the token's experts.
 // Weights go from memory straight into the fragments of mma.m16n8k16 (the layout of w4a16.cuh), of whose 8 token
 // columns one is used, or in the first launch one for each token of the expert. The second launch asks for its weights
 // while the first still runs. Every sum has a fixed order, which does not depend on how many tokens an expert has.
+#include "common/csrc/ptx.cuh"
 #include "routing.cuh"
-#include "w4a16_multiply.cuh"
+#include "w4a16_formats.cuh"
 
 namespace w4a16 {
+
+using ptx::mma_bf16;
 
 using decode::kThreads;
 using decode::kWarps;
@@ -17,27 +20,34 @@ struct DecodeArguments {
   const float* topk_weights;  // [tokens, top_k]; 0: skipped
   const int* expert_map;      // [num_global] to the local expert or -1; may be null
   const uint4* gate_up;       // in chunks, see w4a16.cuh
-  const uint4* gate_up_scale;
-  const uint4* down;  // int4, or bf16 if down_scale is null
-  const uint4* down_scale;
+  const void* gate_up_scale;
+  const uint4* down;  // four bits, or bf16 if down_scale is null
+  const void* down_scale;
   __nv_bfloat16* intermediate;  // [tokens, top_k, inter]
   __nv_bfloat16* out;           // [tokens, hidden]
+  const float* gate_up_all;     // of NVFP4, as in Args of w4a16.cuh
+  const float* down_all;
   int tokens, top_k, experts, num_global, hidden, inter, ids64;
+  int format;   // of w4a16.py's FORMATS
+  int divides;  // the scales of all divide
 };
 
 // Where a lane's part of 16 rows lies: unit `rows16` of 16 rows, in matrices of `chunks` column chunks. A chunk further
-// is kChunkWords and kChunkScales further.
-constexpr int kChunkWords = kChunkBytes / 16, kChunkScales = kScaleBytes / 4;
+// is kChunkWords further.
+constexpr int kChunkWords = kChunkBytes / 16, kRowPairs = 128;
 __device__ __forceinline__ const uint4* words_of(const uint4* matrices, int64_t expert, int matrix_rows, int chunks,
                                                  int rows16, int chunk, int lane) {
   return matrices + ((expert * (matrix_rows / 256) + rows16 / 16) * chunks + chunk) * kChunkWords +
          rows16 % 16 / 4 * 256 + rows16 % 4 * 32 + lane;
 }
-// Rows lane / 4 and 8 further, of the group of 32 columns that is lane % 4 of a chunk.
-__device__ __forceinline__ const uint32_t* scales_of(const void* matrices, int64_t expert, int matrix_rows, int chunks,
-                                                     int rows16, int chunk, int lane) {
-  return static_cast<const uint32_t*>(matrices) +
-         ((expert * (matrix_rows / 256) + rows16 / 16) * chunks + chunk) * kChunkScales + rows16 % 16 * 32 + lane;
+// Scales of rows lane / 4 and 8 further, of the 32 columns that are lane % 4 of a chunk. A chunk further is kRowPairs
+// times F::GROUPS further.
+template <class F>
+__device__ __forceinline__ const typename F::Group* scales_of(const void* matrices, int64_t expert, int matrix_rows,
+                                                              int chunks, int rows16, int chunk, int lane) {
+  return static_cast<const typename F::Group*>(matrices) +
+         ((expert * (matrix_rows / 256) + rows16 / 16) * chunks + chunk) * (kRowPairs * F::GROUPS) +
+         (rows16 % 16 * 8 + lane / 4) * F::GROUPS + lane % 4 * F::GROUPS / 4;
 }
 
 // A token in shared memory: the values that thread q of four wants for two steps (32 columns) are next to each other.
@@ -52,54 +62,60 @@ __device__ __forceinline__ uint4 take_steps(const uint32_t* token, int column, i
 }
 
 // acc += 16 rows by 128 columns; even and odd steps apart, so that MMAs wait less for each other.
+template <class F>
 __device__ __forceinline__ void multiply_chunk(float (&acc)[2][4], const uint4 (&word)[2], uint32_t scale,
                                                const uint32_t* token, int column, int lane) {
 #pragma unroll
   for (int group = 0; group < 4; ++group) {
     const uint4 x = take_steps(token, column + group * 32, lane), four = word[group >> 1];
     const uint32_t pair = __shfl_sync(decode::kAll, scale, group, 4);
-    const Unpack unpack(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+    const typename F::Unpack unpack(pair, 0), other(pair, 1);
     uint32_t a[4];
     unpack(a, group & 1 ? four.z : four.x);
     mma_bf16(acc[0], a[0], a[1], a[2], a[3], x.x, x.y);
-    unpack(a, group & 1 ? four.w : four.y);
+    other(a, group & 1 ? four.w : four.y);
     mma_bf16(acc[1], a[0], a[1], a[2], a[3], x.z, x.w);
   }
 }
 
 // A warp's chunks of the first stage: PER_WARP of 128 columns, AHEAD of them in flight.
-template <int PER_WARP, int AHEAD>
+template <class F, int PER_WARP, int AHEAD>
 struct GateUpWeights {
   static constexpr int kChunks = PER_WARP * kWarps;
   const uint4* words;
-  const uint32_t* scales;
+  const typename F::Group* scales;
   uint4 word[AHEAD][2];
   uint32_t scale[AHEAD];
 
   __device__ __forceinline__ GateUpWeights(const DecodeArguments& a, int expert, int rows16, int warp, int lane)
       : words(words_of(a.gate_up, expert, 2 * a.inter, kChunks, rows16, warp, lane)),
-        scales(scales_of(a.gate_up_scale, expert, 2 * a.inter, kChunks, rows16, warp, lane)) {
+        scales(scales_of<F>(a.gate_up_scale, expert, 2 * a.inter, kChunks, rows16, warp, lane)) {
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) request(i);
   }
   __device__ __forceinline__ void request(int i) {
     word[i % AHEAD][0] = decode::load_once(words + i * kWarps * kChunkWords);
     word[i % AHEAD][1] = decode::load_once(words + i * kWarps * kChunkWords + 128);
-    scale[i % AHEAD] = __ldg(scales + i * kWarps * kChunkScales);
+    scale[i % AHEAD] = __ldg(scales + i * kWarps * kRowPairs * F::GROUPS);
   }
   // Chunk i, and the request of the one that takes its place.
   __device__ __forceinline__ void multiply(float (&acc)[2][4], int i, const uint32_t* token, int column, int lane) {
-    multiply_chunk(acc, word[i % AHEAD], scale[i % AHEAD], token, column, lane);
+    multiply_chunk<F>(acc, word[i % AHEAD], scale[i % AHEAD], token, column, lane);
     if (i + AHEAD < PER_WARP) request(i + AHEAD);
   }
 };
 
 // `part` has a warp's 8 gate and 8 up sums every `stride` values.
-__device__ __forceinline__ __nv_bfloat16 activated(const float* part, int stride) {
+template <class F>
+__device__ __forceinline__ __nv_bfloat16 activated(const DecodeArguments& a, int expert, const float* part, int stride) {
   float gate = 0, up = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) gate += part[w * stride], up += part[w * stride + 8];
-  gate *= Unpack::kUp, up *= Unpack::kUp;
+  gate *= kUp, up *= kUp;
+  if constexpr (F::WHOLE) {
+    const float* all = a.gate_up_all + int64_t(expert) * 2 * a.inter;
+    gate *= factor_of(all, a.divides), up *= factor_of(all + a.inter, a.divides);
+  }
   return __float2bfloat16(__fdividef(gate, 1.f + __expf(-gate)) * up);
 }
 
@@ -110,7 +126,7 @@ constexpr size_t kSharedBytes = kMostSharers * kTokenWords * 4;
 
 // An expert with several pairs: each is a column of the MMAs. A chunk a warp of every token's columns is in shared
 // memory, the next in registers.
-template <int PER_WARP, int AHEAD>
+template <class F, int PER_WARP, int AHEAD>
 __device__ __noinline__ void gate_up_shared(const DecodeArguments& a, int expert, uint64_t sharers, uint32_t* values) {
   __shared__ int pairs[kMostSharers];
   constexpr int kGroups = kRoundColumns / 8, kEach = (kMostSharers * kGroups + kThreads - 1) / kThreads;
@@ -118,7 +134,7 @@ __device__ __noinline__ void gate_up_shared(const DecodeArguments& a, int expert
   const uint4* x = reinterpret_cast<const uint4*>(a.x);
   for (int count = __popcll(sharers); count > 0; count -= kMostSharers) {
     const int here = min(count, kMostSharers);
-    GateUpWeights<PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
+    GateUpWeights<F, PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
     for (int k = 0; k < here; ++k, sharers &= sharers - 1)
       if (threadIdx.x == 0) pairs[k] = __ffsll(sharers) - 1;
     __syncthreads();
@@ -161,7 +177,7 @@ __device__ __noinline__ void gate_up_shared(const DecodeArguments& a, int expert
     if (threadIdx.x < 8 * here) {
       const int column = threadIdx.x / 8, row = threadIdx.x % 8;
       a.intermediate[int64_t(pairs[column]) * a.inter + rows16 * 8 + row] =
-          activated(part + column * 16 + row, kMostSharers * 16);
+          activated<F>(a, expert, part + column * 16 + row, kMostSharers * 16);
     }
     __syncthreads();
   }
@@ -192,7 +208,7 @@ __device__ __forceinline__ Sharers find_sharers(const DecodeArguments& a, int pa
 
 // Four blocks of an SM, so that all of eight pairs' are under way at once where the intermediate is 512 wide; with
 // three the last ones ran alone. SHARE: pairs of one expert are taken together, which costs others 3 %.
-template <int PER_WARP, int AHEAD, bool SHARE>
+template <class F, int PER_WARP, int AHEAD, bool SHARE>
 __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constant__ DecodeArguments a) {
   DECODE_DYNAMIC_SHARED(uint32_t, token_values);
   __shared__ float part[kWarps][16];
@@ -212,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constan
     const uint64_t sharers = found.pairs;
     if (expert < 0) return;
     if (sharers & (sharers - 1)) {  // the first of them is taken for all
-      if (__ffsll(sharers) - 1 == pair) gate_up_shared<PER_WARP, AHEAD>(a, expert, sharers, token_values);
+      if (__ffsll(sharers) - 1 == pair) gate_up_shared<F, PER_WARP, AHEAD>(a, expert, sharers, token_values);
       return;
     }
   } else {
@@ -220,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constan
     expert = decode::routed_expert(a, pair, weight);
     if (expert < 0) return;
   }
-  GateUpWeights<PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
+  GateUpWeights<F, PER_WARP, AHEAD> weights(a, expert, rows16, warp, lane);
   const uint4* x = reinterpret_cast<const uint4*>(a.x) + int64_t(pair / a.top_k) * (kColumns / 8);
   decode::take_groups<(kColumns / 8 + kThreads - 1) / kThreads>(
       x, kColumns / 8, [&](int v, const uint4 value) { put8(token_values, v, value); });
@@ -235,11 +251,11 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x < 8)
-    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] = activated(part[0] + threadIdx.x, 16);
+    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] = activated<F>(a, expert, part[0] + threadIdx.x, 16);
 }
 
-// Two chunks of int4 or bf16 weights at a time: 256 or 64 columns.
-template <bool BF16>
+// Two chunks of four-bit or bf16 weights at a time: 256 or 64 columns.
+template <class F, bool BF16>
 __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a) {
   DECODE_DYNAMIC_SHARED(uint32_t, values);  // the token's intermediate
   __shared__ decode::Pairs pairs[kWarps];
@@ -255,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
     const bool here = k < count;
     const int entry = here ? pairs[warp].entry[k] : 0;
     const uint4* words = words_of(a.down, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
-    const uint32_t* scales = scales_of(a.down_scale, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
+    const typename F::Group* scales = scales_of<F>(a.down_scale, entry & 0xffff, a.hidden, chunks, rows16, 0, lane);
     float acc[2][4] = {};
     for (int first = 0; first < chunks; first += kBatch) {
       uint4 word[kBatch][2];
@@ -265,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
         if (here && first + i < chunks) {
           word[i][0] = decode::load_once(words + (first + i) * kChunkWords);
           word[i][1] = decode::load_once(words + (first + i) * kChunkWords + 128);
-          if (!BF16) scale[i] = __ldg(scales + (first + i) * kChunkScales);
+          if (!BF16) scale[i] = __ldg(scales + (first + i) * kRowPairs * F::GROUPS);
         }
       if (!waited) {
         decode::pdl_wait();
@@ -285,12 +301,13 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
           mma_bf16(acc[0], one.x, one.y, one.z, one.w, x.x, x.y);
           mma_bf16(acc[1], two.x, two.y, two.z, two.w, x.z, x.w);
         } else {
-          multiply_chunk(acc, word[i], scale[i], mine, column, lane);
+          multiply_chunk<F>(acc, word[i], scale[i], mine, column, lane);
         }
       }
     }
     if (here) {
-      const float weight = pairs[warp].weight[k] * (BF16 ? 1.f : Unpack::kUp);
+      float weight = pairs[warp].weight[k] * (BF16 ? 1.f : kUp);
+      if constexpr (F::WHOLE) weight *= factor_of(a.down_all + int64_t(entry & 0xffff) * a.hidden, a.divides);
       total[0] += (acc[0][0] + acc[1][0]) * weight, total[1] += (acc[0][2] + acc[1][2]) * weight;
     }
   }
@@ -309,24 +326,39 @@ __global__ void __launch_bounds__(kThreads, 4) down_rows(const DecodeArguments a
 // Tokens times intermediate size up to which pairs that share an expert are fast enough alone.
 constexpr int kRowsAlone = 1536;
 
-template <int PER_WARP, int AHEAD>
+template <class F, int PER_WARP, int AHEAD>
 int start(const DecodeArguments& a, void* stream) {
   const bool share = a.tokens > 1 && a.tokens * a.inter > kRowsAlone;
   const size_t token = size_t(a.hidden) * 2, shared = share && token < kSharedBytes ? kSharedBytes : token;
-  const auto gate_up = share ? gate_up_rows<PER_WARP, AHEAD, true> : gate_up_rows<PER_WARP, AHEAD, false>;
+  const auto gate_up = share ? gate_up_rows<F, PER_WARP, AHEAD, true> : gate_up_rows<F, PER_WARP, AHEAD, false>;
   const int status = decode::launch(gate_up, dim3(a.inter / 8, a.tokens * a.top_k), kThreads, shared, a, stream);
   if (status) return status;
-  return decode::launch(a.down_scale == nullptr ? down_rows<true> : down_rows<false>, dim3(a.hidden / 16, a.tokens),
+  auto down = down_rows<F, false>;
+  if constexpr (F::OFFSET)
+    if (a.down_scale == nullptr) down = down_rows<F, true>;
+  return decode::launch(down, dim3(a.hidden / 16, a.tokens),
                         kThreads, size_t(a.top_k) * a.inter * 2, a, stream);
+}
+
+template <class F>
+int start_of(const DecodeArguments& a, void* stream) {
+  switch (a.hidden) {
+    case 1024: return start<F, 1, 1>(a, stream);
+    case 7168: return start<F, 7, 2>(a, stream);
+    default: return host::kNoInstance;
+  }
 }
 
 }  // namespace w4a16
 
 extern "C" int kimi_w4a16_decode(const w4a16::DecodeArguments* a, void* stream) {
   if (a->top_k >= decode::kMaxSlots) return host::kNoInstance;
-  switch (a->hidden) {
-    case 1024: return w4a16::start<1, 1>(*a, stream);
-    case 7168: return w4a16::start<7, 2>(*a, stream);
+  switch (a->format) {
+    case 0: return w4a16::start_of<w4a16::Int4>(*a, stream);
+    case 1: return w4a16::start_of<w4a16::Mxfp4>(*a, stream);
+    case 2: return w4a16::start_of<w4a16::Nvfp4>(*a, stream);
+    case 3: return w4a16::start_of<w4a16::Int4Groups<64>>(*a, stream);
+    case 4: return w4a16::start_of<w4a16::Int4Groups<128>>(*a, stream);
     default: return host::kNoInstance;
   }
 }

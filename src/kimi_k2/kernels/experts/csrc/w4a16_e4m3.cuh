@@ -1,5 +1,6 @@
-// Few tokens an expert: INT4 weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is
-// rounded.
+// Few tokens an expert: four-bit weights as e4m3 operands, which take fewer instructions than bf16 ones; no weight is
+// rounded. What follows is INT4's way; four-bit floats have no offsets, and with groups of 16 columns an MMA's 32 are a
+// group's upper values and its lower ones.
 //
 // A nibble n with zeros above it is the e4m3 value n / 512, so a word of 8 weights becomes two registers of the left
 // operand by a mask each. A bf16 activation, scaled by a power of two, is the sum of two e4m3 values: the upper half of
@@ -29,12 +30,16 @@ __device__ __forceinline__ uint64_t desc_rows_of_16(const void* tile) {
 // group of columns, and in the first round those of scales and offsets, are under way together.
 template <int N, int TILES, bool PAIRED, class C>
 __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int tile, float (&sum)[4][N / 2]) {
+  using F = typename C::Format;
+  using Row = typename F::Row;
   const int t = threadIdx.x & 127, q = t & 3;
-  constexpr int GROUPS = N <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;  // groups whose MMAs are started together
-  constexpr uint32_t kLow = 0x0f0f0f0fu;
-  const unsigned char *words = s.w[st] + tile * 4096 + t * 16, *scales = s.scale[st] + tile * 512 + (t >> 2) * 16;
-  uint4 word[TILES], scale[TILES];  // words of two groups, scales of all four
-  uint32_t rows[TILES][4];          // scales as left operand: column 2g + p is group g's, whatever p
+  // Groups of 32 columns whose MMAs are started together.
+  constexpr int SPLIT = C::SPLIT, GROUPS = N * SPLIT <= 8 ? 2 : 1, ROUNDS = 4 / GROUPS;
+  const unsigned char* words = s.w[st] + tile * 4096 + t * 16;
+  const unsigned char* scales = s.scale[st] + tile * kTileScales<F> + (t >> 2) * sizeof(Row);
+  uint4 word[TILES];  // of two groups
+  Row scale[TILES];
+  uint32_t rows[F::OFFSET ? TILES : 1][4];  // scales as left operand: column 2g + p is group g's, whatever p
   auto fetch = [&](int half) {
 #pragma unroll
     for (int m = 0; m < TILES; ++m) word[m] = *reinterpret_cast<const uint4*>(words + m * 4096 + half * 2048);
@@ -42,12 +47,14 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
   fetch(0);
 #pragma unroll
   for (int m = 0; m < TILES; ++m) {
-    const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + m * 512 + q * 4);
-    rows[m][0] = __byte_perm(pair, 0, 0x1010), rows[m][1] = __byte_perm(pair, 0, 0x3232);
-    rows[m][2] = rows[m][3] = 0;
-    hold(rows[m]);
-    fence_regs(sum[tile + m]);
-    scale[m] = *reinterpret_cast<const uint4*>(scales + m * 512);
+    if constexpr (F::OFFSET) {
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + m * kTileScales<F> + q * F::GROUPS / 4 * 4);
+      rows[m][0] = __byte_perm(pair, 0, 0x1010), rows[m][1] = __byte_perm(pair, 0, 0x3232);
+      rows[m][2] = rows[m][3] = 0;
+      hold(rows[m]);
+      fence_regs(sum[tile + m]);
+    }
+    scale[m] = *reinterpret_cast<const Row*>(scales + m * kTileScales<F>);
   }
   const uint32_t upper = WgmmaE4m3Rs<N>::place(s.b[st]), lower = upper + C::NMAX * 8;
   const uint64_t offsets = desc_rows_of_16(s.offset[st]);
@@ -55,28 +62,38 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
     const int first = round * GROUPS;
-    uint32_t left[GROUPS][TILES][4];
-    float part[GROUPS][TILES][N / 2];
+    uint32_t left[GROUPS][SPLIT][TILES][4];
+    float part[GROUPS][SPLIT][TILES][N / 2];
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
       for (int m = 0; m < TILES; ++m) {
         const bool odd = (first + i) & 1;
         const uint32_t one = odd ? word[m].z : word[m].x, two = odd ? word[m].w : word[m].y;
-        left[i][m][0] = one & kLow, left[i][m][1] = (one >> 4) & kLow;
-        left[i][m][2] = two & kLow, left[i][m][3] = (two >> 4) & kLow;
-        hold(left[i][m]);
+#pragma unroll
+        for (int half = 0; half < SPLIT; ++half) {
+          uint32_t (&codes)[4] = left[i][half][m];
+          F::codes(codes[0], codes[1], half ? two : one);
+          if constexpr (SPLIT == 1) F::codes(codes[2], codes[3], two);
+          else codes[2] = codes[0], codes[3] = codes[1];  // for the lower values
+          hold(codes);
+        }
       }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
 #pragma unroll
-      for (int m = 0; m < TILES; ++m) WgmmaE4m3Rs<N>::go(part[i][m], left[i][m], upper + 2 * (first + i), 0);
-      if constexpr (!PAIRED)
+      for (int half = 0; half < SPLIT; ++half) {
+        const int at = (first + i) * SPLIT + half;  // of the operand's pieces of 32 values, four a tile
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) WgmmaE4m3Rs<N>::go(part[i][m], left[i][m], lower + 2 * (first + i), 1);
+        for (int m = 0; m < TILES; ++m)
+          WgmmaE4m3Rs<N>::go(part[i][half][m], left[i][half][m], (at < 4 ? upper : lower) + 2 * (at & 3), 0);
+      }
+      if constexpr (!PAIRED && SPLIT == 1)
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) WgmmaE4m3Rs<N>::go(part[i][0][m], left[i][0][m], lower + 2 * (first + i), 1);
     }
-    if (round == 0)
+    if (F::OFFSET && round == 0)
 #pragma unroll
       for (int m = 0; m < TILES; ++m) WgmmaBf16Rs<N>::go(sum[tile + m], rows[m], offsets);
     wgmma_commit();
@@ -84,18 +101,21 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
     wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
-      if (round == 0) fence_regs(sum[tile + m]);
-      const uint32_t pair[4] = {scale[m].x, scale[m].y, scale[m].z, scale[m].w};
+      if (F::OFFSET && round == 0) fence_regs(sum[tile + m]);
 #pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        fence_regs(part[i][m]);
-        const float low = __uint_as_float(pair[first + i] << 16), high = __uint_as_float(pair[first + i] & 0xffff0000u);
+      for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
-        for (int r = 0; r < N / 2; ++r) {
-          const float times = r & 2 ? high : low;
-          chunk[m][r] = first + i ? fmaf(times, part[i][m][r], chunk[m][r]) : times * part[i][m][r];
+        for (int half = 0; half < SPLIT; ++half) {
+          const float (&of)[N / 2] = part[i][half][m];
+          fence_regs(part[i][half][m]);
+          float low, high;
+          F::times(scale[m], first + i, half, low, high);
+#pragma unroll
+          for (int r = 0; r < N / 2; ++r) {
+            const float times = r & 2 ? high : low;
+            chunk[m][r] = first + i + half ? fmaf(times, of[r], chunk[m][r]) : times * of[r];
+          }
         }
-      }
     }
   }
 #pragma unroll
@@ -106,7 +126,9 @@ __device__ __forceinline__ void multiply_chunk(const Smem<C>& s, int st, int til
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         float& to = sum[tile + m][4 * j + r];
-        to = fmaf(chunk[m][4 * j + r], r & 1 ? factor.y : factor.x, to);
+        float of = chunk[m][4 * j + r];
+        if constexpr (F::kSum != 1.f) of *= F::kSum;
+        to = fmaf(of, r & 1 ? factor.y : factor.x, to);
       }
   }
 }
@@ -129,7 +151,8 @@ __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, floa
     mbar_wait(&s.weights_full[st], parity);
     mbar_wait(&s.full[st], parity);
     fence_proxy_async();                                        // the tokens came by ordinary asynchronous copies
-    constexpr int kTogether = NT <= 16 ? 4 : NT <= 24 ? 2 : 1;  // tiles that the registers hold at once
+    // Tiles that the registers hold at once.
+    constexpr int kTogether = NT * C::SPLIT <= 16 ? 4 : NT <= 24 ? 2 : 1;
 #pragma unroll
     for (int m = 0; m < 4; m += kTogether) multiply_chunk<NT, kTogether, PAIRED, C>(s, st, m, sum);
     __syncwarp();

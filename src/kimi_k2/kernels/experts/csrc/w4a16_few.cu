@@ -13,7 +13,7 @@ namespace w4a16 {
 
 using decode::kAll;
 
-constexpr int kTileWords = 4096, kTileScales = 512, kTileBytes = kTileWords + kTileScales;  // of 64 rows, 128 columns
+constexpr int kTileWords = 4096, kScales = kTileScales<Int4>, kTileBytes = kTileWords + kScales;  // of 64 rows, 128 columns
 constexpr int kUpThreads = 256;
 constexpr int kMostBlocks = 64;  // of 128 columns, that a launch's block multiplies
 constexpr int kPitch = (kMostBlocks + 8) * 16;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void request_tile(unsigned char* to, uint64_t* full, 
                                              const unsigned char* scales, size_t chunk, int tile) {
   mbar_arrive_expect_tx(full, kTileBytes);
   bulk_load(to, words + chunk * kChunkBytes + tile * kTileWords, kTileWords, full, kEvictFirst);
-  bulk_load(to + kTileWords, scales + chunk * kScaleBytes + tile * kTileScales, kTileScales, full, kEvictFirst);
+  bulk_load(to + kTileWords, scales + chunk * kScaleBytes<Int4> + tile * kScales, kScales, full, kEvictFirst);
 }
 
 struct UpMemory {

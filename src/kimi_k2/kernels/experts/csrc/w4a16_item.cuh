@@ -46,6 +46,17 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
   return true;
 }
 
+// Sums times the scales of all, which gate and up have each their own.
+template <int NT, class C>
+__device__ __forceinline__ void scale_by_all(const Args& a, const Item& it, int expert, float (&acc)[C::TILES][NT / 2]) {
+  const float* all = it.stage ? a.all2 + (size_t)expert * a.hidden : a.all13 + (size_t)expert * 2 * a.inter;
+  const float first = factor_of(all, a.divides), second = it.stage ? first : factor_of(all + a.inter, a.divides);
+#pragma unroll
+  for (int m = 0; m < C::TILES; ++m)
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) acc[m][i] *= i & 2 ? second : first;
+}
+
 template <int NT, class C>
 __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const Item& it, int4 tile, int& seq,
                                              int& events) {
@@ -68,18 +79,19 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
 #pragma unroll
         for (int i = 0; i < NT / 2; ++i) some[m][i] = 0.f;
       const int before = part * chunks / a.inner, after = (part + 1) * chunks / a.inner;
-      multiply<NT, false, C>(s, is_paired(tile), after - before, seq, some);
+      multiply<NT, false, C>(s, is_paired<C>(tile), after - before, seq, some);
 #pragma unroll
       for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
         for (int i = 0; i < NT / 2; ++i) acc[m][i] += some[m][i];
     }
   } else if (C::W2_BF16 && it.stage == 1) {
-    multiply<NT, true, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+    multiply<NT, true, C>(s, is_paired<C>(tile), it.kb1 - it.kb0, seq, acc);
   } else {
-    multiply<NT, false, C>(s, is_paired(tile), it.kb1 - it.kb0, seq, acc);
+    multiply<NT, false, C>(s, is_paired<C>(tile), it.kb1 - it.kb0, seq, acc);
   }
 
+  if constexpr (C::Format::WHOLE) scale_by_all<NT, C>(a, it, tile.x, acc);
   if (it.stage == 0) {
     const int groups = a.inter / 128, cell = it.tile * groups + it.group;
     if constexpr (C::FEW)  // with more tokens there is work enough without splits
@@ -93,7 +105,7 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
             static_cast<__nv_bfloat16*>(a.inter_q) + it.group * 128 + (first + m) * 32 + w * 8 + 2 * q;
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
-          const uint32_t u = activate(acc[m] + 4 * j, Unpack::kUp);
+          const uint32_t u = activate(acc[m] + 4 * j, kUp);
           if (8 * j + g < n) __stcg(reinterpret_cast<uint32_t*>(column + (size_t)(tile.y + 8 * j + g) * a.inter), u);
         }
       }

@@ -1,4 +1,4 @@
-// INT4 experts on Hopper: one persistent launch streams every chosen expert's packed weights.
+// Four-bit experts on Hopper: one persistent launch streams every chosen expert's packed weights.
 //
 // Work is a queue of items, first-stage ones (256 rows: 128 gate and the same 128 up rows, a range of the hidden
 // dimension) before second-stage ones (256 rows of the hidden dimension, a range of the intermediate one). Blocks claim
@@ -16,6 +16,7 @@ namespace w4a16 {
 template <class C>
 __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tiles, int total, int item) {
   // With few tokens most experts have one tile: what the L2 need not keep of weights it keeps of the pairs' outputs.
+  constexpr int kScales = kScaleBytes<typename C::Format>;
   constexpr uint64_t kPolicy = C::FUSED || C::E4M3 ? kEvictFirst : kEvictNormal;
   const int groups = a.inter / 128, slabs = a.hidden / 256;
   int seq = 0;
@@ -38,10 +39,10 @@ __device__ __forceinline__ void feed_weights(const Args& a, Smem<C>& s, int tile
         const int st = seq % C::STAGES, before = seq - a.in_flight;
         if (seq >= C::STAGES) mbar_wait(&s.empty[st], ((seq / C::STAGES) - 1) & 1);
         if (before >= 0) mbar_wait(&s.weights_full[before % C::STAGES], (before / C::STAGES) & 1);
-        mbar_arrive_expect_tx(&s.weights_full[st], kChunkBytes + (packed ? kScaleBytes : 0));
+        mbar_arrive_expect_tx(&s.weights_full[st], kChunkBytes + (packed ? kScales : 0));
         bulk_load(s.w[st], weights + (row * chunks + kb) * kChunkBytes, kChunkBytes, &s.weights_full[st], kPolicy);
         if (packed)
-          bulk_load(s.scale[st], scales + (row * chunks + kb) * kScaleBytes, kScaleBytes, &s.weights_full[st], kPolicy);
+          bulk_load(s.scale[st], scales + (row * chunks + kb) * kScales, kScales, &s.weights_full[st], kPolicy);
       }
     }
     item = next;

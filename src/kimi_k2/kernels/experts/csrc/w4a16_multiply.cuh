@@ -4,14 +4,14 @@
 
 namespace w4a16 {
 
-// One step's left operand: the words as they are (bf16), or word k of four unpacked.
+// One step's left operand: the words as they are (bf16), or word k of four of INT4 unpacked.
 template <bool BF16>
 __device__ __forceinline__ void load_step(uint32_t (&a)[4], const uint4& words, const uint4& scales, int k) {
   if constexpr (BF16) {
     a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
   } else {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w}, pair[4] = {scales.x, scales.y, scales.z, scales.w};
-    Unpack (*reinterpret_cast<const __nv_bfloat162*>(&pair[k >> 1]))(a, word[k & 3]);
+    Int4::Unpack(pair[k >> 1], k & 1)(a, word[k & 3]);
   }
 }
 
@@ -64,6 +64,8 @@ __device__ __forceinline__ void multiply_by_warps(Smem<C>& s, int nk, int& seq, 
 // back when the next has begun.
 template <int NT, bool BF16, class C>
 __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& seq, float (&acc)[C::TILES][NT / 2]) {
+  using F = typename C::Format;
+  using Group = typename F::Group;
   const int tid = threadIdx.x - 128, wg = tid >> 7, lane = tid & 31, t = tid & 127;
   constexpr int STEPS = BF16 ? 2 : 8, DEPTH = NT > 64 ? 2 : 4;  // no more fits the registers
   uint32_t a[DEPTH][4];
@@ -71,12 +73,12 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
     mbar_wait(&s.weights_full[st], parity);
     const unsigned char* w = s.w[st] + wg * C::TILES * 4096 + t * 16;
-    const unsigned char* scales = s.scale[st] + wg * C::TILES * 512 + (t >> 2) * 16;
+    const unsigned char* scales = s.scale[st] + wg * C::TILES * kTileScales<F> + (t >> 2) * sizeof(typename F::Row);
     mbar_wait(&s.full[st], parity);
     fence_proxy_async();  // the tokens came by ordinary asynchronous copies
     const uint64_t b = desc_sw128(smem_u32(s.b[st]));
     uint2 word[C::TILES];
-    Unpack unpack[C::TILES];
+    typename F::Unpack unpack[C::TILES];
 #pragma unroll
     for (int k = 0; k < STEPS; ++k)
 #pragma unroll
@@ -88,8 +90,11 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
           bf16 = *reinterpret_cast<const uint4*>(w + m * 4096 + k * 2048);
         } else if (k % 2 == 0) {
           word[m] = *reinterpret_cast<const uint2*>(w + m * 4096 + (k >> 2) * 2048 + (k & 2) * 4);
-          unpack[m] = Unpack(*reinterpret_cast<const __nv_bfloat162*>(scales + m * 512 + k * 2));
         }
+        if constexpr (!BF16)
+          if (k % (F::GROUP / 16) == 0)
+            unpack[m] = typename F::Unpack(
+                *reinterpret_cast<const Group*>(scales + m * kTileScales<F> + k * F::GROUPS / 8 * sizeof(Group)), k % 2);
         wgmma_wait<DEPTH - 1>();
         if (step == DEPTH - 1 && kb > 0 && lane == 0) mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
         if constexpr (BF16) now[0] = bf16.x, now[1] = bf16.y, now[2] = bf16.z, now[3] = bf16.w;

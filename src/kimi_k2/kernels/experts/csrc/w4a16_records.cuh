@@ -1,4 +1,4 @@
-// Tokens of the INT4 experts' e4m3 GEMMs (w4a16_e4m3.cuh) as records, and how they come into the ring.
+// Tokens of the four-bit experts' e4m3 GEMMs (w4a16_e4m3.cuh) as records, and how they come into the ring.
 //
 // An activation chunk (128 columns of a token) is a record: the upper values, the lower ones, the four groups' offsets
 // -8 / c * sum, each as the sum of two bf16, and 512 / c. In each 16 columns, value 4q + 2p + h is column 8h + 2q + p,
@@ -89,11 +89,19 @@ __global__ void __launch_bounds__(256) encode_kernel(const __grid_constant__ Arg
 // sums, which are added in the end. That rounds otherwise, so it is not done where a token may come into either of an
 // expert's several tiles: in the prepared mode.
 constexpr int kPaired = 4;
-__device__ __forceinline__ bool is_paired(const int4& tile) { return tile.z <= kPaired && !tile.w; }
+template <class C>
+__device__ __forceinline__ bool is_paired(const int4& tile) {
+  return C::SPLIT == 1 && tile.z <= kPaired && !tile.w;
+}
 
-// Where 16 bytes of a token's lower or upper values go in a stage's right operand, whose tiles are swizzled.
+// Where 16 bytes of a token's lower or upper values go in a stage's right operand, whose tiles are swizzled. With groups
+// of 16 columns each group's lower ones are behind its upper ones.
 template <class C>
 __device__ __forceinline__ int place_of(int token, int part, bool lower, bool paired) {
+  if constexpr (C::SPLIT == 2) {
+    const int at = 2 * part + lower;
+    return (at >> 3) * C::NMAX * 128 + token * 128 + (((at & 7) ^ (token & 7)) << 4);
+  }
   const int row = token + (lower && paired ? kPaired : 0);
   return (lower && !paired ? C::NMAX * 128 : 0) + row * 128 + ((part ^ (row & 7)) << 4);
 }
@@ -103,7 +111,7 @@ __device__ __forceinline__ int place_of(int token, int part, bool lower, bool pa
 // the stage to itself. Past an odd number of tokens RecordCopy writes the same zeros: racecheck warns of that.
 template <class C>
 __device__ __forceinline__ void clear_unused(const Args& a, Smem<C>& s, int st, const int4& tile, int lane) {
-  const bool paired = is_paired(tile);
+  const bool paired = is_paired<C>(tile);
   const int n = tile.z, held = paired ? -n : n;
   if (s.held[st] == held) return;
   const int rows = paired ? kPaired : (n + 7) / 8 * 8, part = lane & 15;
@@ -129,7 +137,7 @@ struct RecordCopy {
   __device__ __forceinline__ RecordCopy(const void* records, int pitch, int row, const int4& tile, int lane)
       : from(static_cast<const unsigned char*>(records)), n(tile.z) {
     const int part = lane & 15;
-    place = place_of<C>(lane >> 4, part & 7, part >> 3, is_paired(tile));
+    place = place_of<C>(lane >> 4, part & 7, part >> 3, is_paired<C>(tile));
     mine = unsigned(row) * pitch * (kRecord / 16);
   }
   __device__ __forceinline__ void operator()(Smem<C>& s, int st, int kb, int lane) const {
