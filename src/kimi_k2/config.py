@@ -252,7 +252,7 @@ class KimiK2Config(BaseModel):
         """
         path = PRESET_DIR / f"{name}.json"
         if not path.is_file():
-            raise ConfigError(f"unknown preset '{name}'; expected one of: {_published()}")
+            raise ConfigError(f"unknown preset '{name}'; expected one of: {', '.join(published())}")
         raw = json.loads(path.read_text(encoding="utf-8"))
         text = raw.get("text_config", raw)
         if "vision_config" in raw:
@@ -273,7 +273,7 @@ class KimiK2Config(BaseModel):
             return cls.from_pretrained(model)
         if not (PRESET_DIR / f"{model}.json").is_file():
             raise ConfigError(
-                f"no such directory, and not one of the published configurations: {_published()}", file=model
+                f"no such directory, and not one of the published configurations: {', '.join(published())}", file=model
             )
         return cls.from_preset(str(model))
 
@@ -338,6 +338,6 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
     return {**raw, "quantization_config": given} if own is None else raw
 
 
-def _published() -> str:
+def published() -> list[str]:
     """The names of presets/."""
-    return ", ".join(sorted(path.stem for path in PRESET_DIR.glob("*.json")))
+    return sorted(path.stem for path in PRESET_DIR.glob("*.json"))

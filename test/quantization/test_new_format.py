@@ -1,23 +1,30 @@
-"""A stored format is one file, a Neuron expert format too: both go the whole way without a change elsewhere."""
+"""A stored format, a Neuron expert format, a GPU's expert kernel, a member: one file each, no change elsewhere."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
+from kimi_k2 import config as config_module
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import MissingShardError, NonfiniteError, OrphanScaleError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import MoE
+from kimi_k2.ops import registry
+from kimi_k2.ops.experts import routed_experts
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
@@ -164,3 +171,43 @@ def test_a_neuron_expert_format_is_one_class(checkpoints: dict[str, Path], tmp_p
         product = halved[f"{name}.weight"] * halved[f"{name}.scale"].to(torch.bfloat16)
         assert torch.equal(product, plain[f"{name}.weight"])
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "toy-halved")]).exit_code == 0
+
+
+def test_a_gpu_expert_format_is_its_format_and_its_kernel(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files: on a GPU its entry is chosen by the format alone; the result is the plain function's."""
+    registry.load_providers()
+    point = EntryPoint("toy", "toy_kernel", registry.PROVIDER_GROUP)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(routed_experts, "entries", list(routed_experts.entries))
+    try:
+        registry.load_providers()
+        layer = KimiK2ForCausalLM.from_pretrained(toy, keep_quantized=True).get_submodule("model.layers.1.mlp")
+        assert isinstance(layer, MoE)
+        experts, x = layer.experts.stored(), torch.randn(5, 256)
+        indices, weights = torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, indices, weights)]
+            chosen = routed_experts.choose(there[0], experts, *there[1:])
+        assert chosen.name == "toy_int8"
+        found, wanted = (call(x, experts, indices, weights) for call in (chosen.call, routed_experts.plain.call))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    finally:
+        monkeypatch.undo()
+        registry.pin("")
+
+
+def test_a_member_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kimi_k2.cli.app import app
+
+    for preset in config_module.PRESET_DIR.glob("*.json"):
+        (tmp_path / preset.name).write_text(preset.read_text())
+    member = json.loads((tmp_path / "kimi-k2-instruct-0905.json").read_text()) | {"num_hidden_layers": 7}
+    (tmp_path / "kimi-k2-toy.json").write_text(json.dumps(member))
+    monkeypatch.setattr(config_module, "PRESET_DIR", tmp_path)
+    assert KimiK2Config.load("kimi-k2-toy").num_hidden_layers == 7
+    for command in (["plan", "kimi-k2-toy"], ["make-checkpoint", str(tmp_path / "made"), "--model", "kimi-k2-toy"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert KimiK2Config.from_pretrained(tmp_path / "made").routed_scaling_factor == member["routed_scaling_factor"]

@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -26,8 +25,9 @@ Decode = Literal["xla", "kernels", "layers"]
 
 def published_models() -> list[str]:
     """Published configurations that the package carries."""
-    names = (entry.name for entry in (files("kimi_k2") / "presets").iterdir())
-    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+    from kimi_k2.config import published
+
+    return published()
 
 
 def _known_model(name: str) -> str:
