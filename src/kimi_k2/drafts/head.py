@@ -14,7 +14,7 @@ from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.drafts.llama_attention import LlamaAttention
 from kimi_k2.drafts.member import other_member
 from kimi_k2.drafts.names import D2T, T2D, check_tensors, module_name
-from kimi_k2.errors import KimiK2Warning, TensorShapeError
+from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -115,6 +115,7 @@ class Eagle3Head(nn.Module):
         config.fit(target.config, directory / "config.json")
         if target_directory is not None and (said := other_member(directory, Path(target_directory))):
             warnings.warn(f"{directory}: {said}; few of its drafts may be accepted", KimiK2Warning, stacklevel=2)
+        whole = len(target.lm_head.weight) == target.config.vocab_size
         device = target.lm_head.weight.device
         with CheckpointReader(directory) as reader:
             held = {module_name(name): name for name in reader.names()}
@@ -125,6 +126,8 @@ class Eagle3Head(nn.Module):
                 if "embed_tokens.weight" in held:
                     shape = config.vocab_size, config.hidden_size
                     head.embed_tokens = Embedding(torch.empty(shape, dtype=target.dtype))
+                if "lm_head.weight" not in held and not whole:
+                    raise ConfigError("expected an lm_head of the head's own: ranks have a part of the target's each")
                 if "lm_head.weight" in held:
                     rows = config.draft_vocab_size, config.hidden_size
                     head.lm_head = Linear(plain, "lm_head", *rows, dtype=target.dtype)

@@ -211,12 +211,12 @@ class HeadDrafter:
         """
         assert self._cache is not None
         if self._record is None:
-            return self._run(first, max(furthest, 1), tokens, states, positions, at)
+            return self.run(first, max(furthest, 1), tokens, states, positions, at)
         length = min(padded_width(furthest), self._cache.max_length)
         key = first, tokens.shape[1], length
         if key not in self._captured:
             given = tokens.clone(), states.clone(), positions.clone(), at.clone()
-            run = partial(self._run, first, length, *given)
+            run = partial(self.run, first, length, *given)
             run()
             if len(self._captured) >= MAX_GRAPHS:
                 self._forget()
@@ -228,9 +228,20 @@ class HeadDrafter:
         logits, hidden = captured.graph.made
         return logits.clone(), hidden.clone()  # another pass writes over them
 
-    def _run(
+    def run(
         self, first: bool, length: int, tokens: Tensor, states: Tensor, positions: Tensor, at: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """A pass, launch by launch.
+
+        Args:
+            first: `states` are the target's, [B, S, layers * H], else the head's, [B, S, H].
+            length: slots to attend to.
+            tokens, positions: int64 [B, S], as `Eagle3Head` takes them.
+            at: int64 [B], the column of each sequence that is wanted.
+
+        Returns:
+            Logits [B, rows] and hidden states [B, H] there.
+        """
         assert self._cache is not None
         hidden = self.head.fuse(states) if first else states
         normed, after = self.head(tokens, hidden, positions, self._cache, length)
