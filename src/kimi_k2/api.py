@@ -20,8 +20,12 @@ import torch.distributed as dist
 from kimi_k2.checkpoint.hub import resolve_checkpoint
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine.device import check_device
+from kimi_k2.engine.draft_length import DraftStats
+from kimi_k2.engine.drafters import Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator
+from kimi_k2.engine.graphs import GraphRecorder
 from kimi_k2.engine.multimodal import encoded_rows
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams
@@ -68,6 +72,30 @@ def load_model(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
     except torch.OutOfMemoryError as error:
         error.add_note(f"the weights have {total / 1e9:.1f} GB as they are stored, more once they are dequantized")
         raise
+
+
+NGRAM = "ngram"
+
+
+def load_drafter(
+    draft: str | Path, target: KimiK2ForCausalLM, checkpoint: Path | None = None, *, download: bool = False
+) -> Drafter:
+    """What proposes tokens to a target.
+
+    Args:
+        draft: `ngram`, or an Eagle3 head: a directory, or the name of one in the Hugging Face cache.
+        target: the loaded model; on ranks each loads the whole head.
+        checkpoint: of the target, to tell a head of another member.
+        download: fetch what the cache lacks.
+
+    Raises:
+        KimiK2Error: (subclasses) as `Eagle3Head.from_pretrained` does.
+    """
+    if str(draft) == NGRAM:
+        return NgramDrafter()
+    directory = resolve_checkpoint(draft, download=download)
+    head = Eagle3Head.from_pretrained(directory, target, target_directory=checkpoint)
+    return HeadDrafter(head, GraphRecorder)
 
 
 def convert(checkpoint: str | Path, output: str | Path, preset: str) -> dict[str, Any]:
@@ -245,6 +273,8 @@ class KimiK2:
         ranks: Path | None = None,
         neuron: Neuron | None = None,
         keep_cache: bool = False,
+        draft: str | Path | None = None,
+        draft_tokens: int = 3,
     ) -> Iterator[KimiK2]:
         """Load the model, or this process's part of it.
 
@@ -260,6 +290,8 @@ class KimiK2:
             ranks: output of `convert --target cuda`, of which this process takes its file.
             neuron: the NxDI model that the backend `neuron` loads.
             keep_cache: see `Generator`: for one conversation after another turn.
+            draft: see `load_drafter`; None decodes token by token. What is generated stays the same.
+            draft_tokens: tokens that are drafted at most before they are verified.
 
         Raises:
             KimiK2Error: (subclasses) as loading does.
@@ -271,6 +303,9 @@ class KimiK2:
         name, stored = compute_defaults(backend, dtype, keep_quantized)
         compute: torch.dtype = getattr(torch, name)
         options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+        if draft is not None and (backend == "neuron" or draft_tokens < 1):
+            field = "draft" if backend == "neuron" else "draft_tokens"
+            raise ConfigError("expected at least 1 token, and the backend cpu or cuda", field=field)
         if backend == "neuron":
             if neuron is None:
                 raise ConfigError("expected which NxDI model", field="neuron")
@@ -281,13 +316,24 @@ class KimiK2:
             model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
             model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
             eyes = Eyes(directory, config, tokenizer, compute, backend)
-            yield cls(Generator(model, keep=keep_cache), tokenizer, config, params, eyes=eyes, **options)
+            drafter = None if draft is None else load_drafter(draft, model, directory, download=download)
+            generator = Generator(model, keep=keep_cache, drafter=drafter, draft_tokens=draft_tokens)
+            yield cls(generator, tokenizer, config, params, eyes=eyes, **options)
         else:
             with load_ranks(ranks, directory, config, compute, backend) as part:
                 part.generator.model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
                 place = part.generator.model.lm_head.weight.device
+                if draft is not None:
+                    part.generator.drafter = load_drafter(draft, part.generator.model, directory, download=download)
+                    part.generator.draft_tokens = draft_tokens
                 eyes = Eyes(directory, config, tokenizer, compute, place, ranks)
                 yield cls(part.generator, tokenizer, config, params, rank=part.number, eyes=eyes, **options)
+
+    @property
+    def drafts(self) -> DraftStats | None:
+        """Of the last generation, what was drafted and accepted; None without drafts."""
+        drafting = isinstance(self.generator, Generator) and self.generator.drafter is not None
+        return self.generator.stats if drafting else None  # type: ignore[union-attr]
 
     def generate(self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), **sampling: Any) -> list[Reply]:
         """Continue texts as they are, without the chat template.

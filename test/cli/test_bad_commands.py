@@ -45,7 +45,7 @@ LAYOUT = {"--tp": [*POSITIVE, "7", "1000000007"], "--ep": [*POSITIVE, "7"], "--t
 # A command that is right, the bad values of its options, and of its arguments by place.
 COMMANDS: list[tuple[list[str], dict[str, list[str]], dict[int, list[str]]]] = [
     (["generate", "{fp8}", "-p", "x", "--max-new-tokens", "1"], {**SAMPLING, "--ranks": UNREADABLE}, {1: UNREADABLE}),
-    (["chat", "{fp8}"], SAMPLING, {1: UNREADABLE}),
+    (["chat", "{fp8}"], {**SAMPLING, "--draft": UNREADABLE, "--draft-tokens": POSITIVE}, {1: UNREADABLE}),
     (
         ["make-checkpoint", "{tmp}/new"],
         {

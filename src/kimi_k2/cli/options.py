@@ -238,6 +238,11 @@ class ModelOptions:
     kv_cache_dtype: KvCacheDtype = "auto"
     batch_invariant: BatchInvariant = False
     chunk_size: Annotated[int | None, _in(MODEL, min=1, max=MOST, help="Prefill this many tokens at a time.")] = None
+    draft: Annotated[
+        str | None,
+        _in(MODEL, metavar="HEAD", help="Eagle3 head (directory or name) or ngram that drafts tokens to verify."),
+    ] = None
+    draft_tokens: Annotated[int, _in(MODEL, min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3
     download: Download = False
     preset: Annotated[str, _in(NEURON, help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT
     compiled: Annotated[
@@ -260,11 +265,22 @@ class ModelOptions:
             raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
         if self.backend == "neuron" and self.batch_invariant:
             raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
+        if self.backend == "neuron" and self.draft is not None:
+            raise typer.BadParameter("--draft goes with --backend cpu or cuda")
         from kimi_k2.api import Neuron
         from kimi_k2.ops import registry
 
         registry.set_batch_invariant(self.batch_invariant)
-        names = ("backend", "dtype", "keep_quantized", "kv_cache_dtype", "download", "chunk_size")
+        names = (
+            "backend",
+            "dtype",
+            "keep_quantized",
+            "kv_cache_dtype",
+            "download",
+            "chunk_size",
+            "draft",
+            "draft_tokens",
+        )
         own = {name: getattr(self, name) for name in names}
         if self.backend == "neuron":
             own["neuron"] = Neuron(self.preset, self.compiled, self.on_cpu, self.max_model_len, batch_size)

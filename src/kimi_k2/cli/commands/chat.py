@@ -216,7 +216,8 @@ class Chat:
         message = reply.message
         self.messages.append(message.to_openai())
         ending = " · cut off at --max-new-tokens" if reply.finish_reason == "length" else ""
-        self._note(f"{len(prompt.ids)} + {reply.tokens} tokens, {timing}{ending}")
+        drafts = f", {self.session.drafts}" if self.session.drafts is not None else ""
+        self._note(f"{len(prompt.ids)} + {reply.tokens} tokens, {timing}{drafts}{ending}")
         return message.tool_calls
 
     def _conversation(self) -> list[dict[str, Any]]:

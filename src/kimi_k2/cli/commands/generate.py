@@ -109,6 +109,8 @@ def generate(
         if session.rank == 0:
             _show(session, prompts, _view(session, prompts, texts, as_json=as_json, stream=stream), timing)
             typer.echo(timing, err=True)
+            if model.draft is not None:
+                typer.echo(f"drafts: {session.drafts}", err=True)
             if verbose and model.backend != "neuron":
                 typer.echo(_computed(session, model, ranks is not None), err=True)
         else:

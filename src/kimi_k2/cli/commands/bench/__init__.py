@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.commands.bench.parts import context, convert, experts, kernels, reader, serving
+from kimi_k2.cli.commands.bench.parts import context, convert, drafts, experts, kernels, reader, serving
 from kimi_k2.cli.commands.bench.sweep import sweep
 
 
@@ -31,6 +31,7 @@ bench.command()(context)
 bench.command()(convert)
 bench.command()(kernels)
 bench.command()(experts)
+bench.command()(drafts)
 bench.command()(serving)
 
 

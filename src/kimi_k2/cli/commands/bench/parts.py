@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import Checkpoint, listed, listed_numbers, number, picture
+from kimi_k2.cli.options import (
+    Checkpoint,
+    ModelOptions,
+    Ranks,
+    SamplingOptions,
+    listed,
+    listed_numbers,
+    number,
+    picture,
+    with_groups,
+)
 
 
 def reader(
@@ -97,6 +107,34 @@ def experts(
     chosen = {name: value for name, value in given.items() if value}
     selection = Selection(**chosen, with_peers=peers)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
+
+
+@with_groups
+def drafts(
+    checkpoint: Checkpoint,
+    sampling: SamplingOptions,
+    model: ModelOptions,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Message; repeat for a batch.")] = None,
+    runs: Annotated[int, number(1, "Timed replies of each kind; the median counts.")] = 3,
+    ranks: Ranks = None,
+) -> None:
+    """Speed with --draft beside none in one run: acceptance by position, tokens a step, milliseconds a token."""
+    if model.draft is None:
+        raise typer.BadParameter("expected an Eagle3 head or ngram", param_hint="--draft")
+    if model.backend == "neuron":
+        raise typer.BadParameter("--draft goes with --backend cpu or cuda")
+    from kimi_k2.api import KimiK2
+    from kimi_k2.bench.drafts import PROMPTS, compare
+    from kimi_k2.engine.generate import Generator
+
+    texts = prompt or PROMPTS
+    options = model.options(batch_size=len(texts))
+    with KimiK2.open(checkpoint, params=sampling.params(), ranks=ranks, **options) as session:
+        assert isinstance(session.generator, Generator)
+        ids = [session.prompt([{"role": "user", "content": text}]).ids for text in texts]
+        for line in compare(session.generator, ids, session.params, runs):
+            if session.rank == 0:
+                typer.echo(line)
 
 
 def serving(

@@ -1,0 +1,53 @@
+"""Drafts from the command line and from Python: the replies of without, and what was accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kimi_k2.api import KimiK2
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.synthetic.draft import write_synthetic_head
+
+
+def kimi(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("draft", ["ngram", "head"])
+def test_generate_with_drafts_says_the_same(checkpoints: dict[str, Path], tmp_path: Path, draft: str) -> None:
+    if draft == "head":
+        draft = str(tmp_path)
+        write_synthetic_head(tmp_path, KimiK2Config.from_pretrained(checkpoints["fp8"]), "mla")
+    given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--max-new-tokens", "8"]
+    plain, drafted = kimi(*given), kimi(*given, "--draft", draft, "--draft-tokens", "2")
+    assert plain.exit_code == drafted.exit_code == 0, drafted.output
+    assert plain.stdout == drafted.stdout
+    assert "tokens a step, accepted by position" in drafted.stderr and "drafts" not in plain.stderr
+
+
+def test_drafts_are_of_the_plain_model(checkpoints: dict[str, Path]) -> None:
+    given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--draft"]
+    assert "--backend cpu or cuda" in kimi(*given, "ngram", "--backend", "neuron", "--on-cpu").output
+    refused = kimi(*given, str(checkpoints["fp8"]))
+    assert isinstance(refused.exception, ConfigError) and refused.exception.field == "architectures"
+
+
+def test_bench_drafts(checkpoints: dict[str, Path]) -> None:
+    result = kimi(
+        "bench", "drafts", str(checkpoints["fp8"]), "--draft", "ngram", "--max-new-tokens", "4", "--runs", "1"
+    )
+    assert result.exit_code == 0, result.output
+    assert "with drafts: " in result.stdout and "times as fast" in result.stdout
+
+
+def test_from_python(checkpoints: dict[str, Path]) -> None:
+    plain = KimiK2.from_pretrained(checkpoints["fp8"])
+    drafting = KimiK2.from_pretrained(checkpoints["fp8"], draft="ngram", draft_tokens=2)
+    replies = [one.generate("Hello", max_new_tokens=12)[0].text for one in (drafting, plain)]
+    assert replies[0] == replies[1]
+    assert plain.drafts is None and drafting.drafts is not None and drafting.drafts.steps
