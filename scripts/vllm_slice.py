@@ -57,10 +57,11 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 
 def load_weights(self: object, model: torch.nn.Module, model_config: object) -> None:
-    """Fill every weight."""
+    """Fill every weight; those of our model are no submodule's."""
+    held = getattr(model, "plain", model)
     torch.manual_seed(0)
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in (*held.named_parameters(), *held.named_buffers()):
             if not tensor.is_meta:
                 fill(name, tensor.data)
 
