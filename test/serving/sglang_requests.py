@@ -29,8 +29,8 @@ def record_steps(path: str) -> None:
 
     run, steps = PagedModel.run, list[tuple[int, int]]()
 
-    def recorded(self: PagedModel, x: Tensor, batch: Batch | None) -> Tensor:
-        made = run(self, x, batch)
+    def recorded(self: PagedModel, x: Tensor, batch: Batch | None, *given: Any) -> Tensor:
+        made = run(self, x, batch, *given)
         assert batch is not None
         steps.append((batch.decodes, len(batch.seq_lens) - batch.decodes))
         calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
@@ -40,7 +40,7 @@ def record_steps(path: str) -> None:
         written.replace(f"{path}.{rank}")
         return made
 
-    PagedModel.run = recorded  # type: ignore[method-assign]
+    PagedModel.run = recorded  # type: ignore[method-assign, assignment]
 
 
 def take_pages(size: int) -> None:

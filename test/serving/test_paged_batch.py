@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.engine import batch as module
-from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk
+from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk, by_token
 from kimi_k2.ops.cache import gather_pages
 
 PAGE = 4
@@ -62,3 +62,13 @@ def test_one_prompt_and_very_long_ones_are_taken_one_by_one(monkeypatch: pytest.
     monkeypatch.setattr(module, "MOST_SLOTS", 13)
     apart = batch([3, 2], [9, 5], 0).chunks
     assert [(one.rows, type(one)) for one in apart] == [(slice(0, 3), Chunk), (slice(3, 5), Chunk)]
+
+
+def test_several_new_tokens_as_sequences_of_their_own() -> None:
+    """Behind them a sequence without a token, and two rows of padding."""
+    starts, lengths = torch.tensor([0, 3, 4, 6, 6]).int(), torch.tensor([9, 1, 2, 0]).int()
+    table = torch.arange(8).view(4, 2).int()
+    seq_lens, tables = by_token(starts, lengths, table, 8)
+    assert seq_lens.tolist() == [7, 8, 9, 1, 1, 2, 0, 0]
+    assert tables[:6, 0].tolist() == [0, 0, 0, 2, 4, 4]
+    assert seq_lens.dtype == tables.dtype == torch.int32

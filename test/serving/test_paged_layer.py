@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine import batch
-from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.decode_step import through
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 
@@ -121,6 +122,31 @@ def test_heads_of_zeros(name: str, checkpoints: dict[str, Path], wide: Path) -> 
 
 def test_heads_that_the_kernels_take() -> None:
     assert [kernel_heads(heads) for heads in (1, 2, 4, 8, 16, 24, 64, 65)] == [8, 8, 8, 8, 16, 32, 64, None]
+
+
+@torch.inference_mode()
+def test_several_new_tokens_are_decodes(checkpoints: dict[str, Path]) -> None:
+    """What comes in front of each layer and behind the last, as the plain model's modules are given it."""
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=True)
+    model.prepare()
+    layers, ids, wanted = Layers(model), torch.randint(10, model.config.vocab_size, (8,)), list[Tensor]()
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _, given: wanted.append(given[0][0]))
+    model.model(ids.unsqueeze(0), torch.arange(8).unsqueeze(0), None, 8)
+    found = list[Tensor]()
+    for new in (slice(0, 5), slice(5, 8)):
+        rows = new.stop - new.start
+        starts, lengths = torch.tensor([0, rows]).int(), torch.tensor([new.stop]).int()
+        seq_lens, table = by_token(starts, lengths, layers.table[:1], rows)
+        places = torch.arange(new.start, new.stop)
+        slots = layers.table[0].long()[places // PAGE] * PAGE + places % PAGE
+        x = model.model.embed_tokens(ids[new])
+        made = Batch(rows, rows, seq_lens, slots, table, rotation=model.model.rotary(places, x.dtype))
+        states = HiddenStates(range(len(layers.steps) + 1))
+        through(layers.steps, x, made, layers.caches, states)
+        found.append(torch.stack(states.apart()))
+    together = torch.cat(found, dim=1)
+    torch.testing.assert_close(together, torch.stack(wanted), rtol=0, atol=2e-5 * float(together.abs().max()))
 
 
 @torch.inference_mode()

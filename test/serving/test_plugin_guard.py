@@ -305,7 +305,12 @@ def test_gpus_that_are_ours() -> None:
         ({"cache_dtype": "fp8_e5m2"}, {}, "a cache in fp8_e5m2"),
         ({"cache_dtype": "float32"}, {}, "a cache in float32"),
         ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
-        ({"data_parallel_size": 2}, {}, "data parallelism, whose experts need vLLM's exchange"),
+        (
+            {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency"},
+            {},
+            "an exchange of tokens by deepep_low_latency",
+        ),
+        ({"data_parallel_size": 2, "all2all_backend": "allgather_reducescatter"}, {}, None),
         ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, {}, "context parallelism"),
         ({"use_ubatching": True}, {}, "microbatches"),
@@ -316,10 +321,10 @@ def test_gpus_that_are_ours() -> None:
             "a loader that leaves out other experts than ours",
         ),
         ({"lora_config": object()}, {}, "LoRA"),
-        ({"speculative_config": object()}, {}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, {}, "drafts by mtp"),
     ],
 )
-def test_reasons_on_a_gpu(changed: dict[str, Any], sizes: dict[str, int], reason: str) -> None:
+def test_reasons_on_a_gpu(changed: dict[str, Any], sizes: dict[str, int], reason: str | None) -> None:
     assert support.refusal(deployment(**changed), model(**sizes)) == reason
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from plain_tokens import expected
-from test_vllm_model import requests, serve
+from vllm_engine import requests, serve
 
 pytestmark = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
 REFUSALS = {"nothing": 0, "the trial": 1, "the second record": 3}

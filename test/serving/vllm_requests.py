@@ -5,6 +5,8 @@ arguments of vLLM's SamplingParams) and `options`, which are EngineArgs'. With s
 the workers make them. With `pieces`, steps of so many new tokens at most run in the pieces that are CUDA graphs on a
 GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back. With `swaps`, each
 how weights come and of which checkpoint, the requests are served again behind each; `again` has these tokens.
+With `steps` the engine is asked
+so many times. With `parts` prompts may come in parts. `draft` and `accepted` count drafts' tokens.
 """
 
 from __future__ import annotations
@@ -81,22 +83,31 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine
 
     job = json.loads(Path(job_file).read_text())
+    if job.get("parts"):  # vLLM then takes pages of any size, prompts in parts and cached prefixes for MLA
+        torch.cpu._is_amx_tile_supported = lambda: True
     preempted = count_preempted()
     replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
     options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
     arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
     engine = LLMEngine.from_engine_args(arguments)
-    result = serve(engine, job["requests"]) | {"replays": replays[0], "preempted": len(preempted), "again": []}
+    result = serve(engine, job["requests"], job.get("steps", 0)) | {
+        "replays": replays[0],
+        "preempted": len(preempted),
+        "again": [],
+    }
     for way, directory in job.get("swaps", ()):
         swap(engine, way, directory)
         result["again"].append(serve(engine, job["requests"])["tokens"])
     from kimi_k2.ops.registry import TABLE
 
+    counts = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
+    for name in ("draft", "accepted"):
+        result[name] = counts.get(f"vllm:spec_decode_num_{name}_tokens", 0)
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
     Path(result_file).write_text(json.dumps(result | {"calls": calls}))
 
 
-def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
     """Tokens and their log-probabilities by request, and the number of steps."""
     from vllm import SamplingParams
 
@@ -104,7 +115,7 @@ def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
     step = 0
-    while waiting or engine.has_unfinished_requests():
+    while step < steps if steps else waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
             number, one = waiting.pop(0)
             drawn = {"temperature": 0, "logprobs": 0, **one.get("sampling", {})}
@@ -112,7 +123,8 @@ def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
                 drawn["logit_bias"] = {int(token): bias for token, bias in drawn["logit_bias"].items()}
             sampling = SamplingParams(max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, **drawn)
             engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
-        for output in engine.step():
+        # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests.
+        for output in engine.step() if not steps or engine.has_unfinished_requests() else ():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
             tokens[name] = list(made.token_ids)
             logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]

@@ -134,6 +134,26 @@ class Batch:
         return cls(starts[-1], decodes, seq_lens, slots, block_table, chunks)
 
 
+def by_token(starts: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Sequences with several new tokens as so many with one, each of which sees those before it. Nothing is read back.
+
+    All new tokens are stored before any attends, so that they may be decodes of a `Batch`.
+
+    Args:
+        starts: int32 [B + 1], where each sequence's new tokens begin, and where the last ends.
+        seq_lens, block_table: of the sequences, see `Batch`.
+        rows: the new tokens, and padding behind them.
+
+    Returns:
+        `seq_lens` [rows], 0 for padding, and `block_table` [rows, pages].
+    """
+    row = torch.arange(rows, dtype=starts.dtype, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+    padding, sequence = sequence >= len(seq_lens), sequence.clamp(max=len(seq_lens) - 1)
+    lengths = seq_lens[sequence] - (starts[sequence + 1] - 1 - row)
+    return lengths.masked_fill(padding, 0), block_table[sequence]
+
+
 def _slots_of(
     lengths: Sequence[int], seq_lens: Tensor, block_table: Tensor, page: int
 ) -> tuple[Ragged, tuple[Tensor, Tensor]]:

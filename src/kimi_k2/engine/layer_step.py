@@ -7,6 +7,7 @@ before it and the shared expert with the routed ones. Which kernels run is the t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,16 +30,29 @@ Reduce = Callable[[Tensor], Tensor]
 Routing = tuple[Tensor, Tensor]
 
 
+class Exchange(Protocol):
+    """Tokens of replicas that share routed experts; every replica makes the same calls."""
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of each tensor [T, n] all replicas' rows."""
+        ...
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """This replica's rows of the sum of all replicas' rows."""
+        ...
+
+
 class LayerStep:
     """One layer for the new tokens of a batch.
 
     Args:
         layer: of the plain model, whole or a rank's part, prepared (`KimiK2ForCausalLM.prepare`).
         reduce: sum over ranks after each half.
+        exchange: of tokens among replicas; None without.
     """
 
-    def __init__(self, layer: DecoderLayer, reduce: Reduce) -> None:
-        self.layer, self.attention, self.reduce = layer, layer.self_attn, reduce
+    def __init__(self, layer: DecoderLayer, reduce: Reduce, exchange: Exchange | None = None) -> None:
+        self.layer, self.attention, self.reduce, self.exchange = layer, layer.self_attn, reduce, exchange
         attention, config = self.attention, layer.self_attn.config
         assert isinstance(attention, MultiHeadLatentAttention)
         dtype = layer.input_layernorm.weight.dtype
@@ -210,6 +224,10 @@ class LayerStep:
             assert self.dense is not None
             return swiglu(x, *self.dense)
         indices, weights = routing or self.moe.gate(x)
+        if self.exchange is not None:
+            gathered = self.exchange.gather([x, indices, weights])
+            routed = self.exchange.scatter(routed_experts(gathered[0], self.experts, *gathered[1:]))
+            return routed if self.dense is None else routed + swiglu(x, *self.dense)
         if self.dense is None:
             return routed_experts(x, self.experts, indices, weights)
         gate_up, down = self.dense

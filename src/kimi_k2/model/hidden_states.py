@@ -25,6 +25,10 @@ class HiddenStates:
         if layer in self.layers:
             self._taken[layer] = x if delta is None else x + delta
 
+    def apart(self) -> list[Tensor]:
+        """In the order of `layers`."""
+        return [self._taken[layer] for layer in self.layers]
+
     def joined(self) -> Tensor:
         """Side by side in the order of `layers`: [..., layers * H]."""
-        return torch.cat([self._taken[layer] for layer in self.layers], dim=-1)
+        return torch.cat(self.apart(), dim=-1)

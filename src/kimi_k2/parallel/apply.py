@@ -53,7 +53,7 @@ def parallelize(
         layout: of the ranks, `target="cuda"`.
         rank: which part.
         device: where the part lives.
-        group: of all ranks; None for the default one.
+        group: of all ranks, of this one's replica; None for the default one.
         communicate: False leaves the sums out: one rank stands for many in a benchmark, with meaningless results.
 
     Returns:
@@ -64,9 +64,9 @@ def parallelize(
     """
     if layout.target != "cuda":
         raise ConfigError(f"expected cuda, got {layout.target}", field="target")
-    communicate = communicate and layout.ranks > 1  # one rank needs no process group
-    if communicate and dist.get_world_size(group) != layout.ranks:
-        raise ConfigError(f"{layout.ranks} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
+    communicate = communicate and layout.dense > 1  # one rank needs no process group
+    if communicate and dist.get_world_size(group) != layout.dense:
+        raise ConfigError(f"{layout.dense} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
     for planned in make_plan(model.config, layout).tensors:
         _replace(model, planned, device)
     reduce = AllReduce(group, communicate)
@@ -77,7 +77,7 @@ def parallelize(
         if isinstance(layer.mlp, MoE):
             _cut_experts(layer.mlp.experts, layout, rank)
     rows = model.model.embed_tokens.weight
-    model.model.embed_tokens = VocabParallelEmbedding(rows, rank * rows.shape[0], reduce)
+    model.model.embed_tokens = VocabParallelEmbedding(rows, rank % layout.dense * rows.shape[0], reduce)
     if reduce.active:
         model.register_forward_hook(lambda module, arguments, logits: gather_last(logits, group))
     return model

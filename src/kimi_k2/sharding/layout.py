@@ -32,6 +32,7 @@ class Layout:
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
         decode: form of a decode step, for whose kernels further weights are written; neuron only. With kernels the
             experts are in tiles, else they are not; None becomes `kernels` or `xla` by that.
+        replicas: copies of all but the routed experts, each cut over as many ranks (data parallelism); cuda only.
         query_group: with `layers`, ranks that share a cache, each of which makes the queries of all their heads: write
             weights for it; 0 without. One head a rank.
     """
@@ -44,11 +45,14 @@ class Layout:
     spmd_rank: bool | None = None
     decode: Decode | None = None
     query_group: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for field in ("moe_tp", "moe_ep"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"expected a positive number, got {getattr(self, field)}", field=field)
+        if self.ranks % self.replicas or (self.replicas > 1 and self.target != "cuda"):
+            raise ConfigError(f"{self.replicas} do not share {self.ranks} ranks of {self.target}", field="replicas")
         allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
@@ -85,6 +89,11 @@ class Layout:
     def ranks(self) -> int:
         """Number of files."""
         return self.moe_tp * self.moe_ep
+
+    @property
+    def dense(self) -> int:
+        """Ranks that all but the routed experts is cut over."""
+        return self.ranks // self.replicas
 
     @property
     def has_spmd_rank(self) -> bool:

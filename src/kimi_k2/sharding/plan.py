@@ -69,19 +69,19 @@ def without_nxdis(plan: ShardingPlan) -> ShardingPlan:
 
 def _check_divisible(config: KimiK2Config, layout: Layout) -> None:
     for field, parts in (
-        ("num_attention_heads", layout.ranks),
-        ("vocab_size", layout.ranks),
-        ("hidden_size", layout.ranks),
-        ("intermediate_size", layout.ranks),
+        ("num_attention_heads", layout.dense),
+        ("vocab_size", layout.dense),
+        ("hidden_size", layout.dense),
+        ("intermediate_size", layout.dense),
         ("n_routed_experts", layout.moe_ep),
-        ("moe_intermediate_size", layout.ranks),
+        ("moe_intermediate_size", layout.dense),
     ):
         if getattr(config, field) % parts:
             raise ConfigError(f"{getattr(config, field)} does not divide among {parts} ranks", field=field)
 
 
 def _global_tensors(config: KimiK2Config, layout: Layout) -> Iterator[PlannedTensor]:
-    ranks, shape = layout.ranks, (config.vocab_size, config.hidden_size)
+    ranks, shape = layout.dense, (config.vocab_size, config.hidden_size)
     dtype = layout.dtype
     if layout.target == "cuda":
         yield PlannedTensor("model.embed_tokens.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)

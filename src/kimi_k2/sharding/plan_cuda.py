@@ -35,7 +35,7 @@ def cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pla
     Raises:
         ConfigError: a rank's slice would cut a scale block.
     """
-    root, ranks = f"model.layers.{layer}", layout.ranks
+    root, ranks = f"model.layers.{layer}", layout.dense
     for name, size in norms(config).items():
         yield PlannedTensor(f"{root}.{name}.weight", layout.dtype, (size,), layer)
     replicated = (

@@ -13,8 +13,9 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.decode_step import through
-from kimi_k2.engine.layer_step import LayerStep
+from kimi_k2.engine.layer_step import Exchange, LayerStep
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
@@ -48,12 +49,13 @@ class PagedModel:
     Args:
         config: of the language model.
         layout: how the ranks share it.
-        rank: this one, in `group`.
-        group: the ranks' process group.
+        rank: this one, among all.
+        group: the process group of the ranks of a replica.
         held: the cache of each layer.
         positions: that a step can ask for.
         dtype: of what no format quantizes.
         device: of the weights.
+        exchange: of tokens among replicas, where the layout has some.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class PagedModel:
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        exchange: Exchange | None = None,
     ) -> None:
         with torch.device("meta"):
             plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
         self.plain = parallelize(plain, layout, rank, device=device, group=group).eval()
         self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
         self.group, self.held, self.positions = group, held, positions
-        self.reduce = AllReduce(group, layout.ranks > 1)
+        self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
         self._steps: list[LayerStep] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -120,7 +123,7 @@ class PagedModel:
         self._steps = []
         for layer in self.plain.model.layers:
             assert isinstance(layer, DecoderLayer)
-            step = LayerStep(layer, self.reduce)
+            step = LayerStep(layer, self.reduce, self.exchange)
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
             if heads is not None:
                 pad_heads(step, heads)
@@ -149,10 +152,10 @@ class PagedModel:
             made.plan = attention_plan(lengths, self.held[0].cache, len(self.steps[0].w_uk), table)
         return made
 
-    def run(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """Embedded new tokens [T, H] to normed hidden states [T, H]."""
+    def run(self, x: Tensor, batch: Batch | None, states: HiddenStates | None = None) -> Tensor:
+        """Embedded new tokens [T, H] to normed hidden states [T, H]; `states` sees those between layers."""
         caches = (None if batch is None else held.cache for held in self.held)
-        x, delta = through(self.steps, x, batch, caches)
+        x, delta = through(self.steps, x, batch, caches, states)
         norm = self.plain.model.norm
         return add_norm(x, delta, norm.weight, norm.eps)[1]
 

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.vllm.connectors import LatentBatch
 
@@ -26,29 +26,54 @@ NAME = "KIMI_K2_MLA"
 class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for mypy here
     """Makes a `Batch` of what vLLM's runner says of a step."""
 
+    # New tokens of a sequence up to which they are decodes.
     reorder_batch_threshold: int = 1
     # A batch of decodes alone reads nothing back, so vLLM may capture it.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
+        self._held: tuple[Tensor, Tensor] | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The batch of a step, for all layers."""
-        common = common_attn_metadata
-        decodes, _, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        common, most = common_attn_metadata, self.reorder_batch_threshold
+        decodes, _, rows, _ = split_decodes_and_prefills(common, decode_threshold=most)
+        seq_lens, block_table = common.seq_lens, common.block_table_tensor
         lengths: list[int] = []
         if decodes < common.num_reqs:
             # On a GPU reading them back waits for the device, so the host's copy is preferred: exact for prompts.
             known = getattr(common, "seq_lens_cpu_upper_bound", None)
             known = common.seq_lens if known is None else known
             lengths = known[decodes : common.num_reqs].tolist()
+        if most > 1 and decodes:
+            seq_lens, block_table = self._by_token(common, decodes, rows, bool(lengths))
+        else:
+            rows = decodes
         if not lengths:  # some of them may be padding, without a token
-            return LatentBatch(decodes, decodes, common.seq_lens, common.slot_mapping, common.block_table_tensor)
+            return LatentBatch(rows, rows, seq_lens, common.slot_mapping, block_table)
+        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1].tolist()
+        before = torch.arange(rows, dtype=torch.int32, device=seq_lens.device)
         return LatentBatch.of_sequences(
-            common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.query_start_loc, common.seq_lens,
-            lengths, common.block_table_tensor, common.slot_mapping, self.kv_cache_spec.block_size,
+            [*range(rows), *starts], torch.cat((before, common.query_start_loc[decodes:])), seq_lens,
+            lengths, block_table, common.slot_mapping, self.kv_cache_spec.block_size,
         )  # fmt: skip
+
+    def _by_token(self, common: Any, decodes: int, rows: int, more: bool) -> tuple[Tensor, Tensor]:
+        """`seq_lens` and `block_table` with a row for each new token of the decodes, then those of `more` sequences."""
+        starts, seq_lens, block_table = common.query_start_loc, common.seq_lens, common.block_table_tensor
+        made = by_token(starts[: decodes + 1], seq_lens[:decodes], block_table[:decodes], rows)
+        if more:
+            return torch.cat((made[0], seq_lens[decodes:])), torch.cat((made[1], block_table[decodes:]))
+        if rows > self._captured:
+            return made
+        if self._held is None:  # at an address that CUDA graphs know
+            self._held = seq_lens.new_zeros(self._captured), block_table.new_zeros(self._captured, block_table.shape[1])
+        for held, one in zip(self._held, made, strict=True):
+            held[:rows].copy_(one)
+        return self._held[0][:rows], self._held[1][:rows]
 
 
 class LatentBackend(AttentionBackend):  # type: ignore[misc]

@@ -72,7 +72,7 @@ OF_OTHERS = _names("""
     allow_deprecated_quantization
     data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
     data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
-    dp_sync_interval disable_nccl_for_dp_synchronization all2all_backend
+    dp_sync_interval disable_nccl_for_dp_synchronization
     dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size eplb_config ubatch_size
     dbo_decode_token_threshold dbo_prefill_token_threshold
     max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
@@ -88,9 +88,9 @@ NOT_COMPILED = _names("compilation_config optimization_level")
 
 # Decided by vLLM's configuration as it stands in the end, which the environment changes too (`support.refusal`).
 DECIDED_LATER = _names("""
-    pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_dbo
-    enable_eplb enable_ep_weight_filter enable_lora speculative_config spec_method kv_cache_dtype
-    quantization
+    pipeline_parallel_size data_parallel_size all2all_backend prefill_context_parallel_size
+    decode_context_parallel_size enable_dbo enable_eplb enable_ep_weight_filter enable_lora speculative_config
+    spec_method kv_cache_dtype quantization
 """)
 
 # vLLM's own model serves these, but at the values given.

@@ -12,11 +12,15 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 
 from kimi_k2.engine.layer_step import LayerStep
+from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
 from kimi_k2.serving.vllm.connectors import move_caches
+from kimi_k2.serving.vllm.data_parallel import Exchange
+from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import cache_dtype, layout_of, refusal
@@ -48,7 +52,8 @@ class _Ours:
         nn.Module.__init__(self)  # type: ignore[arg-type]
         model_config = vllm_config.model_config
         self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
-        config, tp = config_of(self.config), get_tp_group()
+        config, tp, layout = config_of(self.config), get_tp_group(), layout_of(vllm_config)
+        replica = vllm_config.parallel_config.data_parallel_rank if layout.replicas > 1 else 0
         self.held = nn.ModuleList(
             LatentAttention(
                 vllm_config,
@@ -60,15 +65,17 @@ class _Ours:
             for number in range(config.num_hidden_layers)
         )
         self.paged = PagedModel(
-            config, layout_of(vllm_config), tp.rank_in_group, tp.device_group, cast(Sequence[Held], self.held),
+            config, layout, replica * layout.dense + tp.rank_in_group, tp.device_group, cast(Sequence[Held], self.held),
             # Positions that vLLM can ask for, its own trial runs included.
             max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens),
-            model_config.dtype, torch.get_default_device(),
+            model_config.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
         )  # fmt: skip
         if vllm_config.load_config.load_format == "dummy":
             self.paged.randomize()
         self._vllm_config, self._recorded = vllm_config, False
         self._graphs: PromptGraphs | None = None
+        self._seen: tuple[int, ...] = ()
+        self._shared: Shared | None = None
         logger.info("%s", started(self.plain, "vLLM", VLLM_DOES))
         if unused := noted(vllm_config, "unused"):
             logger.info("kimi-k2: of no effect, as our model is not compiled: %s", ", ".join(unused))
@@ -91,6 +98,30 @@ class _Ours:
 
     get_input_embeddings = embed_input_ids  # its name in older versions
 
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """In front of which layers a draft's head wants hidden states."""
+        beyond = [layer for layer in layers if not 0 <= layer <= self.config.num_hidden_layers]
+        if beyond:
+            raise ConfigError(
+                f"{beyond}, of a target with {self.config.num_hidden_layers} layers",
+                field="eagle_aux_hidden_state_layer_ids",
+            )
+        self._seen = tuple(sorted(set(layers)))
+
+    @property
+    def model(self) -> Shared:
+        """What a draft's head may share; see `Shared`."""
+        if self._vllm_config.speculative_config is None:
+            raise AttributeError("model")
+        if self._shared is None:
+            self._shared = Shared(self.plain, self.config)
+        return self._shared
+
+    @property
+    def lm_head(self) -> Any:
+        """Likewise."""
+        return self.model.lm_head
+
     def make_empty_intermediate_tensors(self, *_: Any, **__: Any) -> Any:
         """vLLM's K2.5 asks for it at start, and calls it under pipeline parallelism, which is `refusal`'s."""
         raise NotImplementedError("kimi-k2: pipeline parallelism is served by vLLM's own model")
@@ -103,26 +134,27 @@ class _Ours:
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
         **_: Any,
-    ) -> Tensor:
-        """Normed hidden states [T, H] of the batch's new tokens."""
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Normed hidden states [T, H] of the batch's new tokens; with a draft's head, those before its layers too."""
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        x = inputs_embeds
+        x, states = inputs_embeds, HiddenStates(self._seen) if self._seen else None
         batch = self.paged.batch(positions, x)
         if batch is not None:
             move_caches(batch, cast(Sequence[LatentAttention], self.held))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
         if batch is not None and batch.chunks and self._graphs is not None and self._graphs.takes(len(x)):
-            return self._graphs(x, batch, [one.cache for one in self.paged.held])
-        hidden_states = self.paged.run(x, batch)
+            hidden_states = self._graphs(x, batch, [one.cache for one in self.paged.held], states)
+        else:
+            hidden_states = self.paged.run(x, batch, states)
         del reserved
-        return hidden_states
+        return hidden_states if states is None else (hidden_states, states.apart())
 
     def _record(self, x: Tensor) -> Tensor | None:
         """Make the graphs of steps with prompts, once; memory of their size."""
-        if self._recorded:
+        if self._recorded or self.paged.exchange is not None:  # other replicas have another number of tokens each time
             return None
         self._recorded = True
         self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)

@@ -25,6 +25,7 @@ from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, Work, on_all_ranks
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import NARROWEST, padded_width
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.model.moe import MoE
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
@@ -116,7 +117,7 @@ class PromptGraphs:
     def _piece(self, width: int, layers: int, number: int, x: Tensor) -> tuple[Tensor, ...]:
         """What lies between two attentions: takes the residual; makes what the second takes, and the residual behind.
 
-        The last makes the hidden states.
+        The last makes the hidden states, normed, and behind them as they were.
         """
         cos, sin, values = self.cos[:width], self.sin[:width], self.values[:width]
         delta: Tensor | None = None
@@ -126,27 +127,33 @@ class PromptGraphs:
             qkv_a, x = self.steps[number].enter(x, delta)
             return qkv_a, *self.steps[number].expand(qkv_a, (cos, sin)), x
         assert delta is not None
-        return (add_norm(x, delta, self.norm.weight, self.norm.eps)[1],)
+        x, normed = add_norm(x, delta, self.norm.weight, self.norm.eps)[:2]
+        return normed, x
 
     def takes(self, tokens: int) -> bool:
         """Whether there is a graph for a step of so many new tokens."""
         return tokens <= self.widest and padded_width(tokens) in self._pieces
 
-    def __call__(self, x: Tensor, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
-        """Embedded new tokens [T, H] to their normed hidden states [T, H], which another step overwrites."""
+    def __call__(self, x: Tensor, batch: Batch, caches: Sequence[Tensor], states: HiddenStates | None = None) -> Tensor:
+        """As `PagedModel.run`, whose caches are given here; another step overwrites the normed hidden states."""
         tokens, width = len(x), padded_width(len(x))
         for held, given in ((self.x, x), (self.cos, batch.rotation[0]), (self.sin, batch.rotation[1])):
             held[:tokens].copy_(given)
         # Padding is routed too, and INT4's sums follow how many tokens an expert has: a step may not see earlier ones.
         for held in (self.x, self.values):
             held[tokens:width].zero_()
-        pieces = self._pieces[width]
-        for step, piece, cache in zip(self.steps, pieces, caches, strict=False):
+        pieces, wanted = self._pieces[width], () if states is None else states.layers
+        for number, (step, piece, cache) in enumerate(zip(self.steps, pieces, caches, strict=False)):
             piece.replay()
-            qkv_a, q, entries, _ = piece.made
+            qkv_a, q, entries, residual = piece.made
+            if states is not None and number in wanted:  # the next piece may take its memory
+                states.pass_by(number, residual[:tokens].clone())
             step.attend(qkv_a, (q, entries), batch, cache, self.values)
         pieces[-1].replay()
-        return pieces[-1].made[0][:tokens]
+        normed, last = (made[:tokens] for made in pieces[-1].made)
+        if states is not None and len(self.steps) in wanted:
+            states.pass_by(len(self.steps), last.clone())
+        return normed
 
 
 def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:

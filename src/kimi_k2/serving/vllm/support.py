@@ -26,15 +26,20 @@ CACHE_DTYPES = {
 }
 # Of vLLM's, which change what its model computes or how.
 VLLMS_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE")
+# Methods of --speculative-config; None without one.
+DRAFTS = (None, "ngram", "suffix", "eagle3")
+# Backends of --all2all-backend; None for one replica.
+EXCHANGES = (None, "allgather_reducescatter", "naive")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
 
 
 def layout_of(vllm_config: Any) -> Layout:
     """How the ranks of a deployment share the model: experts over all of them with expert parallelism, else cut."""
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
+    replicas = parallel.data_parallel_size
+    ranks = parallel.tensor_parallel_size * replicas
     groups = ranks if parallel.enable_expert_parallel else 1
-    return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED)
+    return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED, replicas=replicas)
 
 
 def cache_dtype(vllm_config: Any, config: KimiK2Config) -> torch.dtype | None:
@@ -50,13 +55,13 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     for reason, holds in (
         ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
-        ("data parallelism, whose experts need vLLM's exchange", parallel.data_parallel_size > 1),
+        (f"an exchange of tokens by {_exchange(parallel)}", _exchange(parallel) not in EXCHANGES),
         ("context parallelism", _along_the_context(parallel) > 1),
         ("microbatches", bool(getattr(parallel, "use_ubatching", False))),
         ("expert load balancing", bool(getattr(parallel, "enable_eplb", False))),
         ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
         ("LoRA", vllm_config.lora_config is not None),
-        ("speculative decoding", vllm_config.speculative_config is not None),
+        (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in DRAFTS),
         *((f"{name}={os.environ.get(name)}", os.environ.get(name, "0") not in ("0", "")) for name in VLLMS_VARIABLES),
         *((argument, True) for argument in flags.noted(vllm_config, "vllm")),
     ):
@@ -83,12 +88,25 @@ def against_decode_steps(vllm_config: Any) -> str | None:
     for reason, holds in (
         (f"{DECODE_GRAPHS}=0", os.environ.get(DECODE_GRAPHS) == "0"),
         ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
+        ("drafts", vllm_config.speculative_config is not None),
+        ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
         ("a transfer of caches", vllm_config.kv_transfer_config is not None),
         ("a transfer of encoders' outputs", getattr(vllm_config, "ec_transfer_config", None) is not None),
     ):
         if holds:
             return reason
     return None
+
+
+def _exchange(parallel: Any) -> str | None:
+    """Of tokens among data-parallel ranks."""
+    return None if parallel.data_parallel_size == 1 else str(parallel.all2all_backend)
+
+
+def _drafts(vllm_config: Any) -> str | None:
+    """The method of a deployment's drafts."""
+    given = vllm_config.speculative_config
+    return None if given is None else str(given.method)
 
 
 def _along_the_context(parallel: Any) -> int:
@@ -110,7 +128,7 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     cache = vllm_config.cache_config
     given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
     page = cache.block_size if given else None
-    return refusal_of_gpu(config, layout_of(vllm_config).ranks, vllm_config.model_config.dtype, page, _is_hopper())
+    return refusal_of_gpu(config, layout_of(vllm_config).dense, vllm_config.model_config.dtype, page, _is_hopper())
 
 
 def _is_hopper() -> bool:

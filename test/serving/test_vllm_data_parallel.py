@@ -1,0 +1,53 @@
+"""Two data-parallel ranks that share routed experts, on a CPU: the plain model's tokens, whoever has requests."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_tokens import expected
+from vllm_engine import OURS, requests, serve
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+LAYERS, MOE_LAYERS, RANKS, STEPS = 3, 2, 2, 200
+
+
+@pytest.mark.parametrize("experts", [True, False], ids=["shared out", "cut"])
+def test_two_ranks(experts: bool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The second rank's requests come when the first has few left: in between each runs steps for the other's."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    jobs = [requests(seed=31 + rank, count=4) for rank in range(RANKS)]
+    for one in jobs[0] + jobs[1]:
+        one["new_tokens"] = 32
+    for one in jobs[1]:
+        one["arrival"] += 45
+
+    def rank(number: int) -> tuple[dict[str, Any], str]:
+        environment = {"RANK": number, "RANK_LOCAL": number, "SIZE": RANKS, "MASTER_PORT": port}
+        named = {f"VLLM_DP_{name}": str(value) for name, value in environment.items()}
+        named["VLLM_DP_MASTER_IP"] = "127.0.0.1"
+        out = tmp_path / str(number)
+        out.mkdir()
+        return serve(
+            checkpoints["thinking"], "float32", jobs[number], out, environment=named, steps=STEPS,
+            enable_expert_parallel=experts, distributed_executor_backend="uni",
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        served = list(pool.map(rank, range(RANKS)))
+    for job, (answer, log) in zip(jobs, served, strict=True):
+        assert OURS in log
+        assert answer["tokens"] == expected(checkpoints["thinking"], "float32", job)
+        calls = {name: sum(entries.values()) for name, entries in answer["calls"].items()}
+        forwards = calls["add_project"] // LAYERS
+        assert calls["routed_experts"] == MOE_LAYERS * forwards > 64 * MOE_LAYERS
+        assert calls["routed_experts_with_shared"] == calls["next_step"] == 0
+    assert served[0][0]["calls"]["routed_experts"] == served[1][0]["calls"]["routed_experts"]
