@@ -21,7 +21,7 @@ from kimi_k2.drafts.ngram import lookup
 from kimi_k2.engine.cache import PagedCache
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
-from kimi_k2.engine.generate import Generator, generate
+from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.rejection import Proposal
 from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.engine.speculate import speculative_steps
@@ -109,6 +109,8 @@ def test_greedy_is_token_for_token_that_without(model: KimiK2ForCausalLM, tmp_pa
         for name, drafter in {**heads, **oracles}.items():
             generator = Generator(model, drafter=drafter, draft_tokens=rng.choice([1, 3, 5]))
             assert speak(generator, batch, params) == wanted, name
+            if name == "half":
+                assert speak_plainly(model, batch, params, drafter) == wanted
             if name == "perfect" and params.max_new_tokens > 1:
                 stats = generator.stats
                 assert stats.accepted == stats.drafted
@@ -121,6 +123,24 @@ def plain_verify(model: KimiK2ForCausalLM, cache: Any, layers: tuple[int, ...]) 
         return logits, states.joined() if layers else None
 
     return verifies
+
+
+def speak_plainly(
+    model: KimiK2ForCausalLM, prompts: list[list[int]], params: SamplingParams, drafter: Drafter
+) -> list[list[int]]:
+    """Prompts and verifications through the plain model, a forward pass each."""
+    cache, sampler = PagedCache(model.config, len(prompts), max(map(len, prompts)) + 24), Sampler(params, prompts)
+    drafter.start(cache, prompts)
+    replies: list[list[int]] = [[] for _ in prompts]
+
+    def begin() -> tuple[Tensor, Tensor | None]:
+        return sampler(prefill(model, prompts, cache)), None
+
+    verifies = plain_verify(model, cache, ())
+    for step in speculative_steps(prompts, sampler, begin, verifies, drafter, DraftLength(3), DraftStats()):
+        for reply, token in zip(replies, step.tokens, strict=True):
+            reply += [] if token is None else [token]
+    return replies
 
 
 @pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")

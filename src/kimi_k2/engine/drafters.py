@@ -147,7 +147,7 @@ class HeadDrafter:
         if self._cache is None or self._cache.target is not cache:
             self.close()
             self._cache = DraftCache(cache, self.head.cache_dim, self.head.dtype)
-            self._record = self.recorder() if self.recorder is not None and cache.data.is_cuda else None
+            self._forget()
 
     @torch.inference_mode()
     def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
@@ -250,10 +250,14 @@ class HeadDrafter:
 
     def close(self) -> None:
         """See `Drafter`."""
+        self._cache = None
         self._forget()
-        self._cache = self._record = None
 
     def _forget(self) -> None:
+        """Give the graphs up; later ones get other memory: a pool whose graphs are all gone takes no more."""
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
+        self._record = None
+        if self.recorder is not None and self._cache is not None and self._cache.data.is_cuda:
+            self._record = self.recorder()

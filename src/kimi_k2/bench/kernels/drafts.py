@@ -16,7 +16,7 @@ from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine.cache import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.drafters import HeadDrafter
-from kimi_k2.engine.graphs import GraphRecorder
+from kimi_k2.engine.graphs import GraphRecorder, Recorded
 from kimi_k2.engine.verify_step import VerifyStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
@@ -92,7 +92,7 @@ def time_draft(head: Eagle3Head, target: KimiK2ForCausalLM, contexts: Sequence[i
     cache = new_cache(target, len(contexts), max(contexts), contexts, paged=True)
     drafter, device = HeadDrafter(head), cache.data.device
     drafter.start(cache, [])
-    record, found = GraphRecorder(), list[float]()
+    record, kept, found = GraphRecorder(), list[Recorded](), list[float]()  # graphs that share memory live together
     for first, tokens in ((True, width), (False, 1)):
         ids = torch.zeros(len(contexts), tokens, dtype=torch.int64, device=device)
         positions = torch.tensor(contexts, device=device)[:, None] - tokens + torch.arange(tokens, device=device)
@@ -101,7 +101,8 @@ def time_draft(head: Eagle3Head, target: KimiK2ForCausalLM, contexts: Sequence[i
         at = torch.full((len(contexts),), tokens - 1, device=device)
         run = partial(drafter.run, first, max(contexts), ids, given, positions, at)
         run()
-        found.append(statistics.median(event_times(record(run).replay, 20)))
+        kept.append(record(run))
+        found.append(statistics.median(event_times(kept[-1].replay, 20)))
     return found[0], found[1]
 
 
