@@ -61,6 +61,7 @@ def test_the_line_without_nxdi_gets_its_own_options(checkpoints: dict[str, Path]
     assert options == {
         "ep_degree": 16, "quantization": "per_channel", "num_batched_tokens_buckets": [2048],
         "kv_segment_size_buckets": [2048], "num_seqs_buckets": [1, 8], "decode_context_length_buckets": [1024],
+        "on_device_sampling_config": None,
     }  # fmt: skip
     assert made.environment["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
     whole = command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp32-ep2")

@@ -72,5 +72,5 @@ def test_kernels_give_the_plain_models_tokens(tiled: Path, monkeypatch: pytest.M
     wanted = line.plain_tokens(tiled)
     for rank in line.served(tiled, tp=2, ep=1, held="tiles", width=32):
         assert rank == wanted
-    expected = {"noaux_tc_router", "selective_experts", "mla_decode"} if runs else set()
+    expected = {"noaux_tc_router", "selective_experts", "mla_decode_pages"} if runs else set()
     assert set(calls) == expected

@@ -50,7 +50,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
         counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
-    if target.torch_native:  # pages laid one after another, and read again
+    if target.torch_native and not target.layout.kernels:  # pages laid one after another, and read again
         counts.moved = {"gather": 2 * counts.read["cache"]}
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.

@@ -49,7 +49,8 @@ class TorchNativeOptions(BaseModel):
             single number as `num_batched_tokens_buckets`.
         decode_context_length_buckets: further cache lengths that have a decode graph.
         on_device_sampling_config: None samples on the host, whatever a request asks for; `all_greedy` has every request
-            greedy, and lets a step begin before the last one's token is known.
+            greedy, and lets a step begin before the last one's token is known. Versions differ in what leaving it out
+            means, so it is always said.
         block_size: tokens of a page.
     """
 
@@ -91,4 +92,5 @@ class TorchNativeOptions(BaseModel):
     def neuron_config(self, experts: str, ep_degree: int) -> dict[str, Any]:
         """The line's `additional_config["neuron_config"]`, as JSON types."""
         options = self.model_dump(mode="json", exclude={"block_size"}, exclude_none=True)
-        return {"ep_degree": ep_degree, "quantization": experts, **options}
+        sampling = {"on_device_sampling_config": self.on_device_sampling_config}
+        return {"ep_degree": ep_degree, "quantization": experts, **options, **sampling}

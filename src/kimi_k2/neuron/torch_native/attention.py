@@ -56,10 +56,10 @@ class Attention:
         config: of the model.
         weights: the layer's `self_attn`.
         ranks: which this is.
-        kernels: that may run.
+        kernels: that may run; None for none.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks, kernels: Kernels) -> None:
+    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks, kernels: Kernels | None) -> None:
         self.config, self.weights, self.ranks, self.kernels = config, weights, ranks, kernels
         self.pages: Pages | None = None
 
@@ -103,12 +103,12 @@ class Attention:
         w_uk, w_uv = kv_b.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope), dim=-1)
         lines, (tokens, heads, width) = len(table), query.shape
-        k, v = self.pages.read(table, query.dtype)
-        if lines == tokens:
-            cached, scale = torch.cat((k, v), dim=-1), self.config.softmax_scale
-            sums = self.kernels.attention(query, cached, entries, positions, w_uv.shape[-1], scale)
+        if self.kernels is not None and lines == tokens:
+            rank, scale = w_uv.shape[-1], self.config.softmax_scale
+            sums = self.kernels.attention(query, self.pages.halves, table, entries, positions, rank, scale)
             if sums is not None:
                 return torch.einsum("thr,hvr->thv", sums.to(query.dtype), w_uv)
+        k, v = self.pages.read(table, query.dtype)
         first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
         scores = torch.bmm(first, k.mT).to(torch.float32) + torch.bmm(second, v.mT).to(torch.float32)
         scores = scores.view(tokens, heads, -1) * self.config.softmax_scale

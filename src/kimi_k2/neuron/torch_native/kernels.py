@@ -49,7 +49,7 @@ class Kernels:
                 wrap = importlib.import_module(wrapper).wrap_nki
             except (ImportError, AttributeError):
                 continue
-            names = ("noaux_tc_router", "selective_experts", "mla_decode")
+            names = ("noaux_tc_router", "selective_experts", "mla_decode_pages")
             made = {
                 name: getattr(importlib.import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name) for name in names
             }
@@ -91,27 +91,40 @@ class Kernels:
         return out.reshape(x.shape)  # type: ignore[no-any-return]
 
     def attention(
-        self, query: Tensor, entries: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
+        self,
+        query: Tensor,
+        halves: tuple[Tensor, Tensor],
+        table: Tensor,
+        new: Tensor,
+        lengths: Tensor,
+        rank: int,
+        scale: float,
     ) -> Tensor | None:
-        """`mla_decode` of one token a line: sums of latents, float32 [B, heads, rank]; None as above.
+        """`mla_decode_pages` of one token a line: sums of latents, float32 [B, heads, rank]; None as above.
 
         Args:
             query: [B, heads, rank + rope], absorbed and rotated.
-            entries: [B, S, rank + rope], a line's pages one after another.
+            halves: K's and V's pages, [blocks, 1, block, (rank + rope) / 2] each.
+            table: int32 [B, M], pages of each line; negative or 0: none.
             new: [B, rank + rope], the token's own entry.
             lengths: int64 [B], tokens before it.
             rank: kv_lora_rank.
             scale: of the scores.
         """
-        unfit = query.shape[1] > MOST_TOKENS or entries.shape[1] % (128 * self.cores) or rank % 128
-        if unfit or not self.can_run(query):
+        half = halves[0].shape[-1]
+        former, latter = (pages.view(-1, half) for pages in halves)
+        block = len(former) // len(halves[0])
+        slots = table.shape[1] * block
+        unfit = query.shape[1] > MOST_TOKENS or slots % (128 * self.cores) or rank % 128 or half > rank
+        if unfit or former.dtype != query.dtype or not self.can_run(query):
             return None
-        run = self.wrap(self.made["mla_decode"])[self.cores]
-        parts = [rank, entries.shape[2] - rank]
-        latents, keys = (part.contiguous() for part in entries.split(parts, dim=-1))
+        run = self.wrap(self.made["mla_decode_pages"])[self.cores]
+        inside = torch.arange(block, dtype=torch.int32, device=table.device)
+        rows = (table.clamp(min=0).unsqueeze(-1) * block + inside).flatten(1)
+        parts = [rank, new.shape[1] - rank]
         new_latents, new_keys = (part.contiguous() for part in new.split(parts, dim=-1))
         return run(  # type: ignore[no-any-return]
-            query, latents, keys, new_latents, new_keys, lengths.to(torch.int32).unsqueeze(1), scale
+            query, former, latter, rows, new_latents, new_keys, lengths.to(torch.int32).unsqueeze(1), scale
         )
 
 

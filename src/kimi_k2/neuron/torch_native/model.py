@@ -43,8 +43,8 @@ class Layer:
         tiles: bool,
     ) -> None:
         self.config, self.weights, self.ranks = config, weights, ranks
-        self.kernels = kernels if tiles else None  # of experts in tiles
-        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks, kernels)
+        self.kernels = kernels if tiles else None  # one choice: experts in tiles
+        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks, self.kernels)
         self.mlp = weights.get_submodule("mlp")
         self.experts = None
         if config.is_moe_layer(layer):

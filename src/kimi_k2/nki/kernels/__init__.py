@@ -3,11 +3,12 @@
 Each module imports `nki`: the vendor's, or the emulator after `nki_emulator.install()`.
 """
 
-# Kernels that the NxDI class calls, and their modules.
+# Kernels that the classes for Neuron call, and their modules.
 MODULES = {
     "noaux_tc_router": "router",
     "noaux_tc_choice": "router",
     "mla_decode": "mla_decode",
+    "mla_decode_pages": "mla_decode",
     "attention_decode": "attention",
     "selective_experts": "experts",
     "decode_layers": "layers",

@@ -79,7 +79,9 @@ class Cache(nl.NKIObject):  # type: ignore[misc]
     turned: list[Any]
     turned_keys: list[Any]
 
-    def __init__(self, latents: Any, keys: Any, sequence: int, first: int, count: int, identity: Any) -> None:
+    def __init__(
+        self, latents: Any, keys: Any, sequence: int, first: int, count: int, identity: Any, pages: Any = None
+    ) -> None:
         self.rank, self.rope, self.identity = latents.shape[2], keys.shape[2], identity
         self.copies = copies_of_keys(self.rope)
         self.tiles = []
@@ -88,8 +90,11 @@ class Cache(nl.NKIObject):  # type: ignore[misc]
         self.turned_keys = []
         for begin in range(0, count, _TILES_A_DMA):
             many = min(_TILES_A_DMA, count - begin)
-            latent_tile = _load_slots(latents, sequence, first, count, begin, many)
-            key_tile = _load_slots(keys, sequence, first, count, begin, many)
+            if pages == None:
+                latent_tile = _load_slots(latents, sequence, first, count, begin, many)
+                key_tile = _load_slots(keys, sequence, first, count, begin, many)
+            else:
+                latent_tile, key_tile = pages.load(sequence, first, count, begin, many)
             for tile in range(many):
                 self.tiles.append(latent_tile[:, tile, :])
                 self.turned.append(None)
@@ -144,6 +149,48 @@ def _load_slots(table: Any, sequence: int, first: int, count: int, begin: int, m
     return tile
 
 
+class Part(nl.NKIObject):  # type: ignore[misc]
+    """Shape [B, S, n] and dtype of what lies in pages."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+class Pages(nl.NKIObject):  # type: ignore[misc]
+    """Caches that lie in pages, in HBM: an entry is a row of `former` and one of `latter`, latents first.
+
+    Attributes:
+        latents, keys: `Part` of each.
+    """
+
+    def __init__(self, former: Any, latter: Any, rows: Any, rank: int, rope: int) -> None:
+        self.former, self.latter, self.rows = former, latter, rows
+        batch, slots = rows.shape
+        self.latents = Part((batch, slots, rank), former.dtype)
+        self.keys = Part((batch, slots, rope), former.dtype)
+
+    def load(self, sequence: int, first: int, count: int, begin: int, many: int) -> tuple[Any, Any]:
+        """`_load_slots` of latents and of keys, by the numbers of their rows."""
+        place = nl.ndarray((BLOCK, many), dtype=nl.int32, buffer=nl.sbuf)
+        offset = sequence * self.rows.shape[1] + first * BLOCK + begin
+        nisa.dma_copy(dst=place, src=self.rows.ap(pattern=[[count, BLOCK], [1, many]], offset=offset))
+        rank, rope, half = self.latents.shape[2], self.keys.shape[2], self.former.shape[1]
+        latent = nl.ndarray((BLOCK, many, rank), dtype=self.former.dtype, buffer=nl.sbuf)
+        key = nl.ndarray((BLOCK, many, rope), dtype=self.former.dtype, buffer=nl.sbuf)
+        for tile in range(many):
+            row = place[:, tile : tile + 1]
+            _gather(latent[:, tile, 0:half], self.former, row, 0)
+            _gather(latent[:, tile, half:rank], self.latter, row, 0)
+            _gather(key[:, tile, :], self.latter, row, rank - half)
+        return latent, key
+
+
+def _gather(out: Any, table: Any, row: Any, column: int) -> None:
+    """Columns from `column` on of a row [R, n] in HBM for each partition, to out [128, many]."""
+    pattern = [[table.shape[1], BLOCK], [1, out.shape[1]]]
+    nisa.dma_copy(dst=out, src=table.ap(pattern=pattern, offset=column, vector_offset=row, indirect_dim=0))
+
+
 class LatentAttention(nl.NKIObject):  # type: ignore[misc]
     """Attention of B sequences, one query each, to caches [B, S, rank] and [B, S, rope] and to their new entries.
 
@@ -155,6 +202,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         identity: [128, 128] in the cache's dtype.
         exact, ones: identity and ones, float32 [128, 128].
         turns_later: leave the first cache's transposes to `turn`.
+        pages: `Pages` where caches lie so, whose parts are `latents` and `keys`.
     """
 
     absent: Any
@@ -162,8 +210,9 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(
         self, latents: Any, keys: Any, lengths: Any, own: Any, first: int, count: int, identity: Any, exact: Any,
-        ones: Any, turns_later: bool = False,
+        ones: Any, turns_later: bool = False, pages: Any = None,
     ) -> None:  # fmt: skip
+        self.pages = pages
         self.latents, self.keys = latents, keys
         self.first, self.count = first, count
         self.identity, self.exact, self.ones = identity, exact, ones
@@ -206,7 +255,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
     def _load(self, sequence: int, turns_later: bool = False) -> None:
         if sequence >= self.latents.shape[0] or self.caches[sequence] != None:
             return
-        cache = Cache(self.latents, self.keys, sequence, self.first, self.count, self.identity)
+        cache = Cache(self.latents, self.keys, sequence, self.first, self.count, self.identity, self.pages)
         if self.turns_first and not turns_later:
             for tile in range(self.count):
                 cache.turn(tile)

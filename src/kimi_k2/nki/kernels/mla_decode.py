@@ -10,7 +10,14 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import LatentAttention, Queries, copies_of_keys, normalized, rows_of_keys
+from kimi_k2.nki.kernels.latent_attention import (
+    LatentAttention,
+    Pages,
+    Queries,
+    copies_of_keys,
+    normalized,
+    rows_of_keys,
+)
 from kimi_k2.nki.kernels.projections import turn_short_rows
 
 
@@ -57,14 +64,7 @@ def mla_decode(
     attention = LatentAttention(latents, keys, lengths, own, first, count, identity, exact, all_ones())
     queries = _queries(query, new_latents, new_keys, identity, rank, rope)
     sums, total, top = attention.attend(queries, softmax_scale)
-    columns = normalized(sums, total, nl.float32)
-
-    out = nl.ndarray((batch, heads, rank), dtype=nl.float32, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        rows = out.reshape((batch * heads, rank))
-        for begin in range(0, batch * heads, BLOCK):
-            end = min(begin + BLOCK, batch * heads)
-            nisa.dma_copy(dst=rows[begin:end], src=turn_columns(columns[:, :, begin:end], exact))
+    out = _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
     if not return_logsumexp:
         return out
     logsumexp = nl.ndarray((batch, heads), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -75,6 +75,55 @@ def mla_decode(
         nisa.tensor_tensor(dst=result, data1=result, data2=top[0:1], op=nl.add)
         nisa.dma_copy(dst=logsumexp.reshape((1, batch, heads)), src=result)
     return out, logsumexp
+
+
+@nki.jit
+def mla_decode_pages(
+    query: Any,
+    former: Any,
+    latter: Any,
+    rows: Any,
+    new_latents: Any,
+    new_keys: Any,
+    lengths: Any,
+    softmax_scale: float,
+) -> Any:
+    """`mla_decode` over pages, which are read where they lie.
+
+    Args:
+        query: see there, as the arguments that are not named here.
+        former, latter: [R, (rank + rope) / 2], the halves of all slots' entries; at least half is latent.
+        rows: int32 [B, S], where a sequence's slots lie; of those not in use any row of finite values.
+        new_latents, new_keys: see there.
+        lengths: see there.
+        softmax_scale: see there.
+
+    Returns:
+        [B, heads, rank] float32.
+    """
+    batch, heads, _ = query.shape
+    rank, rope = new_latents.shape[1], new_keys.shape[1]
+    identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
+    exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
+    first, count = share_of(rows.shape[1] // BLOCK)
+    pages = Pages(former, latter, rows, rank, rope)
+    attention = LatentAttention(
+        pages.latents, pages.keys, lengths, None, first, count, identity, exact, all_ones(), pages=pages
+    )
+    queries = _queries(query, new_latents, new_keys, identity, rank, rope)
+    sums, total, _ = attention.attend(queries, softmax_scale)
+    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
+
+
+def _rows_of(columns: Any, batch: int, heads: int, rank: int, exact: Any) -> Any:
+    """[128, rank / 128, B * heads] in SBUF as [B, heads, rank] in HBM."""
+    out = nl.ndarray((batch, heads, rank), dtype=nl.float32, buffer=nl.shared_hbm)
+    if nl.program_id() == 0:
+        rows = out.reshape((batch * heads, rank))
+        for begin in range(0, batch * heads, BLOCK):
+            end = min(begin + BLOCK, batch * heads)
+            nisa.dma_copy(dst=rows[begin:end], src=turn_columns(columns[:, :, begin:end], exact))
+    return out
 
 
 def _queries(query: Any, new_latents: Any, new_keys: Any, identity: Any, rank: int, rope: int) -> Queries:
