@@ -79,6 +79,9 @@ class YarnScaling(BaseModel):
         return self._mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
+_ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
+
+
 class KimiK2Config(BaseModel):
     """The language model's hyperparameters; field names and meanings are Hugging Face's.
 
@@ -276,6 +279,23 @@ class KimiK2Config(BaseModel):
                 f"no such directory, and not one of the published configurations: {', '.join(published())}", file=model
             )
         return cls.from_preset(str(model))
+
+    @classmethod
+    def from_engine(cls, hf_config: Any) -> KimiK2Config:
+        """Validate what an engine made of config.json; without what vLLM adds to its quantization while it loads.
+
+        Args:
+            hf_config: a transformers configuration (`to_dict`).
+
+        Raises:
+            ConfigError: see `from_dict`.
+        """
+        raw = hf_config.to_dict()
+        for part in (raw, raw.get("text_config")):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(part, dict) and isinstance(held := part.get(key), dict):
+                    part[key] = {name: value for name, value in held.items() if name not in _ADDED_BY_VLLM}
+        return cls.from_dict(raw)
 
     @classmethod
     def from_dict(cls, raw: Any, *, file: str | Path | None = None) -> KimiK2Config:

@@ -380,6 +380,8 @@ WANTED = 8
 def hf_config(directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> SimpleNamespace:
     """What the runner hands over of config.json."""
     raw = json.loads((directory / "config.json").read_text()) | changes
+    if isinstance(held := raw.get("quantization_config"), dict):
+        held |= {"total_num_heads": 4, "total_num_kv_heads": 4}  # vLLM's notes to its compressed-tensors
     return SimpleNamespace(to_dict=lambda: raw, dtype=dtype)
 
 

@@ -107,7 +107,7 @@ class KimiK2ForVllmNeuron(nn.Module):
             raise ConfigError(f"expected none, got {prefix!r}", field="prefix")
         check_neuron_config(neuron_config)
         hf_config = hf_config if hf_config is not None else vllm_config.model_config.hf_config
-        self.config = config = KimiK2Config.from_dict(hf_config.to_dict())
+        self.config = config = KimiK2Config.from_engine(hf_config)
         self.dtype = torch.get_default_dtype() if vllm_config is None else vllm_config.model_config.dtype
         held = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
         if vllm_config is None and held is not None:

@@ -25,8 +25,6 @@ from kimi_k2.serving.paged.heads import kernel_heads
 
 # Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
 PARSER, ENGINES_PARSER, PARSERS = "kimi_k2_stream", "kimi_k2", "KIMI_K2_PARSERS"
-# To a checkpoint's quantization, while it loads.
-ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
 
 
 def parser_names() -> list[str]:
@@ -68,11 +66,7 @@ def config_of(hf_config: Any) -> KimiK2Config:
     Raises:
         ConfigError: it is no member of the family, or its weights are stored in a format without kernels here.
     """
-    raw = hf_config.to_dict()
-    for key in ("quantization_config", "compression_config"):
-        if isinstance(raw.get(key), dict):
-            raw[key] = {name: value for name, value in raw[key].items() if name not in ADDED_BY_VLLM}
-    config = KimiK2Config.from_dict(raw)
+    config = KimiK2Config.from_engine(hf_config)
     if (reason := refusal_of_format(config.quantization)) is not None:
         raise ConfigError(reason, field="quantization_config")
     return config
