@@ -171,6 +171,13 @@ def test_other_models_are_called_what_they_are(fields: dict[str, Any], says: str
         KimiK2Config.from_dict({**raw_preset("kimi-k2-instruct"), **fields})
 
 
+def test_a_missing_width_is_named_before_what_repeats_it() -> None:
+    raw = changed("kimi-k2.5", "vision_config.text_hidden_size", 7168)
+    del raw["text_config"]["hidden_size"]
+    with pytest.raises(ConfigError, match=r"'text_config\.hidden_size': missing"):
+        KimiK2Config.from_dict(raw)
+
+
 def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):

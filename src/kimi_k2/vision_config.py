@@ -193,6 +193,8 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
         (outer, "projection_hidden_size", hidden),
         (raw, "vision_config.text_hidden_size", text_hidden_size),
     ):
+        if expected is None:
+            continue  # the language model's own, which is refused without it
         if (given := holder.get(field.rpartition(".")[2])) not in (None, expected):
             raise ConfigError(f"expected {expected!r}, as wide as what it joins, got {given!r}", field=field)
     image, theirs = outer.get("media_placeholder_token_id"), outer.get("image_token_id")

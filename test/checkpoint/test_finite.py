@@ -65,7 +65,8 @@ def test_scales_that_no_quantizer_makes(name: str) -> None:
     (suffix,) = held.scales
     scale = stored[suffix]
     assert held.impossible_scales(stored) is None
-    for factor, says in ((-1.0, "negative"), (1e38, "above")):
+    counted = f"{int((scale > 0).sum())} of {scale.numel()} scales are "
+    for factor, says in ((-1.0, f"{counted}negative"), (1e38, f"{counted}above")):
         found = held.impossible_scales({**stored, suffix: (scale.float() * factor).to(scale.dtype)})
         assert found is not None
         assert found[0] == suffix

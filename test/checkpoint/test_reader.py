@@ -286,9 +286,15 @@ def test_shard_with_extra_bytes(fp8: Path) -> None:
         KimiK2ForCausalLM.from_pretrained(fp8)
 
 
-@pytest.mark.parametrize("header", [b"not json", b"[]", b'{"a": 1}', b'{"a":{"dtype":"F32","shape":[1]}}'])
-def test_bad_header(fp8: Path, header: bytes) -> None:
-    (fp8 / SHARD).write_bytes(len(header).to_bytes(8, "little") + header)
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        *((header, b"") for header in (b"not json", b"[]", b'{"a": 1}', b'{"a":{"dtype":"F32","shape":[1]}}')),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"four"),
+    ],
+)
+def test_bad_header(fp8: Path, header: bytes, data: bytes) -> None:
+    (fp8 / SHARD).write_bytes(len(header).to_bytes(8, "little") + header + data)
     with pytest.raises(CorruptHeaderError) as caught:
         KimiK2ForCausalLM.from_pretrained(fp8)
     assert caught.value.file == str(fp8 / SHARD)

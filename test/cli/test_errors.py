@@ -141,6 +141,8 @@ def test_a_cached_repository_is_found(
     name = "moonshotai/Kimi-K2-Instruct-0905"
     with pytest.raises(CheckpointError, match=f"{name}: no such directory.*--download"):
         resolve_checkpoint(name)
+    with pytest.raises(CheckpointError, match=r"a/b\.git: cannot be downloaded: "):
+        resolve_checkpoint("a/b.git")
     commit = "0" * 40
     repository = tmp_path / "models--moonshotai--Kimi-K2-Instruct-0905"
     (repository / "refs").mkdir(parents=True)

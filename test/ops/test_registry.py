@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k2 import ops
 from kimi_k2.errors import KernelError
 from kimi_k2.ops import linear, registry, router
-from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.experts import ExpertWeights, silu_and_mul
 from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -140,6 +140,20 @@ def test_a_pinned_operation_is_not_joined_with_others() -> None:
     for pins, free in (("route=plain", False), ("route=router", True), ("route=plain,add_norm_route=cuda", True)):
         registry.pin(pins)
         assert bool(joined._allowed) == free, pins
+
+
+def test_what_an_entry_makes_of_weights(halved: registry.Operation[[torch.Tensor], torch.Tensor]) -> None:
+    halved.entry("none", takes=lambda x: True, prepare=lambda weight: None)(lambda x: x)
+    assert halved.prepare(3) is None
+    halved.entry("twice", takes=lambda x: True, prepare=lambda weight: weight * 2)(lambda x: x)
+    assert halved.prepare(3) == 6
+    halved.allow({"halved": "none"})
+    assert halved.prepare(3) is None
+
+
+def test_gate_and_up_are_halves_of_the_last_dimension() -> None:
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(silu_and_mul(x), F.silu(x[..., :4]) * x[..., 4:])
 
 
 class OnGpu(torch.Tensor):

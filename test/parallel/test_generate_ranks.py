@@ -275,6 +275,13 @@ def test_damaged_values_are_found_and_made_again(wide: Path, one: Path, tmp_path
     Presharder(wide, own, layout, verify_output=True).run()
     assert path.read_bytes() == right
     load(own, wide)
+    content = json.loads((own / MANIFEST).read_text())
+    sums = content["checksums"][path.name]
+    sums[next(iter(sums))] = "f" * 32
+    content["sha256"] = _own_checksum(content)
+    (own / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="does not come out as the manifest says"):
+        Presharder(wide, own, layout, verify_output=True).run()
 
 
 def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:

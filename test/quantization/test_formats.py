@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.fp8_block import (
     block_grid,
     dequantize_fp8_block,
@@ -18,6 +19,8 @@ from kimi_k2.quantization.fp8_block import (
     quantize_fp8_block,
 )
 from kimi_k2.quantization.int4_group import dequantize_int4_group, pack_int4, quantize_int4_group, unpack_int4
+from kimi_k2.quantization.rows import CHUNK_VALUES, row_chunks
+from kimi_k2.quantization.stored import formats
 
 rows_columns = st.tuples(st.integers(1, 300), st.integers(1, 300))
 
@@ -120,6 +123,45 @@ def test_int4_quantization_packs_as_compressed_tensors() -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
     stored = {"weight": weight, "weight_scale": scale}
     assert torch.equal(packed, PackedQuantizationCompressor.compress(stored, scheme)["weight_packed"])
+
+
+def test_int4_groups_reach_their_largest_code() -> None:
+    packed, _, _ = quantize_int4_group(torch.randn(8, 256))
+    assert (unpack_int4(packed, 256).abs().unflatten(-1, (-1, 32)).amax(-1) == 7).all()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-zero", "awq", "gptq"])
+def test_int4_quantization_error_is_half_a_step(name: str) -> None:
+    """A step is at most a 14th of what a group spans; scales in 16 bits and ends that are cut take a little more."""
+    held = formats()[name]()
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    stored = held.quantize(weight)
+    assert held.contradiction(stored) is None
+    error = (held.dequantize(stored, torch.float32) - weight).unflatten(-1, (-1, 128)).abs().amax(-1)
+    widest = 2 * weight.unflatten(-1, (-1, 128)).abs().amax(-1)
+    assert (error <= 0.6 * widest / 14).all()
+
+
+@pytest.mark.parametrize(("name", "place"), [("int4", "config_groups.*.weights."), ("gptq", "")])
+def test_columns_that_do_not_divide_into_groups(name: str, place: str) -> None:
+    held: Any = formats()[name]
+    with pytest.raises(ConfigError, match=r"x has 256 input columns, .* groups of 96") as caught:
+        list(held(group_size=96).specs("x", 128, 256))
+    assert caught.value.field == f"quantization_config.{place}group_size"
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-packed"])
+def test_nvfp4_group_of_zeros_stays_zero(name: str) -> None:
+    weight = torch.randn(4, 64)
+    weight[1, 16:32] = 0
+    held = formats()[name]()
+    stored = held.quantize(weight)
+    assert not held.dequantize(stored, torch.float32)[1, 16:32].any()
+    assert (stored["weight_scale"].float() > 0).all()
+
+
+def test_chunks_of_rows_have_a_bounded_size() -> None:
+    assert [part for part, _ in row_chunks(torch.empty(3, CHUNK_VALUES // 2))] == [slice(0, 2), slice(2, 4)]
 
 
 def test_int4_group_of_zeros_stays_zero() -> None:

@@ -78,6 +78,7 @@ PLACE = "quantization_config.config_groups.group_0"
         group(weights={"symmetric": False, "actorder": "weight", "observer": "minmax", "zp_dtype": "torch.int8"}),
         # W4AFP8: INT4 groups whose activations are FP8
         group(input_activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+        group(input_activations={"num_bits": 4, "type": "float", "group_size": 16, "dynamic": True}),
         {**AWQ, "modules_to_not_convert": None},
         {**GPTQ, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*self_attn.*": {}}, "meta": {"quantizer": ["x"]}},
         {
@@ -103,6 +104,7 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         (group(weights={"group_size": 31}), f"{PLACE}.weights.group_size"),
         (group(weights={"symmetric": False, "group_size": 31}), f"{PLACE}.weights.group_size"),
         (group(input_activations={"num_bits": 8, "type": "int"}), f"{PLACE}.input_activations"),
+        (group(input_activations={"num_bits": 3, "type": "float"}), f"{PLACE}.input_activations"),
         ({**group(), "format": "int-quantized"}, f"{PLACE}.weights"),
         ({**AWQ, "version": "gemv"}, "quantization_config.version"),
         ({**AWQ, "zero_point": False}, "quantization_config.zero_point"),

@@ -86,6 +86,8 @@ def test_awq_and_gptq_by_their_packing(name: str, fields: dict[str, Any]) -> Non
     assert {suffix: one.shape for suffix, one in stored.items()} == {
         spec.name.removeprefix("x."): spec.shape for spec in held.specs("x", 24, 96)
     }
+    if name == "gptq":
+        assert torch.equal(stored["g_idx"], torch.arange(96, dtype=torch.int32) // 32)
     found = held.dequantize(stored, torch.float32)
     order = [0, 4, 1, 5, 2, 6, 3, 7] if name == "awq" else list(range(8))  # the nibble of a word that a column is in
 

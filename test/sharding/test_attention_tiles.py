@@ -14,6 +14,7 @@ from torch import Tensor
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.attention_tiles import check_sizes
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import check_made_for, made_layout, rank_file_name
@@ -180,6 +181,14 @@ def test_fp8_needs_a_checkpoint_in_blocks(sources: dict[str, Path], tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         Presharder(sources["bf16"], tmp_path, layout_of("fp8", 8))
     assert caught.value.field == "attention_tiles"
+
+
+@pytest.mark.parametrize("field", ["qk_nope_head_dim", "v_head_dim"])
+def test_heads_that_fill_no_tile_are_refused(field: str) -> None:
+    for size in (64, 256):
+        with pytest.raises(ConfigError, match="tiles hold 128") as caught:
+            check_sizes(tiny_config(**SIZES | {field: size}))
+        assert caught.value.field == field
 
 
 def test_a_group_of_ranks_with_two_heads_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:

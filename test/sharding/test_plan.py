@@ -42,6 +42,7 @@ def test_early_down_projections_take_time_to_fold() -> None:
     """2112 x 7168 by 2048 columns an expert, in 59 layers that have another behind them; and by the dense one's."""
     plain, early = (dry_run(REAL, Layout(64, experts=experts)) for experts in ("blockwise", "tiles"))
     assert plain.fold_flops == 0
+    assert dry_run(tiny_config(), Layout(1)).peak_memory > 300e6  # Python and PyTorch
     assert early.fold_flops == 2 * 2112 * 7168 * (59 * 385 * 2048 + 18432)
     assert early.seconds(1e9) > plain.seconds(1e9)
 

@@ -144,6 +144,18 @@ def test_cuda_keeps_the_stored_bytes(checkpoints: dict[str, Path], tmp_path: Pat
     assert compared > 20
 
 
+def test_cuda_in_bf16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    kind = "".join(("bf", "16"))  # no constant, as what a command line gives
+    layout = Layout(1, target="cuda", experts=kind)
+    Presharder(checkpoints["fp8"], tmp_path, layout).run()
+    whole = assemble(tmp_path, layout, checkpoints["fp8"])
+    state = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"], dtype=torch.bfloat16).state_dict()
+    shared = [name for name in whole if name in state]
+    assert "model.layers.0.self_attn.o_proj.weight" in shared
+    assert not [name for name in shared if not torch.equal(whole[name], state[name].double())]
+    assert not [name for name in whole if "scale" in name]
+
+
 def test_kill_and_resume(tmp_path: Path) -> None:
     """SIGKILL at random moments of a run, always before its end: the worker waits for leave to go past them."""
     source = tmp_path / "source"

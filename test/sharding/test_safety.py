@@ -13,17 +13,21 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forked import python
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.checkpoint.header import header_bytes
 from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
+from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding import flusher, rank_file
 from kimi_k2.sharding import journal as journal_module
-from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
@@ -277,6 +281,16 @@ def test_a_journal_without_its_first_line_is_refused(source: Path, tmp_path: Pat
         Presharder(source, tmp_path, LAYOUT).run()
 
 
+def test_a_line_that_was_cut_off_swallows_none(tmp_path: Path) -> None:
+    journal = journal_module.Journal(tmp_path / JOURNAL)
+    journal.begin({"source": {"shards": {}}}, "xxh3_128")
+    for layer in (0, 1):
+        journal.finish_layer(journal_module.FinishedLayer(layer, None, [{}]))
+        os.truncate(journal.path, journal.path.stat().st_size - 3 * (layer == 0))
+    begun = journal.read()
+    assert begun is not None and [one.layer for one in begun.layers] == [1]
+
+
 @pytest.mark.parametrize("damage", ["removed", "truncated", "header"])
 def test_a_finished_conversion_is_made_whole(source: Path, whole: Path, finished: Path, damage: str) -> None:
     path = finished / "weights" / "tp2_sharded_checkpoint.safetensors"
@@ -322,9 +336,35 @@ def test_disk_full(source: Path, whole: Path, tmp_path: Path, monkeypatch: pytes
 def test_space_is_compared_before_the_first_file(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(CheckpointError, match=r"needs .* GB more, 0.0 GB are free"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.0 GB more, 0\.0 GB are free"):
         Presharder(source, tmp_path, LAYOUT).run()
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flusher, "_AT_ONCE", 10)
+    begun, held = Semaphore(0), Semaphore(0)
+
+    def sync() -> None:
+        begun.release()
+        held.acquire()
+
+    file = SimpleNamespace(sync=sync)
+    with flusher.Flusher([file]) as flushing:  # type: ignore[list-item]
+        for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
+            flushing.wrote(count)
+        assert begun.acquire(timeout=10)
+        held.release(2)
+        flushing.wait()
+    assert not begun.acquire(blocking=False)
+
+
+def test_parts_do_not_reach_beyond_a_tensor(tmp_path: Path) -> None:
+    layout = rank_file.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
+    file = rank_file.RankFile(tmp_path / "x.safetensors", layout, resume=False)
+    with pytest.raises(AssertionError):
+        file.write("a", [memoryview(bytes(6))], 6)
+    file.close(discard=True)
 
 
 def test_a_failed_reservation_is_given_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,9 @@ def whole_words(size: int) -> int:
     return size
 
 
-def check_columns(module: str, columns: int, group_size: int) -> None:
+def check_columns(
+    module: str, columns: int, group_size: int, field: str = "quantization_config.config_groups.*.weights.group_size"
+) -> None:
     """Refuse a weight whose input columns do not divide into groups.
 
     Raises:
@@ -123,8 +125,7 @@ def check_columns(module: str, columns: int, group_size: int) -> None:
     """
     if columns % group_size:
         raise ConfigError(
-            f"{group_size}: {module} has {columns} input columns, which do not divide into such groups",
-            field="quantization_config: group_size",
+            f"{module} has {columns} input columns, which do not divide into groups of {group_size}", field=field
         )
 
 

@@ -221,7 +221,7 @@ class AwqFormat(_Transposed):
 
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Eight output columns a word."""
-        check_columns(module, columns, self.group_size)
+        check_columns(module, columns, self.group_size, "quantization_config.group_size")
         groups, words = columns // self.group_size, rows // VALUES_PER_WORD
         yield TensorSpec(f"{module}.qweight", torch.int32, (columns, words))
         yield TensorSpec(f"{module}.qzeros", torch.int32, (groups, words))
@@ -296,7 +296,7 @@ class GptqFormat(_Transposed):
 
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Eight input columns a word, eight output columns a word of zero points."""
-        check_columns(module, columns, self.group_size)
+        check_columns(module, columns, self.group_size, "quantization_config.group_size")
         groups = columns // self.group_size
         yield TensorSpec(f"{module}.qweight", torch.int32, (columns // VALUES_PER_WORD, rows))
         yield TensorSpec(f"{module}.qzeros", torch.int32, (groups, rows // VALUES_PER_WORD))
