@@ -301,11 +301,14 @@ def test_a_preset_with_images(tmp_path: Path) -> None:
 def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
     """INT4 checkpoints have it in BF16, and so are its tiles; three linears are none."""
     preset = Deployment.load("trn2-tp64-ep1-nki-layers")
-    assert preset.layout(KimiK2Config.from_preset("kimi-k2-instruct-0905")).attention_tiles == "bf16"
+    for name in ("kimi-k2-instruct-0905", "kimi-k2-thinking"):
+        config = KimiK2Config.from_preset(name)
+        assert preset.layout(config).attention_tiles(config) == "bf16"
     with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
         preset.layout(KimiK2Config.from_preset("kimi-k2-thinking", n_shared_experts=3))
     assert caught.value.field == "experts"
-    assert preset.layout(KimiK2Config.from_preset("kimi-k2-thinking")).attention_tiles == "bf16"
+    split = Deployment.load("trn2-tp64-ep1-nki-layers-128k").layout(config)
+    assert split.attention_tiles(config) == "bf16"  # as INT4 checkpoints have attention
 
 
 def test_bounds_of_the_integration_tests_are_three_rooflines() -> None:

@@ -84,7 +84,7 @@ def test_tiles_hold_the_checkpoints_values(
     layout = layout_of(kind, ranks)
     Presharder(sources[fmt], tmp_path, layout).run()
     assert len(list(verify(tmp_path))) == ranks
-    assert made_layout(tmp_path).attention_tiles == kind
+    assert made_layout(tmp_path).attention_tiles(config) == kind
     with CheckpointReader.for_config(sources[fmt], config) as reader:
         q_b, kv_b, o = (
             matrix(reader, config, f"model.layers.1.self_attn.{name}") for name in ("q_b_proj", "kv_b_proj", "o_proj")
@@ -177,9 +177,16 @@ def test_files_of_one_form_are_not_taken_for_another(sources: dict[str, Path], t
         assert caught.value.field in ("decode", "experts")
 
 
-def test_fp8_needs_a_checkpoint_in_blocks(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_fp8_is_of_checkpoints_in_blocks(sources: dict[str, Path]) -> None:
+    """Others, with the same layout, keep their values in BF16; of one whose layers differ FP8 is refused."""
+    config = KimiK2Config.from_pretrained(sources["bf16"])
+    held = {one.dtype for one in make_plan(config, layout_of("fp8", 8)).tensors if ".tiles." in one.name}
+    assert held == {layout_of("fp8", 8).dtype}
+    config = KimiK2Config.from_pretrained(sources["fp8"])
+    assert config.quantization is not None
+    ignored = config.quantization.model_copy(update={"ignore": ("model.layers.1.self_attn.o_proj",)})
     with pytest.raises(ConfigError) as caught:
-        Presharder(sources["bf16"], tmp_path, layout_of("fp8", 8))
+        make_plan(config.model_copy(update={"quantization": ignored}), layout_of("fp8", 8))
     assert caught.value.field == "attention_tiles"
 
 

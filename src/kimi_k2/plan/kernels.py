@@ -61,7 +61,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     forms: tuple[str, ...] = ("folded_kernels", "folded")
     notes = (_NOT_OF_THE_CLASS,)
     if target.decode_layers:
-        forms, notes = ("folded_fp8" if layout.attention_tiles == "fp8" else "folded",), (_OF_THE_CLASS,)
+        forms, notes = ("folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded",), (_OF_THE_CLASS,)
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     return {

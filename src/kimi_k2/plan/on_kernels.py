@@ -20,7 +20,7 @@ _OF_LAYERS = (
 
 def _in_one_kernel(config: KimiK2Config, layout: Layout, layer: int) -> bool:
     """Whether a step's attention of a layer is one kernel on tiles."""
-    return bool(layout.attention_tiles) and (not layout.query_group or config.is_moe_layer(layer))
+    return bool(layout.attention_tiles(config)) and (not layout.query_group or config.is_moe_layer(layer))
 
 
 def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor, decode: bool) -> bool:
@@ -30,7 +30,7 @@ def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor,
         return not kernel or not any(f".{name}." in tensor.name for name in SOURCES)
     of_group = any(f".{name}." in tensor.name for name in OF_GROUP)
     if not kernel:
-        return in_place_of_linears(layout.attention_tiles) and not of_group
+        return in_place_of_linears(layout.attention_tiles(config)) and not of_group
     return not layout.query_group or of_group or not any(part in tensor.name for part in _QUERIES)
 
 

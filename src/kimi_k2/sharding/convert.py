@@ -161,7 +161,7 @@ class Converter:
                 Part(f"{router}.linear_router.weight", None, weight),
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
-        root, tiles = name.rpartition(".")[0], self.layout.attention_tiles
+        root, tiles = name.rpartition(".")[0], self.layout.attention_tiles(self.config)
         in_tiles = tiles and name.endswith(attention_tiles.SOURCES)
         made = self._attention_tiles(module, stored[module]) if in_tiles else []
         if not (in_tiles and attention_tiles.in_place_of_linears(tiles)):
@@ -179,7 +179,7 @@ class Converter:
         return made
 
     def _attention_tiles(self, module: str, stored: Stored) -> list[Part]:
-        kind, dtype = self.layout.attention_tiles, self.layout.dtype
+        kind, dtype = self.layout.attention_tiles(self.config), self.layout.dtype
         source, name = self._format(module), module.removeprefix("model.")
         root = name.rpartition(".self_attn.")[0]
         shared = self.config.is_moe_layer(int(root.rpartition(".")[2]))  # the kernel of whole layers has those alone

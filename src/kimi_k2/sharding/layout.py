@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.experts.format import expert_formats
+
+if TYPE_CHECKING:
+    from kimi_k2.config import KimiK2Config
 
 Target = Literal["neuron", "cuda"]
 # A decode step on Trainium: PyTorch operations; NKI kernels; or one kernel of all MoE layers, collectives inside.
@@ -74,16 +78,17 @@ class Layout:
         """Whether decode runs on NKI kernels: weights of `early_router` and `early_qkv_a` are written too."""
         return self.decode != "xla"
 
-    @property
-    def attention_tiles(self) -> AttentionTiles:
+    def attention_tiles(self, config: KimiK2Config) -> AttentionTiles:
         """Format of attention's weights in the kernel's tiles (`sharding.attention_tiles`); "" without.
 
-        FP8 stands beside the ordinary weights, which prefill reads: for a long cache, which ranks share, BF16 does not
-        fit.
+        FP8, of checkpoints that have attention in FP8 blocks, stands beside the ordinary weights, which prefill reads:
+        for a long cache, which ranks share, BF16 does not fit.
         """
         if self.decode != "layers":
             return ""
-        return "fp8" if self.query_group and self.experts == "tiles" else "bf16"
+        stored = format_of(config.quantization, "model.layers.0.self_attn.q_b_proj")
+        fp8 = self.query_group and self.experts == "tiles" and stored.e4m3_block is not None
+        return "fp8" if fp8 else "bf16"
 
     @property
     def ranks(self) -> int:

@@ -40,9 +40,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     _check_divisible(config, layout)
     if layout.target == "neuron":
         experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
-        if layout.attention_tiles:
+        if layout.attention_tiles(config):
             check_sizes(config)
-            check_stored(config, layout.attention_tiles)
+            check_stored(config, layout.attention_tiles(config))
         if layout.query_group and layout.ranks > 1 and config.num_attention_heads != layout.ranks:
             expected = f"one head a rank ({layout.ranks}) with query_group"
             raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")

@@ -23,14 +23,14 @@ def neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Expe
         yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
     shape = (config.qkv_a_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
-    tiled = SOURCES if in_place_of_linears(layout.attention_tiles) else ()
+    tiled = SOURCES if in_place_of_linears(layout.attention_tiles(config)) else ()
     for name, rows, columns, dim in linears(config, layer):
         if name not in tiled and (experts.shared is None or "shared_experts" not in name):
             yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
-    if layout.attention_tiles:
-        yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles, dtype)
+    if layout.attention_tiles(config):
+        yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles(config), dtype)
         if layout.query_group and config.is_moe_layer(layer):
-            yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles, dtype)
+            yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles(config), dtype)
     if layout.kernels and precedes_another(config, layer):
         sizes = (ranks, layout.moe_tp, layout.moe_ep)
         yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)

@@ -56,7 +56,7 @@ class KimiK2Attention(nn.Module):
         )
         self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, hf.latent_norm_eps)
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
-        kind = config.layout.attention_tiles
+        kind = config.layout.attention_tiles(config.hf)
         self.tiles = AttentionTiles(config, moe) if kind else None
         in_tiles = on_kernel and self.tiles is not None
         self.block = AttentionBlockKernel(neuron.logical_nc_config) if in_tiles else None

@@ -51,7 +51,7 @@ class AttentionTiles(nn.Module):
     def __init__(self, config: KimiK2InferenceConfig, moe: bool = False) -> None:
         super().__init__()
         neuron = config.neuron_config
-        ranks, fp8 = neuron.tp_degree, config.layout.attention_tiles == "fp8"
+        ranks, fp8 = neuron.tp_degree, config.layout.attention_tiles(config.hf) == "fp8"
         self.heads, self.reduce_dtype = config.hf.num_attention_heads // ranks, neuron.rpl_reduce_dtype
         self.reduce_dtype = self.reduce_dtype or neuron.torch_dtype
         dtype = torch.float8_e4m3fn if fp8 else neuron.torch_dtype
