@@ -35,9 +35,10 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     slots = target.context if context is None else context
     tokens = target.batch
     share = _expert_share(config, target, tokens)
-    on_kernel = target.layout.kernels and share < 1
+    of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
+    on_kernel = target.layout.kernels and of_all < 1
     if on_kernel:
-        share /= target.layout.moe_ep  # on average: the kernel skips the experts of other ranks
+        share = of_all  # on average: the kernel skips the experts of other ranks
     plan = _of_stage(plan, target, decode=True)
     counts = _weights(config, target, plan, tokens, share)
     if on_kernel:
