@@ -23,7 +23,7 @@ from kimi_k2.kernels.experts import fp8, fp8_decode, w4a16
 from kimi_k2.kernels.router import gate, norm_route, router_gemm
 
 CASES = [
-    (query.Arguments, "attention/csrc/entry.cuh", "attention/csrc/query.cuh"),
+    (query.Arguments, "attention/csrc/entry.cuh", "attention/csrc/query.cu"),
     (absorb.Arguments, "attention/csrc/entry.cuh", "attention/csrc/absorb.cu"),
     (mla_cuda._Arguments, "attention/csrc/mla.cuh"),
     (push_all_reduce.Arguments, "comm/csrc/all_reduce.cu"),

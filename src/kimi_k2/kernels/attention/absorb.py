@@ -1,6 +1,6 @@
 """The new tokens' cache entries and queries at decode in one order of sums: `torch.ops.kimi_k2.absorb`.
 
-For batch-invariant mode over a BF16 cache; csrc/absorb.cu says how the launch works, csrc/query_few.cu has its bits.
+For batch-invariant mode over a BF16 cache; csrc/absorb.cu says how the launch works.
 """
 
 from __future__ import annotations

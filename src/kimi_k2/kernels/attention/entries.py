@@ -22,7 +22,6 @@ from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops import mla_ragged
@@ -213,35 +212,4 @@ def query_and_entry(
     out: Tensor = query_kernel.query_and_entry(
         qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
     )
-    return out
-
-
-def _supports_few_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> bool:  # fmt: skip
-    """A few tokens in batch-invariant mode, and an FP8 q_b."""
-    return (
-        batch_invariant()
-        and q_b.fp8_block is not None
-        and _supports_query(qkv_a, q_norm, q_b, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps)
-    )
-
-
-@ops_decode.query_and_entry.entry(
-    "few",
-    takes=_supports_few_query,
-    joins={"project": "block_gemm", "fp8_linear": "block_gemm", "absorb_and_store": "absorb"},
-    batch_invariant="the sums of block_gemm and absorb",
-)
-def few_query_and_entry(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> Tensor:  # fmt: skip
-    """`query_and_entry` with the bits that many tokens have by `block_gemm` and `absorb`."""
-    stored = q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]
-    rows, columns = stored[0].shape
-    parts = fixed_parts(len(qkv_a), rows, columns, qkv_a.device)
-    given = kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
-    out: Tensor = query_kernel.query_and_entry(qkv_a, q_norm, *stored, *given, parts=parts)
     return out

@@ -1,8 +1,7 @@
 """From attention's first GEMMs to its query at decode, in one launch: `torch.ops.kimi_k2.query_and_entry`.
 
 q_b behind its norm, RoPE, W_UK absorbed, the new token's cache entry: replaces lines of `model.attention` for a few
-tokens with an FP8 or BF16 q_b over a BF16 cache. csrc/query.cu says how the launch works; csrc/query_few.cu is
-batch-invariant mode's, which has the bits of `block_gemm` and `absorb`.
+tokens with an FP8 or BF16 q_b over a BF16 cache. csrc/query.cu says how the launch works.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ INPUT, NOPE, ROPE, RANK = 1536, 128, 64, 512
 MAX_TOKENS = 4
 # Of a BF16 q_b, which each token's blocks read anew, more are faster one launch after the other.
 MAX_BF16_TOKENS = 2
-Arguments = structure("attention/csrc/query.cuh", "QueryArguments")
+Arguments = structure("attention/csrc/query.cu", "QueryArguments")
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
@@ -41,15 +40,13 @@ def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 def _check(
     qkv_a: Tensor, q_norm: Tensor, q_b: Tensor, q_b_scale_inv: Tensor | None, kv_norm: Tensor, cos: Tensor,
-    sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor, parts: int = 0,
+    sin: Tensor, slots: Tensor, w_uk: Tensor, cache: Tensor,
 ) -> Tensor:  # fmt: skip
     """The empty result, if the arguments are what the kernel takes."""
     tokens, heads = qkv_a.shape[0], w_uk.shape[0]
     rows, bf16 = heads * (NOPE + ROPE), torch.bfloat16
     if q_b_scale_inv is not None:
         expect("q_b_scale_inv", q_b_scale_inv, qkv_a.device, (-(-rows // 128), INPUT // 128), torch.float32)
-    elif parts:
-        raise KernelError("parts: expected 0 for a BF16 q_b")
     for name, tensor, shape, dtype in (
         ("qkv_a", qkv_a, (tokens, INPUT + RANK + ROPE), bf16),
         ("q_norm", q_norm, (INPUT,), bf16),
@@ -81,7 +78,6 @@ def query_and_entry(
     cache: Tensor,
     q_eps: float,
     kv_eps: float,
-    parts: int = 0,
 ) -> Tensor:
     """Store the new token's entry and make its query.
 
@@ -95,8 +91,6 @@ def query_and_entry(
         slots: int64 [B], to write, numbered through all N * P; one outside the cache writes nothing.
         w_uk: bfloat16 [H, 128, 512].
         cache: bfloat16 [N, P, 576], written.
-        parts: `cluster` of the launch of `block_gemm`, in two terms, that q is to equal; the query is what `absorb`
-            makes of that. 0: sums in this launch's own order.
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope; q itself is rounded to bfloat16.
@@ -104,17 +98,14 @@ def query_and_entry(
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out = _check(qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, slots, w_uk, cache, parts)
+    out = _check(qkv_a, q_norm, q_b, q_b_scale_inv, kv_norm, cos, sin, slots, w_uk, cache)
     arguments = Arguments(
         kv_norm=kv_norm, cos=cos, sin=sin, slots=slots, w_uk=w_uk, cache=cache, out=out, qkv_a=qkv_a, q_norm=q_norm,
         q_b=q_b, q_b_scale=q_b_scale_inv,
         tokens=qkv_a.shape[0], heads=w_uk.shape[0], capacity=cache.shape[0] * cache.shape[1],
-        kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps, parts=parts,
+        kv_stride=qkv_a.shape[1], q_eps=q_eps, kv_eps=kv_eps,
     )  # fmt: skip
-    if parts:
-        launch("attention/query_few", "kimi_query_few", "query_and_entry", qkv_a.device, arguments)
-    else:
-        launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
+    launch("attention/query", "kimi_query", "query_and_entry", qkv_a.device, arguments)
     return out
 
 

@@ -2,10 +2,21 @@
 // queries, the new token's cache entry. A cluster of eight blocks owns a head of one token: each block computes 24 of
 // the head's 192 rows, passes them to the others through shared memory, and then computes 64 of the 512 columns of
 // W_UK^T q. All weights are asked for before the launch before this one has ended. One more cluster stores the entry.
+#include "entry.cuh"
 #include "linear/csrc/tokens.cuh"
-#include "query.cuh"
 
 namespace decode {
+
+constexpr int kInput = 1536;  // columns of q_b
+
+// The rows of `qkv_a` are kv_stride apart.
+struct QueryArguments : EntryArguments {
+  const __nv_bfloat16* qkv_a;   // [tokens, 1536 + 576]: q_a | latent before its norm | key before RoPE
+  const __nv_bfloat16* q_norm;  // [1536]
+  const uint8_t* q_b;           // e4m3 [heads * 192, 1536], or bf16
+  const float* q_b_scale;       // [ceil(heads * 192 / 128), 12], null of bf16
+  float q_eps;
+};
 
 constexpr int kBlocks = 8, kRows = kHead / kBlocks,
               kWide = kRank / kBlocks;  // of a cluster; a block's rows and columns
