@@ -20,7 +20,6 @@ from kimi_k2.kernels.experts import fp8_few, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
-from kimi_k2.kernels.linear.few_gemm import UNITS, few_add_gemm, few_gemm, tiles_of
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.router.norm_route import add_norm_route, route_norm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
@@ -159,24 +158,6 @@ def test_few_tokens_with_the_bits_of_many() -> None:
         one = {name: given[name][:, :1] for name in ("topk_indices", "topk_weights")}  # type: ignore[index]
         with pytest.raises(KernelError, match="3 tokens of 2 experts"):
             fp8_few.moe_few(**(given | {name: t.contiguous() for name, t in one.items()}), parts=[2, 4, 1])
-        x, weight, scale = torch.empty(1, 256, dtype=BF16), torch.empty(128, 256, dtype=E4M3), torch.empty(1, 2)
-        assert few_gemm(x, weight, scale, 2).shape == (1, 128)
-        fp8, token_scale = torch.empty(2, 1, 256, dtype=E4M3), torch.empty(2, 256)
-        assert few_gemm(fp8, weight, scale, 2, token_scale).shape == (1, 128)
-        assert few_gemm(x.repeat(2, 1), weight, scale, 2).shape == (2, 128)
-        added, norm = (x, torch.empty_like(x)), torch.empty(256, dtype=BF16)
-        assert [tuple(m.shape) for m in few_add_gemm(*added, norm, 1e-6, weight, scale, 2)] == [(1, 128), (1, 256)]
-        with pytest.raises(KernelError, match="delta"):
-            few_add_gemm(x, x.repeat(2, 1), norm, 1e-6, weight, scale, 2)
-        with pytest.raises(KernelError, match="norm_weight"):
-            few_add_gemm(*added, norm[:128], 1e-6, weight, scale, 2)
-        for wrong, of_token, message in (
-            (x.repeat(4, 1), None, "4 tokens: expected 1 to 3"),
-            (x, token_scale, "x is"),
-            (fp8, scale, "token_scale"),
-        ):
-            with pytest.raises(KernelError, match=message):
-                few_gemm(wrong, weight, scale, 2, of_token)
         heads, cache = 2, torch.empty(TOKENS, 7, 576, dtype=BF16)
         angles, at = torch.empty(TOKENS, 32, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
         rest = cache[0, 0, :512], angles, angles, at, torch.empty(heads, 128, 512, dtype=BF16), cache, 1e-6
@@ -184,12 +165,6 @@ def test_few_tokens_with_the_bits_of_many() -> None:
         assert absorb.absorb(q, kv_a, *rest).shape == (TOKENS, heads, 576)
         with pytest.raises(KernelError, match="kv_a is"):
             absorb.absorb(q, kv_a[:, :512], *rest)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (7168, 1024), (1536, 7168), (16384, 128), (2048, 8192)])
-def test_a_block_holds_its_weights(rows: int, columns: int) -> None:
-    tiles = tiles_of(rows, columns, 132)
-    assert tiles * -(-columns // 1024) <= UNITS and 128 % (8 * tiles) == 0
 
 
 def test_norms_whose_quotients_are_apart() -> None:

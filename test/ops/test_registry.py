@@ -66,7 +66,7 @@ def test_the_order_is_the_tables() -> None:
         "mla_ragged_attention": ["flash_attn_3", "plain"],
         "next_step": ["cuda", "plain"],
         "project": ["fused_linear", "block_gemm", "e4m3", "dense_gemm", "plain"],
-        "query_and_entry": ["cuda", "few", "plain"],
+        "query_and_entry": ["cuda", "plain"],
         "rms_norm": ["triton", "plain"],
         "rotary_cos_sin": ["plain"],
         "rotate_in_place": ["triton", "plain"],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, few_gemm, fused_linear, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, fused_linear, wide_gemm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
@@ -18,7 +18,7 @@ from kimi_k2.ops.weights import Weight
 BLOCK = (128, 128)
 # Up to here the tokens need no launch before the GEMM's; up to so many with a weight of BIG values, which is multiplied
 # as long as it is read.
-FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, few_gemm.BIG
+FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, 16_000_000
 FEW_OF_NARROW = fused_linear.DECODE_TOKENS_NARROW
 # Up to here two terms beat dequantizing the weight for cuBLAS: of some shapes of a TP8 rank further than of others.
 MANY, MANY_OF = 256, {
@@ -111,39 +111,8 @@ def fixed_parts(tokens: int, rows: int, columns: int, device: torch.device) -> i
     return block_gemm.fixed_launch(2, tokens, rows, columns, hopper(device.index, "block_gemm")[1], True).cluster
 
 
-def _multiply_few(
-    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, tokens: int, token_scale: Tensor | None = None
-) -> Tensor | None:
-    """`few_gemm` of a decode step's few tokens in batch-invariant mode; None for others."""
-    rows, columns = weight.shape
-    if not (batch_invariant() and is_decoding()):
-        return None
-    if not few_gemm.supports(tokens, rows, columns, x.device, quantized=token_scale is not None):
-        return None
-    parts = fixed_parts(tokens, rows, columns, x.device)
-    out: Tensor = few_gemm.few_gemm(x, weight, weight_scale_inv, parts, token_scale)
-    return out
-
-
-def _add_few(x: Tensor, delta: Tensor, weight: Weight, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-    """`few_add_gemm` of a decode step's few tokens in batch-invariant mode; None for more."""
-    matrix, scale = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
-    (rows, columns), tokens = matrix.shape, len(x)
-    fits = 0 < tokens <= few_gemm.ADDED_TOKENS and columns <= few_gemm.MAX_COLUMNS and rows * columns < few_gemm.BIG
-    if not fits:
-        return None
-    parts = fixed_parts(tokens, rows, columns, x.device)
-    made: tuple[Tensor, Tensor] = few_gemm.few_add_gemm(x, delta, norm_weight, eps, matrix, scale, parts)
-    return made
-
-
 def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
     (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
-    if (
-        terms == few_gemm.TERMS
-        and (few := _multiply_few(quantized[0], weight, scale, tokens, quantized[1])) is not None
-    ):
-        return few
     size = terms, tokens, rows, columns, hopper(weight.device.index, "block_gemm")[1]
     invariant = batch_invariant()
     choice = block_gemm.fixed_launch(*size, is_decoding()) if invariant else block_gemm.choose_launch(*size)
@@ -196,10 +165,6 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
         name, takes=supports_project, joins={"fp8_linear": name}, optional=optional, batch_invariant=ONE_ORDER
     )
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        if terms == few_gemm.TERMS and norm_weight is None and x.is_contiguous():
-            stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
-            if (few := _multiply_few(x, *stored, len(x))) is not None:
-                return few
         return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
 
     def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
@@ -217,8 +182,6 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
         if delta is None:
             return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
         apart = batch_invariant() and is_decoding()
-        if apart and terms == few_gemm.TERMS and (few := _add_few(x, delta, weight, norm_weight, eps)) is not None:
-            return few
         total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms, apart)
         return _multiply_weight((fp8, scale), weight), total
 
