@@ -1,4 +1,4 @@
-// What the kernels share that give a few tokens the bits of many (few_gemm.cu, experts/csrc/fp8_few.cu).
+// What gives a few tokens the bits of many (experts/csrc/fp8_few.cu).
 //
 // The sums of a block of 128 columns are the matrix instructions' alone; in which order such sums are added is what a
 // GEMM of many tokens fixes. So one instruction's 64 rows are 8 rows of W by 8 blocks of their columns, row after row
