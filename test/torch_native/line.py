@@ -131,6 +131,14 @@ class Sampler(torch.nn.Module):
         return (whole if logit_mask is None else whole.masked_fill(~logit_mask, float("-inf"))).argmax(-1)
 
 
+def rejection_sampler(metadata: Any, sampled: Tensor) -> Tensor:
+    """The line's, as its page says: drafts up to the first that was not sampled, what was sampled there, then -1."""
+    targets, drafts = sampled.view(len(metadata.num_draft_tokens), -1), metadata.draft_token_ids
+    agree = (targets[:, :-1] == drafts.view(len(targets), -1)).cumprod(1)
+    kept = torch.arange(targets.shape[1]) <= agree.sum(1, keepdim=True)
+    return targets.masked_fill(~kept, -1)
+
+
 def stand_ins() -> dict[str, ModuleType]:
     """Modules of vLLM and the line that the model imports."""
     contents: dict[str, dict[str, Any]] = {
@@ -147,6 +155,7 @@ def stand_ins() -> dict[str, ModuleType]:
             ),
         },
         "vllm_neuron.nn": {"Sampler": Sampler},
+        "vllm_neuron.nn.rejection_sampler": {"rejection_sampler": rejection_sampler},
     }
     made: dict[str, ModuleType] = {}
     for name, values in contents.items():
@@ -213,7 +222,8 @@ class Runner:
         self.model, self.compiled = model.eval(), compile_with(model.eval())
         self.free, self.padding, self.segment = list(range(1, blocks)), padding, segment
         self.rank, self.width = torch.tensor(rank, dtype=torch.int32), width
-        self.neuron_config, self.logits = neuron_config, []  # type: ignore[var-annotated]
+        self.neuron_config, self.logits, self.aux = neuron_config, [], []  # type: ignore[var-annotated]
+        self.threshold = 1  # tokens a line of a decode step
 
     def slot(self, request: Request, position: int) -> int:
         return request.blocks[position // BLOCK] * BLOCK + position % BLOCK
@@ -224,14 +234,24 @@ class Runner:
             table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
         return table
 
-    def call(self, ids: Any, positions: Any, slots: Any, table: Tensor, at: Any, longest: int, segment: int) -> Tensor:
+    def call(
+        self,
+        ids: Any,
+        positions: Any,
+        slots: Any,
+        table: Tensor,
+        at: Any,
+        longest: int,
+        segment: int,
+        spec_decode_metadata: Any = None,
+    ) -> Tensor:
         metadata = {
             "block_table_tensor": table,
             "slot_mapping": torch.tensor(slots, dtype=torch.int64),
             "max_query_len": longest,
             "block_size": BLOCK,
             "max_blocks_per_seq": self.width,
-            "decode_token_threshold": 1,
+            "decode_token_threshold": self.threshold,
             "cached_seq_len": torch.zeros(1, 1, dtype=torch.int32),
             "kv_segment_size": segment,
         }
@@ -242,10 +262,13 @@ class Runner:
             attn_metadata=dict.fromkeys(self.names, metadata),
             sampling_positions=sampled,
             sampling_params=torch.tensor([[1.0, 1.0, 0.0]]).expand(len(at), 3),
-            spec_decode_metadata=None,
+            spec_decode_metadata=spec_decode_metadata,
             logit_mask=None,
             rank=self.rank,
         )
+        if self.model.aux_layers:
+            self.aux.append(out[1])
+            out = (out[0], *out[2:]) if self.model.sampling is not None else out[0]
         if isinstance(out, tuple):
             self.logits.append(out[1])
             return out[0]  # type: ignore[no-any-return]
@@ -290,6 +313,25 @@ class Runner:
         for request, token in zip(requests, sampled.tolist(), strict=False):
             request.cached += 1
             request.output.append(token)
+
+    def verify(self, requests: list[Request], drafts: list[list[int]]) -> None:
+        """A step of one token and as many drafts a line; keeps what the rejection sampler gives."""
+        count = self.threshold
+        ids = [token for one, drafted in zip(requests, drafts, strict=True) for token in (one.tokens[-1], *drafted)]
+        positions: list[int] = []
+        slots: list[int] = []
+        for request in requests:
+            start = len(request.tokens) - 1
+            self.grow(request, start + count)
+            positions += range(start, start + count)
+            slots += [self.slot(request, at) for at in range(start, start + count)]
+        metadata = SimpleNamespace(
+            num_draft_tokens=[count - 1] * len(requests), draft_token_ids=torch.tensor(drafts).flatten()
+        )
+        table = self.table(requests, len(requests))
+        accepted = self.call(ids, positions, slots, table, range(len(ids)), count, 0, metadata)
+        for request, tokens in zip(requests, accepted.tolist(), strict=True):
+            request.output += [token for token in tokens if token >= 0]
 
     def preempt(self, request: Request) -> None:
         self.free += request.blocks

@@ -231,6 +231,35 @@ def test_every_rank_has_the_same_graphs_at_real_widths(name: str) -> None:
     assert first == other
 
 
+def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, Path]) -> None:
+    """Two drafts a line, every other one wrong: the plain model's tokens; the residual stream is transformers'."""
+    directory = checkpoints["bf16"]
+    tokens, sampling = line.plain_tokens(directory)[:2], SimpleNamespace(all_greedy=True)
+    runner = alone(directory, line.NeuronConfig(quantization="bf16", on_device_sampling_config=sampling))
+    runner.model.set_aux_hidden_state_layers((0, 2))
+    requests = [line.Request(prompt, 8) for prompt in prompts(directory)[:2]]
+    with torch.inference_mode():
+        for request in requests:
+            runner.prefill(request)
+            ids = torch.tensor([request.prompt])
+            theirs = load_transformers_model(directory, torch.float32)(ids, output_hidden_states=True).hidden_states
+            wanted = torch.cat((theirs[0], theirs[2]), dim=-1)[0]
+            assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
+    runner.threshold, steps = 3, 0
+    while min(len(request.output) for request in requests) < 6:
+        drafts = []
+        for request, right in zip(requests, tokens, strict=True):
+            ahead = [*right, 0, 0][len(request.output) :][:2]
+            drafts.append([ahead[0], ahead[1] + steps % 2])
+        runner.verify(requests, drafts)
+        steps += 1
+    assert steps < 4
+    for request, right in zip(requests, tokens, strict=True):
+        assert request.output[:8] == right[: len(request.output)]
+    with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
+        runner.model.set_aux_hidden_state_layers((3,))
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

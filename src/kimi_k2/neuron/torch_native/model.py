@@ -98,6 +98,9 @@ class KimiK2ForVllmNeuron(nn.Module):
 
     inv_freq: Tensor
     first_expert: Tensor
+    # vLLM's SupportsEagle3; which of the two questions is asked depends on the version.
+    supports_eagle3, has_own_lm_head, has_own_embed_tokens = True, False, False
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(
         self, vllm_config: Any = None, prefix: str = "", *, hf_config: Any = None, neuron_config: Any = None
@@ -127,9 +130,11 @@ class KimiK2ForVllmNeuron(nn.Module):
         self.sampling, self.max_logprobs = getattr(neuron_config, "on_device_sampling_config", None), 0
         if self.sampling is not None:
             from vllm_neuron.nn import Sampler
+            from vllm_neuron.nn.rejection_sampler import rejection_sampler
 
             group = getattr(self.ranks.tp, "device_group", None) if self.ranks.tp.world_size > 1 else None
             self.sampler = Sampler(self.sampling, process_group=group)
+            self.rejection_sampler = rejection_sampler
             self.max_logprobs = neuron_config.max_logprobs
         self._layers: list[Layer] = []
 
@@ -176,6 +181,24 @@ class KimiK2ForVllmNeuron(nn.Module):
         for number, layer in enumerate(self._layers):
             layer.attention.pages = Pages(*kv_caches[layer_name(number)])
 
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Return the residual stream before these layers too, which an Eagle3 head reads.
+
+        Raises:
+            ConfigError: there is no such layer.
+        """
+        most = self.config.num_hidden_layers
+        if wrong := [layer for layer in layers if not 0 <= layer < most]:
+            raise ConfigError(f"expected layers 0 to {most - 1}, got {wrong[0]}", field="aux_hidden_state_layers")
+        self.aux_layers = tuple(layers)
+
+    def get_eagle3_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """Where the head's configuration names none."""
+        most = self.config.num_hidden_layers
+        return 2, most // 2, most - 3
+
+    get_eagle3_default_aux_hidden_state_layers = get_eagle3_aux_hidden_state_layers
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """int64 or int32 [T] to [T, H]: each rank has some columns of every row."""
         rows = embedding(input_ids, self.get_parameter("embed_tokens.weight"))
@@ -203,7 +226,7 @@ class KimiK2ForVllmNeuron(nn.Module):
         rank: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_token_ids: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """A prompt's part, or a token (or several) of each line.
 
         Args:
@@ -212,20 +235,22 @@ class KimiK2ForVllmNeuron(nn.Module):
             attn_metadata: by layer, see `layer_name`.
             sampling_positions: [B], tokens whose logits are wanted.
             sampling_params: [B, 3], top_k, top_p, temperature.
-            spec_decode_metadata: must be None.
+            spec_decode_metadata: of drafts among the tokens, all of which `sampling_positions` name; for the line's
+                rejection sampler on the device. Without sampling there the runner judges them.
             logit_mask: bool [B, vocab_size], allowed tokens.
             rank: this rank among those of tensor parallelism, a scalar; needed at prefill on several ranks.
             inputs_embeds: [T, H] in place of embeddings.
             is_token_ids: bool [T], where the embedding of the id is taken all the same.
 
         Returns:
-            With sampling on the device, tokens [B] and, if `max_logprobs` is set, logits; else logits [B, vocab_size].
+            With sampling on the device, tokens [B] (of drafts, what the rejection sampler gave) and, if `max_logprobs`
+            is set, logits; else logits [B, vocab_size]. With auxiliary layers these, [T, layers * H], come second.
 
         Raises:
-            GenerationError: drafts, which this model has none of.
+            GenerationError: drafts without auxiliary layers, or a divided prompt without its rank.
         """
-        if spec_decode_metadata is not None:
-            raise GenerationError("spec_decode_metadata: this model takes no drafts")
+        if spec_decode_metadata is not None and not self.aux_layers:
+            raise GenerationError("spec_decode_metadata: expected None, as no Eagle3 head set auxiliary layers")
         x = self.embed_input_ids(input_ids)
         if inputs_embeds is not None:
             kept = inputs_embeds.to(x.dtype)
@@ -240,7 +265,10 @@ class KimiK2ForVllmNeuron(nn.Module):
             x = x.view(size, tokens // size, -1).index_select(0, rank.view(1).to(torch.long)).squeeze(0)
         positions = positions.to(torch.long)
         rotation = cos_sin(positions, self.inv_freq, self.multiplier, self.dtype)
+        aux = []
         for number, layer in enumerate(self._layers):
+            if number in self.aux_layers:
+                aux.append(self.ranks.tp.all_gather(x, 0) if divided else x)
             x = layer(x, positions, rotation, attn_metadata[layer_name(number)], divided)
         x = rms_norm(x, self.get_parameter("norm.weight"), self.config.rms_norm_eps)
         if divided:
@@ -249,9 +277,14 @@ class KimiK2ForVllmNeuron(nn.Module):
         if self.sampling is not None:
             local = self._local_logits(x)
             sampled: Tensor = self.sampler(local, sampling_params, logit_mask=logit_mask, tp_rank=rank)
-            return sampled, self.ranks.tp.all_gather(local, -1) if self.max_logprobs else None
+            if spec_decode_metadata is not None:
+                sampled = self.rejection_sampler(spec_decode_metadata, sampled)
+            gathered = self.ranks.tp.all_gather(local, -1) if self.max_logprobs else None
+            return (sampled, torch.cat(aux, dim=-1), gathered) if aux else (sampled, gathered)
         logits = self.compute_logits(x)
-        return logits if logit_mask is None else logits.masked_fill(~logit_mask, float("-inf"))
+        if logit_mask is not None:
+            logits = logits.masked_fill(~logit_mask, float("-inf"))
+        return (logits, torch.cat(aux, dim=-1)) if aux else logits
 
 
 def _place(root: nn.Module, name: str, tensor: Tensor) -> None:
