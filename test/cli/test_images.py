@@ -45,6 +45,7 @@ def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path:
     for given in (
         ["--image", media["image"], "--video", media["video"], "-p", "What?"],
         ["--messages", str(conversation)],
+        ["--messages", str(conversation), "--draft", "ngram"],
     ):
         done = runner.invoke(app, ["generate", str(directory), *given, "--max-new-tokens", "8"])
         assert done.exit_code == 0, done.output

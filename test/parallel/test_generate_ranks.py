@@ -68,7 +68,7 @@ def test_text_is_that_of_one_process(wide: Path, halves: Path, run_here: Command
     assert together.stderr.count("TTFT") == 1
 
 
-def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
+def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path, run_here: Command) -> None:
     """Threads of gloo that run while the interpreter ends abort it, seldom, after everything went well."""
     counted = (
         "import sys; from pathlib import Path; from kimi_k2.parallel import ranks; old = ranks.leave_ranks\n"
@@ -78,9 +78,10 @@ def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
         "    sys.stderr.write(f'gloo: {before > 0} {threads()}\\n')\n"
         "ranks.leave_ranks = leave; from kimi_k2.cli import main; main()"
     )
-    options = ["generate", wide, "-p", "Hello", "--max-new-tokens", 2, "--ranks", halves]
-    done = run(*TORCHRUN, *python(), "-c", counted, *options)
+    options = ["generate", wide, "-p", "Hello", "--max-new-tokens", 6]
+    done = run(*TORCHRUN, *python(), "-c", counted, *options, "--ranks", halves, "--draft", "ngram")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == run_here(*options).stdout  # drafts change nothing
     assert done.stderr.count("gloo: True 0") == 2, done.stderr[-3000:]
 
 
