@@ -304,7 +304,12 @@ def test_gpus_that_are_ours() -> None:
         ({}, {"kv_lora_rank": 256}, "attention of sizes (256, 64, 128, 128)"),
         ({"cache_dtype": "fp8_e5m2"}, {}, "a cache in fp8_e5m2"),
         ({"cache_dtype": "float32"}, {}, "a cache in float32"),
-        ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
+            {},
+            "drafts in a pipeline",
+        ),
+        ({"pipeline_parallel_size": 2}, {}, None),
         (
             {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency"},
             {},

@@ -2,11 +2,11 @@
 
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
 arguments of vLLM's SamplingParams) and `options`, which are EngineArgs'. With several ranks the calls counted are none:
-the workers make them. With `pieces`, steps of so many new tokens at most run in the pieces that are CUDA graphs on a
-GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back. With `swaps`, each
-how weights come and of which checkpoint, the requests are served again behind each; `again` has these tokens.
-With `steps` the engine is asked
-so many times. With `parts` prompts may come in parts. `draft` and `accepted` count drafts' tokens.
+the workers make them. With `pieces`, steps of so many new tokens at
+most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages
+were taken back. With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each;
+`again` has these tokens. With `steps` the engine is asked so many times. With `parts` prompts may come in parts.
+`draft` and `accepted` count drafts' tokens.
 """
 
 from __future__ import annotations

@@ -50,12 +50,12 @@ def through(
     batch: Batch | None,
     caches: Iterable[Tensor | None],
     states: HiddenStates | None = None,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H].
 
-    `states` sees the stream before each layer and behind the last.
+    `states` sees the stream before each layer and behind the last. What layers before these have made is x + `delta`.
     """
-    delta: Tensor | None = None
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         if states is not None:
             states.pass_by(number, x, delta)

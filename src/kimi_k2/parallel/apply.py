@@ -44,6 +44,7 @@ def parallelize(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
     communicate: bool = True,
+    layers: range | None = None,
 ) -> KimiK2ForCausalLM:
     """Cut a model made on the meta device to the part of `rank`; its weights are then uninitialised, on `device`.
 
@@ -54,6 +55,7 @@ def parallelize(
         rank: which part.
         device: where the part lives.
         group: of all ranks, of this one's replica; None for the default one.
+        layers: those of a pipeline's stage; others stay on the meta device. None for all.
         communicate: False leaves the sums out: one rank stands for many in a benchmark, with meaningless results.
 
     Returns:
@@ -67,7 +69,7 @@ def parallelize(
     communicate = communicate and layout.dense > 1  # one rank needs no process group
     if communicate and dist.get_world_size(group) != layout.dense:
         raise ConfigError(f"{layout.dense} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
-    for planned in make_plan(model.config, layout).tensors:
+    for planned in make_plan(model.config, layout).of_layers(layers):
         _replace(model, planned, device)
     reduce = AllReduce(group, communicate)
     for layer in model.model.layers:

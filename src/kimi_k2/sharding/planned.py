@@ -12,7 +12,7 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 
 Region = tuple[slice, ...]
 
@@ -120,6 +120,10 @@ class ShardingPlan:
     def layer(self, layer: int) -> list[PlannedTensor]:
         """Tensors of one layer."""
         return [tensor for tensor in self.tensors if tensor.layer == layer]
+
+    def of_layers(self, layers: range | None) -> list[PlannedTensor]:
+        """Tensors of some layers, None for all, and those of no layer."""
+        return [one for one in self.tensors if layers is None or one.layer == GLOBAL_LAYER or one.layer in layers]
 
     def check(self) -> None:
         """Prove that every element of every tensor is in one rank's file, or in equally many if it is replicated.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
@@ -56,6 +56,7 @@ class PagedModel:
         dtype: of what no format quantizes.
         device: of the weights.
         exchange: of tokens among replicas, where the layout has some.
+        layers: those of a pipeline's stage, whose caches are `held`; every stage holds embedding and head. None is all.
     """
 
     def __init__(
@@ -69,11 +70,15 @@ class PagedModel:
         dtype: torch.dtype,
         device: torch.device,
         exchange: Exchange | None = None,
+        layers: range | None = None,
     ) -> None:
         with torch.device("meta"):
             plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
-        self.plain = parallelize(plain, layout, rank, device=device, group=group).eval()
-        self.loader = RankLoader(self.plain, make_plan(config, layout), rank)
+        self.layers = layers or range(config.num_hidden_layers)
+        self.plain = parallelize(plain, layout, rank, device=device, group=group, layers=layers).eval()
+        for number in set(range(config.num_hidden_layers)).difference(self.layers):
+            self.plain.model.layers[number] = nn.Identity()
+        self.loader = RankLoader(self.plain, make_plan(config, layout), rank, layers)
         self.group, self.held, self.positions = group, held, positions
         self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
         self._steps: list[LayerStep] | None = None
@@ -97,7 +102,7 @@ class PagedModel:
             if self._steps is not None:
                 self.plain.prepare()
                 for number in self.loader.touched:
-                    self._steps[number].renew()
+                    self._steps[number - self.layers.start].renew()
             self.loader.touched.clear()
 
     @torch.no_grad()
@@ -121,7 +126,8 @@ class PagedModel:
         self.loader.check()
         self.plain.prepare()
         self._steps = []
-        for layer in self.plain.model.layers:
+        for number in self.layers:
+            layer = self.plain.model.layers[number]
             assert isinstance(layer, DecoderLayer)
             step = LayerStep(layer, self.reduce, self.exchange)
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
@@ -154,8 +160,17 @@ class PagedModel:
 
     def run(self, x: Tensor, batch: Batch | None, states: HiddenStates | None = None) -> Tensor:
         """Embedded new tokens [T, H] to normed hidden states [T, H]; `states` sees those between layers."""
+        return self.norm(*self.through(x, None, batch, states))
+
+    def through(
+        self, x: Tensor, delta: Tensor | None, batch: Batch | None, states: HiddenStates | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layers here, of a residual and what is yet to be added to it; see `decode_step.through`."""
         caches = (None if batch is None else held.cache for held in self.held)
-        x, delta = through(self.steps, x, batch, caches, states)
+        return through(self.steps, x, batch, caches, states, delta)
+
+    def norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Normed hidden states [T, H] behind the last layer."""
         norm = self.plain.model.norm
         return add_norm(x, delta, norm.weight, norm.eps)[1]
 

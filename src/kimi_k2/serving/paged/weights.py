@@ -25,14 +25,16 @@ class RankLoader:
         model: this rank's part, from `parallel.apply.parallelize`, in the checkpoint's stored form.
         plan: of all ranks.
         rank: this one.
+        layers: those of the model that are here; None for all.
 
     Attributes:
         touched: layers some of whose weights have been replaced; whoever renews them clears it.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int) -> None:
+    def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int, layers: range | None = None) -> None:
         self.model, self.plan, self.rank = model, plan, rank
-        self.planned = {tensor.name: tensor for tensor in plan.tensors}
+        self.planned = {tensor.name: tensor for tensor in plan.of_layers(layers)}
+        self.elsewhere = {tensor.name for tensor in plan.tensors} - self.planned.keys()
         self.filled: dict[str, int] = dict.fromkeys(self.planned, 0)
         self.touched: set[int] = set()
 
@@ -47,7 +49,7 @@ class RankLoader:
         """
         for name, tensor in weights:
             plain = name.removeprefix(PREFIX)
-            if IGNORED.search(plain):
+            if IGNORED.search(plain) or plain in self.elsewhere:
                 continue
             if EXPERT.match(plain):
                 self._expert(plain, tensor)
@@ -97,7 +99,7 @@ class RankLoader:
         target = "down_proj" if match["proj"] == "down_proj" else "gate_up_proj"
         stacked = f"{match['moe']}.experts.{target}{match['kind'].removeprefix('weight')}"
         if stacked not in self.planned:
-            if self._implied(name):
+            if stacked in self.elsewhere or self._implied(name):
                 return
             raise CheckpointError("no such tensor in this model", tensor=name)
         planned, expert = self.planned[stacked], int(match["expert"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -18,8 +18,13 @@ class LatentBatch(Batch, MLACommonMetadata):  # type: ignore[misc]  # vLLM has n
     """A batch that connectors know as one of a cache with one entry a token; they look at nothing else of it."""
 
 
-def move_caches(batch: Batch, held: Sequence[LatentAttention]) -> None:
-    """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind."""
+def move_caches(batch: Batch, held: Mapping[int, LatentAttention]) -> None:
+    """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind.
+
+    Args:
+        batch: of the step.
+        held: by the layer's number.
+    """
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from vllm.sequence import IntermediateTensors
 
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
@@ -54,6 +56,8 @@ class _Ours:
         self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
         config, tp, layout = config_of(self.config), get_tp_group(), layout_of(vllm_config)
         replica = vllm_config.parallel_config.data_parallel_rank if layout.replicas > 1 else 0
+        self._pp = get_pp_group()
+        stage = range(*get_pp_indices(config.num_hidden_layers, self._pp.rank_in_group, self._pp.world_size))
         self.held = nn.ModuleList(
             LatentAttention(
                 vllm_config,
@@ -62,13 +66,14 @@ class _Ours:
                 config.cache_dim,
                 cast(torch.dtype, cache_dtype(vllm_config, config)),
             )
-            for number in range(config.num_hidden_layers)
+            for number in stage
         )
         self.paged = PagedModel(
             config, layout, replica * layout.dense + tp.rank_in_group, tp.device_group, cast(Sequence[Held], self.held),
             # Positions that vLLM can ask for, its own trial runs included.
             max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens),
             model_config.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
+            stage if self._pp.world_size > 1 else None,
         )  # fmt: skip
         if vllm_config.load_config.load_format == "dummy":
             self.paged.randomize()
@@ -122,9 +127,11 @@ class _Ours:
         """Likewise."""
         return self.model.lm_head
 
-    def make_empty_intermediate_tensors(self, *_: Any, **__: Any) -> Any:
-        """vLLM's K2.5 asks for it at start, and calls it under pipeline parallelism, which is `refusal`'s."""
-        raise NotImplementedError("kimi-k2: pipeline parallelism is served by vLLM's own model")
+    def make_empty_intermediate_tensors(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """What a stage takes of the one before it, of vLLM's trial runs."""
+        names = ("hidden_states", "residual")
+        shape = batch_size, self.config.hidden_size
+        return IntermediateTensors({name: torch.zeros(shape, dtype=dtype, device=device) for name in names})
 
     @torch.inference_mode()
     def forward(
@@ -134,27 +141,39 @@ class _Ours:
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
         **_: Any,
-    ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Normed hidden states [T, H] of the batch's new tokens; with a draft's head, those before its layers too."""
-        if inputs_embeds is None:
+    ) -> Any:
+        """Normed hidden states [T, H] of the batch's new tokens; with a draft's head, those before its layers too.
+
+        A pipeline's stages hand on the residual, and what is yet to be added to it as `hidden_states`.
+        """
+        delta: Tensor | None = None
+        if not self._pp.is_first_rank:
+            x, delta = intermediate_tensors["residual"], intermediate_tensors["hidden_states"]
+        elif inputs_embeds is None:
             assert input_ids is not None
-            inputs_embeds = self.embed_input_ids(input_ids)
-        x, states = inputs_embeds, HiddenStates(self._seen) if self._seen else None
+            x = self.embed_input_ids(input_ids)
+        else:
+            x = inputs_embeds
+        states = HiddenStates(self._seen) if self._seen else None
         batch = self.paged.batch(positions, x)
         if batch is not None:
-            move_caches(batch, cast(Sequence[LatentAttention], self.held))
+            move_caches(batch, dict(zip(self.paged.layers, cast(Sequence[LatentAttention], self.held), strict=True)))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
         if batch is not None and batch.chunks and self._graphs is not None and self._graphs.takes(len(x)):
             hidden_states = self._graphs(x, batch, [one.cache for one in self.paged.held], states)
         else:
-            hidden_states = self.paged.run(x, batch, states)
+            x, delta = self.paged.through(x, delta, batch, states)
+            if not self._pp.is_last_rank:
+                return IntermediateTensors({"hidden_states": delta, "residual": x})
+            hidden_states = self.paged.norm(x, delta)
         del reserved
         return hidden_states if states is None else (hidden_states, states.apart())
 
     def _record(self, x: Tensor) -> Tensor | None:
         """Make the graphs of steps with prompts, once; memory of their size."""
-        if self._recorded or self.paged.exchange is not None:  # other replicas have another number of tokens each time
+        # Other replicas have another number of tokens each time, and of a stage not every piece is here.
+        if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1:
             return None
         self._recorded = True
         self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)

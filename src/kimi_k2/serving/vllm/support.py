@@ -54,7 +54,7 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     """Why vLLM's own model is to serve this deployment; None if ours can."""
     parallel = vllm_config.parallel_config
     for reason, holds in (
-        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+        ("drafts in a pipeline", parallel.pipeline_parallel_size > 1 and _drafts(vllm_config) is not None),
         (f"an exchange of tokens by {_exchange(parallel)}", _exchange(parallel) not in EXCHANGES),
         ("context parallelism", _along_the_context(parallel) > 1),
         ("microbatches", bool(getattr(parallel, "use_ubatching", False))),
@@ -90,6 +90,7 @@ def against_decode_steps(vllm_config: Any) -> str | None:
         ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
         ("drafts", vllm_config.speculative_config is not None),
         ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
+        ("pipeline parallelism", vllm_config.parallel_config.pipeline_parallel_size > 1),
         ("a transfer of caches", vllm_config.kv_transfer_config is not None),
         ("a transfer of encoders' outputs", getattr(vllm_config, "ec_transfer_config", None) is not None),
     ):
