@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import pytest
@@ -75,6 +76,9 @@ PLACE = "quantization_config.config_groups.group_0"
     [
         group(),
         group(weights={"group_size": 64, "actorder": "static"}),
+        group(weights={"strategy": "channel", "group_size": None}),
+        group(weights={"strategy": "channel", "group_size": -1}),
+        {**GPTQ, "desc_act": True},
         group(weights={"symmetric": False, "actorder": "weight", "observer": "minmax", "zp_dtype": "torch.int8"}),
         # W4AFP8: INT4 groups whose activations are FP8
         group(input_activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
@@ -100,7 +104,8 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
     [
         (group(weights={"actorder": "group"}), f"{PLACE}.weights.actorder"),
         (group(weights={"num_bits": 8}), f"{PLACE}.weights.num_bits"),
-        (group(weights={"strategy": "channel"}), f"{PLACE}.weights.strategy"),
+        (group(weights={"strategy": "channel"}), f"{PLACE}.weights.strategy"),  # with a group's size
+        (group(weights={"strategy": "channel", "group_size": None, "num_bits": 8}), f"{PLACE}.weights.num_bits"),
         (group(weights={"group_size": 31}), f"{PLACE}.weights.group_size"),
         (group(weights={"symmetric": False, "group_size": 31}), f"{PLACE}.weights.group_size"),
         (group(input_activations={"num_bits": 8, "type": "int"}), f"{PLACE}.input_activations"),
@@ -111,7 +116,7 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         ({**AWQ, "bits": 8}, "quantization_config.bits"),
         ({**AWQ, "group_size": 2**63}, "quantization_config.group_size"),
         ({"quant_method": "fp8", "weight_block_size": [128, 2**63]}, "quantization_config.weight_block_size.1"),
-        ({**GPTQ, "desc_act": True}, "quantization_config.desc_act"),
+        ({**GPTQ, "desc_act": "yes"}, "quantization_config.desc_act"),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "quantization_config.dynamic"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantization_config.quant_algo"),
@@ -128,3 +133,54 @@ def test_what_is_not_read_is_named(raw: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_quantization(raw)
     assert caught.value.field == field
+
+
+# Beside what `to_hf_dict` writes: fields that say nothing of what is stored, and ones that would.
+HARMLESS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"version": "0.12.2", "global_compression_ratio": 1.5, "sparsity_config": {}},
+    "fp8": {"scale_fmt": "float", "dequantize": False, "kv_cache_scheme": None},
+    "modelopt": {"producer": {"name": "modelopt", "version": "0.39"}, "kv_cache_quant_algo": "FP8"},
+    "awq": {"backend": "autoawq", "do_fuse": False},
+    "gptq": {"meta": {"quantizer": ["gptqmodel:4.0"]}, "damp_percent": 0.01, "true_sequential": True, "sym": True},
+    "quark": {"export": {"pack_method": "order"}, "algo_config": None, "softmax_quant_spec": None},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"transform_config": {"h": 1}, "sparsity_config": {"format": "2of4"}, "rotation": "spin"},
+    "fp8": {"fmt": "e5m2", "weight_block_size": None, "modules_to_convert": ["x"], "scale_fmt": "ue8m0"},
+    "modelopt": {"quant_algo": "W4A8_AWQ", "group_size": 32, "quantized_layers": {"x": {}}, "smooth": True},
+    "awq": {"bits": 8, "version": "marlin", "zero_point": False, "do_fuse": True},
+    "gptq": {"bits": 3, "pack_dtype": "int64", "lm_head": True, "checkpoint_format": "marlin"},
+    "quark": {"layer_quant_config": {"x": {}}, "kv_cache_quant_config": {"x": {}}, "smooth": True},
+}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_configs(seed: int) -> None:
+    """A form, its place, its modules' prefix, harmless fields; every third has a field that is refused by name."""
+    draw = random.Random(seed)
+    name, prefix = FORMS[seed % len(FORMS)], draw.choice(["", "language_model."])
+    form = formats()[name]
+    assert form.method is not None
+    ignored = IGNORED[name if name in IGNORED else form.rule]
+    if draw.random() < 1 / 3:  # as transformers' class of K2.5 has its modules
+        ignored, prefix = [entry.replace("{}model", "model.language_model") for entry in ignored], ""
+    held = form(ignore=tuple(entry.format(prefix) for entry in ignored))
+    said = json.loads(json.dumps(held.to_hf_dict()))
+    said |= dict(draw.sample(sorted(HARMLESS[form.method].items(), key=str), draw.randint(0, 2)))
+    wrong = None
+    if draw.random() < 1 / 3:
+        wrong, value = draw.choice(sorted(REFUSED[form.method].items(), key=str))
+        said[wrong] = value
+    key, inner = draw.choice(["quantization_config", "compression_config"]), draw.random() < 0.5
+    raw = raw_preset(draw.choice(["kimi-k2.5", "kimi-k2-thinking"]))
+    place = raw["text_config"] if inner and "text_config" in raw else raw
+    place[key] = dict(draw.sample(sorted(said.items(), key=str), len(said)))
+    if wrong is not None:
+        with pytest.raises(ConfigError) as caught:
+            KimiK2Config.from_dict(raw)
+        assert f".{wrong}" in str(caught.value.field)
+        return
+    read = KimiK2Config.from_dict(raw).quantization
+    assert read == held
+    modules = "layers.3.mlp.experts.7.up_proj", "layers.0.mlp.up_proj", "layers.30.self_attn.o_proj"
+    assert [read.quantizes(f"model.{module}") for module in modules] == [True, False, False]

@@ -1,4 +1,4 @@
-"""FP8 e4m3 weights as compressed-tensors stores them (`float-quantized`): one scale an output channel, or a block."""
+"""FP8 e4m3 weights as compressed-tensors stores them (`float-quantized`): one scale, one a channel or one a block."""
 
 from __future__ import annotations
 
@@ -66,6 +66,55 @@ class Fp8RowFormat(StoredFormat):
         plain = weight.to(torch.float32)
         scale = plain.abs().amax(dim=-1, keepdim=True) / E4M3_MAX
         scale.masked_fill_(scale == 0, 1.0)
+        return {"weight": (plain / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+@register
+class Fp8TensorFormat(RecastFormat):
+    """`weight` e4m3 [rows, columns] and one `weight_scale` [1]; held with that scale once a row."""
+
+    name = "fp8-tensor"
+    method = "compressed-tensors"
+    suffixes = ("weight", "weight_scale")
+    scales = ("weight_scale",)
+    unused = ("input_scale",)
+
+    activations: str | None = None
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> Fp8TensorFormat | None:
+        """Of 8-bit floats with one scale."""
+        if scheme.kind not in _KINDS or not scheme.holds(type="float", num_bits=8, strategy="tensor", symmetric=True):
+            return None
+        return cls(ignore=scheme.ignore, activations=scheme.activations)
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        return config_of("float-quantized", weights, self.ignore, self.activations)
+
+    @property
+    def held_as(self) -> Fp8RowFormat:
+        """A scale a row."""
+        return Fp8RowFormat()
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """Values and a scale."""
+        yield TensorSpec(f"{module}.weight", torch.float8_e4m3fn, (rows, columns))
+        yield TensorSpec(f"{module}.weight_scale", torch.float32, (1,))
+
+    def hold(self, stored: Stored) -> Stored:
+        """The scale once a row."""
+        scale = stored["weight_scale"].to(torch.float32)
+        if scale.dim() > 1:
+            return stored
+        return {"weight": stored["weight"], "weight_scale": scale.reshape(1, 1).repeat(len(stored["weight"]), 1)}
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """With scale = amax / 448, 1 for zeros."""
+        plain = weight.to(torch.float32)
+        amax = plain.abs().amax().reshape(1)
+        scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
         return {"weight": (plain / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme, config_of
 from kimi_k2.quantization.draw import filled, scale_factors
-from kimi_k2.quantization.stored import BlockSide, Stored, StoredFormat, TensorSpec, named_errors, register
+from kimi_k2.quantization.stored import (
+    BlockSide,
+    RecastFormat,
+    Stored,
+    StoredFormat,
+    TensorSpec,
+    named_errors,
+    register,
+)
 
 VALUES_PER_WORD = 8
 OFFSET = 8
@@ -129,14 +137,15 @@ def check_columns(
         )
 
 
-def scheme_arguments(scheme: Scheme) -> dict[str, Any]:
+def scheme_arguments(scheme: Scheme, needed: tuple[str, ...] = ("group_size",)) -> dict[str, Any]:
     """The weights' arguments of a group that is packed into words.
 
     Raises:
-        ConfigError: `group_size` is missing, or there are blocks.
+        ConfigError: one of `needed` is missing, or there are blocks.
     """
-    if "group_size" not in scheme.weights:
-        raise ConfigError("missing", field=scheme.name("group_size"))
+    for name in needed:
+        if name not in scheme.weights:
+            raise ConfigError("missing", field=scheme.name(name))
     if scheme.weights.get("block_structure") is not None:
         raise ConfigError("expected null", field=scheme.name("block_structure"))
     keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
@@ -182,7 +191,7 @@ class Int4GroupFormat(StoredFormat):
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Int4GroupFormat | None:
         """Whatever is packed into 32-bit words; what is not supported is named."""
-        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False:
+        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or _is_channel(scheme):
             return None
         given = scheme_arguments(scheme)
         with named_errors(f"{scheme.field}.weights"):
@@ -244,6 +253,69 @@ class Int4GroupFormat(StoredFormat):
         if shape[0] == rows and -(-shape[1] // VALUES_PER_WORD) == words:
             return None
         return "weight_shape", f"says {shape}, but weight_packed is {[rows, words]}"
+
+
+def _is_channel(scheme: Scheme) -> bool:
+    return scheme.weights.get("strategy") == "channel" and scheme.weights.get("group_size") in (None, -1)
+
+
+@register
+class Int4ChannelFormat(RecastFormat):
+    """compressed-tensors `pack-quantized` INT4, symmetric, a scale an output channel; held as groups that repeat it."""
+
+    name = "int4-channel"
+    method = "compressed-tensors"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape")
+    scales = ("weight_scale",)
+    implied = ("weight_shape",)
+
+    num_bits: Literal[4] = 4
+    strategy: Literal["channel"] = "channel"
+    symmetric: Literal[True] = True
+    type: Literal["int"] = "int"
+    dynamic: Literal[False] = False
+    actorder: None = None
+    activations: str | None = None
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> Int4ChannelFormat | None:
+        """Symmetric, with no group's size."""
+        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or not _is_channel(scheme):
+            return None
+        given = scheme_arguments(scheme, needed=())
+        given.pop("group_size", None)
+        with named_errors(f"{scheme.field}.weights"):
+            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        keys = ("num_bits", "strategy", "symmetric", "type", "dynamic", "actorder")
+        weights = {**{key: getattr(self, key) for key in keys}, "group_size": None}
+        return config_of("pack-quantized", weights, self.ignore, self.activations)
+
+    @property
+    def held_as(self) -> Int4GroupFormat:
+        """Groups of 32, which kernels read and ranks may cut."""
+        return Int4GroupFormat(ignore=())
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """Eight values a word, a BF16 scale a row, and the weight's shape."""
+        packed, scale, shape = self.held_as.specs(module, rows, columns)
+        yield from (packed, scale._replace(shape=(rows, 1)), shape)
+
+    def hold(self, stored: Stored) -> Stored:
+        """The scale of a row once a group."""
+        packed, scale = stored["weight_packed"], stored["weight_scale"]
+        groups = packed.shape[-1] * VALUES_PER_WORD // self.held_as.group_size
+        return {"weight_packed": packed, "weight_scale": scale.expand(*scale.shape[:-1], groups).contiguous()}
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """See `quantize_int4_group`."""
+        return dict(zip(self.suffixes, quantize_int4_group(weight, weight.shape[-1]), strict=True))
+
+    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
+        """As of groups."""
+        return self.held_as.contradiction(stored)
 
 
 # Standard deviation of integers uniform over -7..7.

@@ -270,7 +270,7 @@ class GptqFormat(_Transposed):
         if raw.get("quant_method") != "gptq":
             return None
         only = {
-            "desc_act": (False,),
+            "desc_act": (False, True),  # a checkpoint's g_idx has the columns' order, and is refused unless it is ours
             "pack_dtype": ("int32", None),
             "lm_head": (False, None),
             "modules_in_block_to_quantize": (None,),

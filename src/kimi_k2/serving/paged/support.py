@@ -17,7 +17,7 @@ from kimi_k2.kernels.attention.attend_values import WIDTH
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROPE
 from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.experts.w4a16_layout import GROUP as INT4_GROUP
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS, INT4
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat
@@ -77,9 +77,9 @@ def refusal_of_format(quantization: StoredFormat | None) -> str | None:
     if quantization is None or isinstance(quantization, Fp8BlockFormat):
         return None
     if isinstance(quantization, Int4GroupFormat):
-        size = quantization.group_size
-        return None if size == INT4_GROUP else f"INT4 in groups of {size}; our kernels read groups of {INT4_GROUP}"
-    return f"weights stored as {quantization.name}, which our kernels do not read"
+        size, known = quantization.group_size, sorted(one.group for one in FORMATS if one.scale == INT4.scale)
+        return None if size in known else f"INT4 in groups of {size}; our kernels read groups of {known}"
+    return f"weights stored as {quantization.name}, which our loader in an engine does not take"
 
 
 def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: int | None, hopper: bool) -> str | None:
