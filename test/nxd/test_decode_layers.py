@@ -31,7 +31,6 @@ OF_LAYOUT: dict[str, dict[str, Any]] = {"TP1": {"hidden_size": 128}, "TP2xEP2": 
 OF_LAYOUT["TP4"] = {"moe_intermediate_size": 128}
 
 
-PREFIX = {"is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": 32, "pa_num_blocks": 64}
 PAIRS: dict[str, Any] = {"flash_decoding_enabled": True, "num_cores_per_group": 2, "seq_len": 2 * SLOTS}
 SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
 
@@ -147,7 +146,6 @@ def test_each_fault_is_seen(tmp_path: Path, layout: str, split: dict[str, Any], 
     ("field", "more"),
     [
         ("tensor_capture_config", CAPTURE),
-        ("is_prefix_caching", PREFIX),
         ("batch_size", {"batch_size": 33}),
         ("batch_size", {**SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}),
         ("seq_len", {**SPLIT, "seq_len": SLOTS}),

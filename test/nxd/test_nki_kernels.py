@@ -115,7 +115,7 @@ BATCHING: dict[str, Any] = {
 FEATURES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "continuous batching": ("EP2", BATCHING, ALL),
     "sequence parallelism": ("TP2", {"sequence_parallel_enabled": True}, ALL),
-    "flash decoding": ("TP2", {"flash_decoding_enabled": True}, ["router", "experts"]),
+    "flash decoding": ("TP2", {"flash_decoding_enabled": True, "seq_len": 2 * SLOTS}, ALL),
 }
 
 
@@ -148,11 +148,11 @@ def test_a_shared_expert_of_three_linears(tmp_path: Path, layout: str) -> None:
 TORCH = {"block_size": 16, "use_torch_block_wise": False}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("decode", {"decode": "fast"}),
-    ("speculation_length", {"speculation_length": 4}),
     ("lora_config", {"lora_config": {"max_loras": 2}}),
     ("rpl_reduce_dtype", {"rpl_reduce_dtype": "bfloat16"}),
     ("seq_len", {"seq_len": 128 * 3}),
     ("token_generation_buckets", {"token_generation_buckets": [128, 256]}),
+    ("seq_len", {"flash_decoding_enabled": True, "tp_degree": 2, "moe_tp_degree": 2}),
     ("quantization_type", {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"}),
     ("blockwise_matmul_config.use_torch_block_wise", {"blockwise_matmul_config": TORCH}),
 ]

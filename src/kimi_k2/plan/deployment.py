@@ -74,6 +74,7 @@ class NeuronOptions(_Part):
         num_cores_per_group: ranks of such a group; all if None.
         decode: form of a decode step: `xla`, PyTorch operations; `kernels`, our NKI kernels of router, attention and
             experts; `layers`, one kernel of all MoE layers, collectives inside. With kernels the experts are in tiles.
+        decode_layers_per_kernel: with `layers`, so many MoE layers a call; all if None.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
     """
@@ -90,6 +91,7 @@ class NeuronOptions(_Part):
     flash_decoding_enabled: bool = False
     num_cores_per_group: PositiveInt | None = None
     decode: Decode = "xla"
+    decode_layers_per_kernel: PositiveInt | None = None
     prefill_rows_at_once: PositiveInt = 16384
 
 

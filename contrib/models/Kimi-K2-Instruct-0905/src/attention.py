@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_distributed.parallel_layers.mappings import gather_from_sequence_parallel_region
+from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
 from kimi_k2.model.rope import rope_inv_freq
@@ -45,9 +46,7 @@ class KimiK2Attention(nn.Module):
         self.num_heads = hf.num_attention_heads // neuron.tp_degree
         self.flash_decoding = neuron.flash_decoding_enabled
         self.sequence_parallel = neuron.sequence_parallel_enabled
-        # A part of the cache, or one in blocks, the kernel of whole layers alone takes, or none.
-        on_kernel = neuron.kernels and not (self.flash_decoding or neuron.is_block_kv_layout)
-        self.kernel = AttentionKernel(neuron.logical_nc_config) if on_kernel else None
+        self.kernel = AttentionKernel(neuron.logical_nc_config) if neuron.kernels else None
         dtype, heads = neuron.torch_dtype, hf.num_attention_heads
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
@@ -58,7 +57,7 @@ class KimiK2Attention(nn.Module):
         self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, hf.latent_norm_eps)
         kind = config.layout.attention_tiles(config.hf)
         self.tiles = AttentionTiles(config, moe) if kind else None
-        in_tiles = on_kernel and self.tiles is not None
+        in_tiles = neuron.kernels and self.tiles is not None and not self.flash_decoding
         self.block = AttentionBlockKernel(neuron.logical_nc_config) if in_tiles else None
         self.tiles_alone = in_place_of_linears(kind)
         if not self.tiles_alone:
@@ -97,6 +96,7 @@ class KimiK2Attention(nn.Module):
         own: Tensor | None = None,
         early: EarlyLogits | None = None,
         projected: Tensor | None = None,
+        decode: bool = False,
         **_: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """Attend.
@@ -117,6 +117,7 @@ class KimiK2Attention(nn.Module):
                 to; `active_mask` is not looked at then.
             early: the layer's router logits, which are to be summed together with the output.
             projected: [B, S, q_lora_rank + cache_dim], the down projections where they are known.
+            decode: whether this is a step, which kernels take where there are any.
 
         Returns:
             (output [B, S, H], new cache entries, cos, sin).
@@ -127,10 +128,13 @@ class KimiK2Attention(nn.Module):
         widths = [hf.q_lora_rank, hf.kv_lora_rank, hf.qk_rope_head_dim]
         if projected is None:
             projected = self.qkv_a_proj(hidden_states)
-        if past_key_value is not None and self.block is not None:
-            slots = attention_mask.shape[-1]
-            if self.block.takes(projected, slots, early):
-                return self._in_one_kernel(projected, attention_mask, position_ids, past_key_value, early)
+        slots = attention_mask.shape[-1]
+        if self.flash_decoding and past_key_value is not None and own is None:
+            slots -= EXTRA_RESERVED_SPACE  # NxDI's mask is over the slots that it reserves too
+            attention_mask = attention_mask[..., :slots]
+        one = self.block is not None and decode and self.block.takes(projected, slots, early)
+        if one and past_key_value is not None:
+            return self._in_one_kernel(projected, attention_mask, position_ids, past_key_value, early)
         q_down, latent, k_rope = projected.split(widths, dim=-1)
         q_nope, q_rope = self._queries(self.q_a_layernorm(q_down), adapter_ids)
         latent = self.kv_a_layernorm(latent)
@@ -152,10 +156,19 @@ class KimiK2Attention(nn.Module):
             summed = over_positions(weights, latent, 1)
         else:
             keys, latents = (slot.squeeze(1) for slot in past_key_value)
-            slots = attention_mask.shape[-1]
-            if self.kernel is not None and self.kernel.takes(q_latent, slots):
-                query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask.sum(dim=(1, 2, 3))
-                summed = self.kernel(query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
+            if self.flash_decoding:
+                widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
+                q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
+            if decode and self.kernel is not None and self.kernel.takes(q_latent, slots):
+                query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask[:, 0, 0].sum(dim=1)
+                given = (query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
+                if query.shape[2] == 1 and not self.flash_decoding:
+                    summed = self.kernel(*given)
+                else:
+                    past = self.kernel.of_cache(*given)
+                    assert active_mask is not None  # NxDI makes it for several tokens, and for a part of the cache
+                    present = self._masked(scores(k_rope, latent), active_mask)
+                    summed = self._with_present(past, present, latent)
                 return (
                     self._output(summed, w_uv, adapter_ids, early),
                     self._entries(k_rope, latent),
@@ -163,10 +176,6 @@ class KimiK2Attention(nn.Module):
                     sin_cache,
                 )
             keys, latents = keys[:, :slots], latents[:, :slots]  # kernels are given the whole cache
-            if self.flash_decoding:
-                widths = [hf.kv_lora_rank, hf.qk_rope_head_dim]
-                q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
-                attention_mask = attention_mask[..., : keys.shape[1]]  # without the reserved slots
             prior = self._masked(scores(keys, latents), attention_mask)
             active = (k_rope, latent)
             if own is not None:
@@ -181,6 +190,21 @@ class KimiK2Attention(nn.Module):
             if self.flash_decoding:
                 summed = combine(summed, both.logsumexp(dim=-1, keepdim=True))
         return self._output(summed, w_uv, adapter_ids, early), self._entries(k_rope, latent), cos_cache, sin_cache
+
+    def _with_present(self, past: tuple[Tensor, Tensor], present: Tensor, latent: Tensor) -> Tensor:
+        """Attention over the cache joined with that over the step's own tokens: sums of latents [B, h, S, rank].
+
+        Args:
+            past: sums float32 [B, heads, S, rank] and log-sum-exps [B, heads, S, 1] over this rank's slots.
+            present: masked scores float32 [B, heads, S, S].
+            latent: [B, S, rank], of the tokens.
+        """
+        sums, log_past = past
+        log_present = present.logsumexp(dim=-1, keepdim=True)
+        total = torch.logaddexp(log_past, log_present)
+        weights = (present - total).exp().to(latent.dtype)
+        summed = sums * (log_past - total).exp() + over_positions(weights, latent, 1)
+        return combine(summed, total) if self.flash_decoding else summed
 
     def _in_one_kernel(
         self,

@@ -39,6 +39,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
             early_qkv_a.py). `layers`: all MoE layers in one kernel with its collectives inside (decode_layers.py). The
             weights are those of `kimi-k2 convert --decode`.
+        decode_layers_per_kernel: with `layers`, so many MoE layers a call, should one kernel of all not compile; None
+            for all.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
         compiler_args: arguments of neuronx-cc by submodel tag; the model has a plain set for a tag that is not there.
@@ -54,6 +56,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         *,
         router_bias_before_sigmoid: bool = False,
         decode: Decode = "xla",
+        decode_layers_per_kernel: int | None = None,
         prefill_rows_at_once: int = 16384,
         compiler_args: Mapping[str, Sequence[str]] | None = None,
         num_cores_per_group: int | None = None,
@@ -81,12 +84,14 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         super().__init__(**kwargs)
         options.check(vars(self))
         options.check_together(self)
-        self.decode = decode
+        self.decode, self.decode_layers_per_kernel = decode, decode_layers_per_kernel
         options.check_decode(self)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         if self.query_group:
             options.check_shared_cache(self, self.num_cores_per_group)
+        elif self.kernels:
+            options.check_slots(self, self.num_cores_per_group)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}

@@ -3,7 +3,8 @@
 It takes the early router, early down projections, attention in tiles and experts in tiles from where the layers hold
 them; prefill computes with the same layers. The dense layers before, embedding, head and sampling stay operations of
 the graph. The first MoE layer of a step calls the kernel for all, with the residual and the down projections that the
-layer before hands on; the layers behind it hand out what it gave.
+layer before hands on; the layers behind it hand out what it gave. With `decode_layers_per_kernel` a call is of so many
+layers, and hands residual and down projections to the next call in float32: the values are the same.
 """
 
 from __future__ import annotations
@@ -96,14 +97,15 @@ class WholeLayers:
     Args:
         layers: all decoder layers of the model.
         kernel: which runs them.
+        each: layers a call; None for all.
 
     Attributes:
         caches: of all layers, (rotary keys [B, 1, L, rope], latents [B, 1, L, rank]); the cache manager sets them.
     """
 
-    def __init__(self, layers: nn.ModuleList, kernel: DecodeLayersKernel) -> None:
+    def __init__(self, layers: nn.ModuleList, kernel: DecodeLayersKernel, each: int | None = None) -> None:
         self.layers: list[Any] = list(layers)
-        self.kernel = kernel
+        self.kernel, self.each = kernel, each
         self.caches: Sequence[tuple[Tensor, Tensor]] = ()
         self._entries: list[tuple[Tensor, Tensor]] = []
 
@@ -124,28 +126,30 @@ class WholeLayers:
         position_ids: Tensor,
         active_mask: Tensor | None = None,
     ) -> Tensor:
-        """The residual [B, 1, H] behind the last layer.
+        """The residual [B, S, H] behind the last layer, of S tokens a sequence.
 
         Args:
-            hidden_states: [B, 1, H], before the first MoE layer.
-            projected: float32 [B, 1, N], its down projections without the norm's scalar.
-            attention_mask: bool [B, 1, 1, slots].
-            position_ids: int [B, 1].
-            active_mask: with flash decoding, bool [B, 1, 1, 1], True where this rank holds the token's position.
+            hidden_states: [B, S, H], before the first MoE layer.
+            projected: float32 [B, S, N], its down projections without the norm's scalar.
+            attention_mask: bool [B, 1, 1 or S, slots], the same for all tokens.
+            position_ids: int [B, S].
+            active_mask: with flash decoding, bool [B, 1, S, S], on its diagonal True where this rank holds the token's
+                position.
         """
         moe = [(layer, cache) for layer, cache in zip(self.layers, self.caches, strict=True) if layer.is_moe]
         first = moe[0][0]
         attention, hf, experts = first.self_attn, first.self_attn.hf, first.mlp.expert_mlps
-        dtype, batch = hidden_states.dtype, len(hidden_states)
+        dtype, (batch, length) = hidden_states.dtype, hidden_states.shape[:2]
+        tokens = batch * length
         group, slots = self.kernel.group, attention_mask.shape[-1]
         if group > 1:  # NxDI's mask is over the slots that it reserves too
             slots -= EXTRA_RESERVED_SPACE
             attention_mask = attention_mask[..., :slots]
         given = {
-            "hidden": hidden_states.squeeze(1).to(torch.float32),
-            "projected": projected.squeeze(1),
-            "rotation": kernel_rotation(*attention.rotation(position_ids, torch.float32)),
-            "lengths": attention_mask.sum(dim=(1, 2, 3)).to(torch.int32).unsqueeze(1),
+            "hidden": hidden_states.flatten(0, 1).to(torch.float32),
+            "projected": projected.flatten(0, 1),
+            "rotation": kernel_rotation(*attention.rotation(position_ids.reshape(tokens, 1), torch.float32)),
+            "lengths": attention_mask[:, 0, 0].sum(dim=1).to(torch.int32).unsqueeze(1),
         }
         numbers: dict[str, Any] = {
             "num_experts": hf.n_routed_experts,
@@ -157,24 +161,33 @@ class WholeLayers:
         }
         if group > 1:
             assert active_mask is not None
-            given["own"] = active_mask.reshape(batch, 1).to(torch.int32)
+            own = active_mask[:, 0].diagonal(dim1=1, dim2=2)
+            given["own"] = own.reshape(tokens, 1).to(torch.int32)
         if experts.moe_expert_model_parallel_group.size() > 1:  # one graph for all ranks
             held = experts.get_spmd_rank().get_local_expert_indices().view(-1)
             given["first_expert"] = held[:1].to(torch.int32).unsqueeze(1)
         else:
             numbers["first_expert"] = 0
-        results: list[Result] = [
-            ((batch, hf.hidden_size // 128, 128), torch.float32),
-            ((len(moe), batch, hf.kv_lora_rank), dtype),
-            ((len(moe), batch, hf.qk_rope_head_dim), dtype),
-        ]
-        tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe]
-        out, latents, keys = self.kernel.call(tensors, given, numbers, results)
-        self._entries = [
-            (key[:, None, None], latent[:, None, None])
-            for key, latent in zip(keys.unbind(0), latents.unbind(0), strict=True)
-        ]
-        return out.flatten(1).unsqueeze(1).to(dtype)
+        each = self.each or len(moe)
+        for begin in range(0, len(moe), each):
+            tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe[begin : begin + each]]
+            results: list[Result] = [
+                ((tokens, hf.hidden_size // 128, 128), torch.float32),
+                ((len(tensors), tokens, hf.kv_lora_rank), dtype),
+                ((len(tensors), tokens, hf.qk_rope_head_dim), dtype),
+            ]
+            last = begin + each >= len(moe)
+            if not last:
+                results.append(((tokens, -(-hf.qkv_a_dim // 128), 128), torch.float32))
+            out, latents, keys, *following = self.kernel.call(tensors, given, numbers, results)
+            self._entries += [
+                (key.unflatten(0, (batch, 1, length)), latent.unflatten(0, (batch, 1, length)))
+                for key, latent in zip(keys.unbind(0), latents.unbind(0), strict=True)
+            ]
+            given["hidden"] = out.flatten(1)
+            if following:
+                given["projected"] = following[0].flatten(1)[:, : hf.qkv_a_dim].contiguous()
+        return given["hidden"].unflatten(0, (batch, length)).to(dtype)
 
 
 def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:

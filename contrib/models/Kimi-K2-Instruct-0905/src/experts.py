@@ -98,7 +98,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             [T, H], to be summed over the ranks.
         """
         tokens, top_k = expert_index.shape
-        if self.kernel is not None and tokens * top_k < self.num_local_experts and self.kernel.takes(hidden_states):
+        if self.kernel is not None and self._on_kernel(expert_index) and self.kernel.takes(hidden_states):
             out, _ = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index)
             return out.to(hidden_states.dtype)
         # Both paths stream the weights once; the fewer experts' worth of bytes wins.
@@ -138,7 +138,7 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         Returns:
             float32 [T, H] and [T, N], both to be summed over the ranks.
         """
-        if self.kernel is not None and self._selective(expert_index) and self.kernel.takes(hidden_states):
+        if self.kernel is not None and self._on_kernel(expert_index) and self.kernel.takes(hidden_states):
             out, columns = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index, early=True)
             assert columns is not None
             return out, columns
@@ -166,6 +166,10 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
     def _selective(self, expert_index: Tensor) -> bool:
         """Whether so many choices read fewer experts than this rank holds."""
         return expert_index.numel() < self.num_local_experts
+
+    def _on_kernel(self, expert_index: Tensor) -> bool:
+        """The same of the kernel, which skips other ranks' experts: on average, as many choices as experts."""
+        return expert_index.numel() < self.routed_experts_mlp_config.num_experts
 
     def _with_early_shared(self, out: Tensor, columns: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The routed experts' [T, H] and [T, N], and the shared one's where it is held here."""

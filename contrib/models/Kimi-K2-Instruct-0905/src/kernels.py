@@ -162,14 +162,14 @@ def _routing(top_k: int, norm_topk_prob: bool, routed_scaling_factor: float) -> 
 
 
 class AttentionKernel(NkiKernel):
-    """`kimi_k2.nki.kernels.mla_decode`: one token a sequence over its latent cache."""
+    """`kimi_k2.nki.kernels.mla_decode`: each sequence's queries over its latent cache."""
 
     name = "mla_decode"
 
     def takes(self, query: Tensor, slots: int) -> bool:
         """Whether the kernel attends with these [B, heads, S, .] to so many slots of the cache."""
-        one, heads = query.shape[2] == 1, query.shape[1]
-        return self.runs_on(query.device) and one and heads <= MOST_HEADS and slots % (128 * self.cores) == 0
+        fits = query.shape[1] * query.shape[2] <= MOST_HEADS
+        return self.runs_on(query.device) and fits and slots % (128 * self.cores) == 0
 
     def __call__(
         self,
@@ -182,7 +182,7 @@ class AttentionKernel(NkiKernel):
         softmax_scale: float,
         slots: int,
     ) -> Tensor:
-        """Sums of latents, float32 [B, heads, 1, rank].
+        """Sums of latents of one token a sequence, float32 [B, heads, 1, rank].
 
         Args:
             query: [B, heads, 1, rank + rope], absorbed and rotated.
@@ -200,6 +200,39 @@ class AttentionKernel(NkiKernel):
         (sums,) = self.run(given, arguments, [((batch, heads, rank), torch.float32)])
         return sums.unsqueeze(2)
 
+    def of_cache(
+        self,
+        query: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        new_latents: Tensor,
+        new_keys: Tensor,
+        lengths: Tensor,
+        softmax_scale: float,
+        slots: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The same over the cache alone, of any tokens of a sequence; and the scores' log-sum-exps.
+
+        Tokens are heads to the kernel: all attend to the same slots.
+
+        Args:
+            query: [B, heads, S, rank + rope].
+            latents, keys, lengths, softmax_scale, slots: as `__call__`.
+            new_latents, new_keys: [B, S, .], not looked at.
+
+        Returns:
+            (float32 [B, heads, S, rank], float32 [B, heads, S, 1]).
+        """
+        batch, heads, tokens, _ = query.shape
+        dtype, rank, rows = query.dtype, latents.shape[2], heads * tokens
+        given = [query.flatten(1, 2), latents.to(dtype), keys.to(dtype), new_latents[:, 0], new_keys[:, 0]]
+        given.append(lengths.to(torch.int32).unsqueeze(1))
+        own = torch.zeros(batch, 1, dtype=torch.int32, device=query.device)
+        arguments = {"softmax_scale": softmax_scale, "slots": slots, "return_logsumexp": True}
+        results: list[Result] = [((batch, rows, rank), torch.float32), ((batch, rows), torch.float32)]
+        sums, logs = self.run(given, arguments, results, named={"own": own})
+        return sums.unflatten(1, (heads, tokens)), logs.unflatten(1, (heads, tokens)).unsqueeze(3)
+
 
 class ExpertsKernel(NkiKernel):
     """`kimi_k2.nki.kernels.experts`: the chosen experts of each token, from their tiles.
@@ -216,7 +249,8 @@ class ExpertsKernel(NkiKernel):
 
     def takes(self, hidden_states: Tensor) -> bool:
         """Whether the kernel takes these [T, H]."""
-        return self.runs_on(hidden_states.device) and hidden_states.shape[1] % (128 * self.cores) == 0
+        tokens, hidden = hidden_states.shape
+        return self.runs_on(hidden_states.device) and tokens <= MOST_TOKENS and hidden % (128 * self.cores) == 0
 
     def __call__(
         self,

@@ -33,8 +33,6 @@ class LatentKVCacheManager(KVCacheManager):
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
         self.padded_layer_ids: list[int] = []
-        # Layers before those with experts, whose attention over a part of the cache is no kernel's.
-        self.dense = config.hf.first_k_dense_replace
         length = neuron.max_length
         if self.flash_decoding_enabled:
             length = get_cache_size(length, self.num_cores_per_group)
@@ -56,8 +54,7 @@ class LatentKVCacheManager(KVCacheManager):
 
         Kernels are given the whole cache: a graph would copy a part of it before the call.
         """
-        layers, split = self.neuron_config.decode == "layers", self.flash_decoding_enabled
-        if self.neuron_config.kernels and (layers and idx >= self.dense if split else True):
+        if self.neuron_config.kernels:
             kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE

@@ -181,8 +181,8 @@ class KimiK2DecoderLayer(nn.Module):
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
 
         With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
-        early router needs `tensor_rank`, int [1], this rank's number, in steps of one token; `following` takes down
-        projections from a layer to the next. With `whole`, a step, the first MoE layer computes all of them.
+        early router needs `tensor_rank`, int [1], this rank's number, which steps alone are given; `following` takes
+        down projections from a layer to the next. With `whole`, a step, the first MoE layer computes all of them.
         """
         if whole is not None and self.is_moe:
             if not whole.begun:
@@ -194,15 +194,15 @@ class KimiK2DecoderLayer(nn.Module):
         # The markers tell the compiler's modular flow not to cut inside a layer.
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)
         early = None
-        if self.early_router is not None and past_key_value is not None and residual.shape[1] == 1:
-            assert tensor_rank is not None
+        if self.early_router is not None and tensor_rank is not None:
             early = EarlyLogits(self.early_router, residual, tensor_rank)
         projected = None if following is None else following.take(residual, self.input_layernorm_eps)
         # Where projections are known the norm is no part of the graph, but for tensor capture.
         normed = self.input_layernorm(hidden_states)
         hidden_states, entries, cos, sin = self.self_attn(
-            normed, attention_mask, position_ids, past_key_value, early=early, projected=projected, **kwargs
-        )
+            normed, attention_mask, position_ids, past_key_value, early=early, projected=projected,
+            decode=tensor_rank is not None, **kwargs,
+        )  # fmt: skip
         hidden_states = residual + hidden_states
         normed = self.post_attention_layernorm(hidden_states)
         if following is not None and self.early_qkv_a is not None:
@@ -286,7 +286,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
                 kwargs["tensor_rank"] = self.rank_util.get_rank()
                 kwargs["following"] = Following(self.rank_util.get_rank())
             if self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
-                kwargs["whole"] = WholeLayers(self.layers, self.whole)
+                kwargs["whole"] = WholeLayers(self.layers, self.whole, self.neuron_config.decode_layers_per_kernel)
         return super().get_model_output(*args, **kwargs)
 
     def _own(self, count: int) -> Tensor:

@@ -152,22 +152,21 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "windowed_context_encoding_size": ((None,), _CACHE),
 }  # fmt: skip
 
-# With NKI kernels at decode: field: (the values that are taken, why no other is). Continuous batching and sequence
-# parallelism are tested with them, a bucket's part of the cache too; attention over a part of the positions, or over
-# blocks, is PyTorch's beside the other kernels.
+# With NKI kernels at decode: field: (the values that are taken, why no other is). Continuous batching, sequence
+# parallelism, flash decoding, prefix caching and several tokens a step are tested with them.
 KERNELS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_config": ((None,), "an adapter would not be in the weights that are folded at conversion"),
     "rpl_reduce_dtype": ((None, torch.float32), "what rides in an all-reduce is summed in float32"),
-    "speculation_length": ((0,), "kernels take one token a sequence"),
 }
 # The same with one kernel of all layers.
 LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **KERNELS_REFUSED,
-    "is_prefix_caching": ((False,), "the kernel reads a cache in one piece"),
     "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; with decode 'kernels' they can"),
 }
 MOST_COLUMNS = 128  # of the residual, on a rank
-MOST_SEQUENCES = 32  # whose tiles fit SBUF at the widths of a rank of 64 and 4,096 slots, by the emulator
+MOST_SEQUENCES = (
+    32  # tokens of a step, whose tiles fit SBUF at the widths of a rank of 64 and 4,096 slots, by the emulator
+)
 MOST_HEADS = 128  # of all sequences, where a group of ranks shares a cache: a partition each
 EXPERTS_IN_COLUMNS, MOST_EXPERTS = 128, 512  # the router's logits lie as columns of so many
 
@@ -331,11 +330,15 @@ def check_decode(config: Any) -> None:
         if (value := getattr(config, name)) not in taken:
             expected = " or ".join(repr(one) for one in taken)
             raise ConfigError(f"expected {expected} with decode {config.decode!r}, got {value!r}: {reason}", field=name)
-    if layers and config.tkg_batch_size > MOST_SEQUENCES:
-        expected = f"at most {MOST_SEQUENCES} sequences with decode 'layers'"
-        raise ConfigError(f"expected {expected}, got {config.tkg_batch_size}", field="batch_size")
-    if not config.flash_decoding_enabled and not config.is_block_kv_layout:
-        _check_slots(config, 128 * config.logical_nc_config, "the attention kernel takes a multiple of {tile}")
+    tokens = config.tkg_batch_size * max(config.speculation_length, 1)
+    if layers and tokens > MOST_SEQUENCES:
+        expected = f"at most {MOST_SEQUENCES} tokens a step with decode 'layers'"
+        raise ConfigError(f"expected {expected}, got {tokens}", field="batch_size")
+    if config.decode_layers_per_kernel is not None and (not layers or config.decode_layers_per_kernel < 1):
+        expected = "a positive number" if layers else "None without decode 'layers'"
+        raise ConfigError(
+            f"expected {expected}, got {config.decode_layers_per_kernel}", field="decode_layers_per_kernel"
+        )
     if config.quantized and config.quantization_type != "blockwise_symmetric":
         expected = f"blockwise_symmetric with decode {config.decode!r}"
         raise ConfigError(f"expected {expected}, got {config.quantization_type!r}", field="quantization_type")
@@ -344,6 +347,17 @@ def check_decode(config: Any) -> None:
             f"expected True with decode {config.decode!r}: NxD's NKI kernels read experts in another arrangement",
             field="blockwise_matmul_config.use_torch_block_wise",
         )
+
+
+def check_slots(config: Any, group: int) -> None:
+    """Refuse cache lengths that the attention kernel does not take; `group` ranks share a cache.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    tile = 128 * config.logical_nc_config
+    taken = "the attention kernel takes a multiple of {tile}" + (f", {tile} a rank" if group > 1 else "")
+    _check_slots(config, tile * group, taken)
 
 
 def _check_slots(config: Any, tile: int, taken: str) -> None:
@@ -365,9 +379,10 @@ def check_shared_cache(config: Any, group: int) -> None:
     if config.logical_nc_config != 2 or group % 2:
         field = "num_cores_per_group" if group % 2 else "logical_nc_config"
         raise ConfigError("decode 'layers' divides a group's heads between two cores", field=field)
-    if config.tkg_batch_size * group > MOST_HEADS:
-        expected = f"at most {MOST_HEADS // group} sequences over groups of {group}"
-        raise ConfigError(f"decode 'layers' takes {expected}, got {config.tkg_batch_size}", field="batch_size")
+    tokens = config.tkg_batch_size * max(config.speculation_length, 1)
+    if tokens * group > MOST_HEADS:
+        expected = f"at most {MOST_HEADS // group} tokens a step over groups of {group}"
+        raise ConfigError(f"decode 'layers' takes {expected}, got {tokens}", field="batch_size")
     tile = 128 * config.logical_nc_config * group
     _check_slots(config, tile, f"decode 'layers' takes a multiple of {{tile}}, {tile // group} a rank")
 

@@ -32,7 +32,11 @@ _MANY_TILES = 32
 class Queries(nl.NKIObject):  # type: ignore[misc]
     """Queries and new entries of B sequences, as columns in SBUF.
 
+    Of several tokens a sequence (`join_tokens`) heads are those of all its tokens, a token's after the other's, and new
+    entries lie in the same order, [.., B * tokens].
+
     Attributes:
+        tokens: of each sequence.
         latent: [128, rank / 128, B * heads], absorbed.
         rope: [copies * rope, copies, B, heads], rotated, for `copies_of_keys` tiles: those of tile c lie on its rows,
             from c * rope on, in column c, with zeros in the others.
@@ -45,12 +49,20 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
 
     factor: Any
     late: Any
+    tokens: int
 
     def __init__(self, latent: Any, rope: Any, new_latent: Any, new_key: Any, heads: int) -> None:
         self.latent, self.rope, self.heads = latent, rope, heads
         self.new_latent, self.new_key = new_latent, new_key
         self.factor = None
         self.late = None
+        self.tokens = 1
+
+    def join_tokens(self, tokens: int) -> None:
+        """Make sequences of `tokens` that follow each other, each of which was one until now."""
+        rows, copies, count = self.rope.shape[0], self.rope.shape[1], self.rope.shape[2]
+        self.tokens, self.heads = tokens, self.heads * tokens
+        self.rope = self.rope.reshape((rows, copies, count // tokens, self.heads))
 
     def complete(self) -> None:
         """Make the new entries, where scores of cached slots come first."""
@@ -192,12 +204,14 @@ def _gather(out: Any, table: Any, row: Any, column: int) -> None:
 
 
 class LatentAttention(nl.NKIObject):  # type: ignore[misc]
-    """Attention of B sequences, one query each, to caches [B, S, rank] and [B, S, rope] and to their new entries.
+    """Attention of B sequences, one token each or several, to caches [B, S, rank] and [B, S, rope] and new entries.
+
+    A token attends to its own new entry and to those of its sequence's tokens before it.
 
     Args:
         latents, keys: in HBM.
         lengths: int32 [B, 1] in HBM, slots in use.
-        own: int32 [B, 1] in HBM, 1 where the new entry takes part; None: everywhere.
+        own: int32 [B * tokens, 1] in HBM, 1 where the new entry takes part; None: everywhere.
         first, count: tiles of 128 slots of this core.
         identity: [128, 128] in the cache's dtype.
         exact, ones: identity and ones, float32 [128, 128].
@@ -325,10 +339,10 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         return self._scores(self.caches[sequence], queries, sequence, softmax_scale)
 
     def _scores(self, cache: Any, queries: Queries, sequence: int, softmax_scale: float) -> Any:
-        """Scaled and masked [128, count + 1, heads] float32; the last column has the new entry, on every partition."""
+        """Scaled and masked [128, count + tokens, heads] float32; last are new entries, on every partition."""
         heads, count = queries.heads, self.count
         penalty = self.penalties[sequence]
-        scores = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
+        scores = nl.ndarray((BLOCK, count + queries.tokens, heads), dtype=nl.float32, buffer=nl.sbuf)
         scale = scale_of(queries, sequence, softmax_scale)
         copies = cache.copies
         a_bank = BANK // heads // copies * copies
@@ -342,15 +356,22 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
             for tile in range(0, many, copies):
                 out = bank[:, tile : min(tile + copies, many), :]
                 cache.score_keys((begin + tile) // copies, queries, sequence, out)
-            nisa.scalar_tensor_tensor(
-                dst=scores[:, begin : begin + many, :],
-                data=bank,
-                op0=nl.multiply,
-                operand0=scale,
-                op1=nl.add,
-                operand1=penalty.ap(pattern=[[count, BLOCK], [1, many], [0, heads]], offset=begin),
-            )
-        self._score_new(queries, sequence, scores[:, count, :], scale)
+            target = scores[:, begin : begin + many, :]
+            added = penalty.ap(pattern=[[count, BLOCK], [1, many], [0, heads]], offset=begin)
+            if queries.tokens == 1 or queries.factor == None:
+                nisa.scalar_tensor_tensor(
+                    dst=target, data=bank, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=added
+                )
+                continue
+            factors = scale.ap(pattern=[[heads, BLOCK], [0, many], [1, heads]])
+            nisa.tensor_tensor(dst=target, data1=bank, data2=factors, op=nl.multiply)
+            nisa.tensor_tensor(dst=target, data1=target, data2=added, op=nl.add)
+        each = heads // queries.tokens
+        for token in range(queries.tokens):
+            out = scores[:, count + token, :]
+            self._score_new(queries, sequence, token, out, scale)
+            if token > 0:  # those before it do not attend to it
+                nisa.memset(dst=out[:, 0 : token * each], value=MASKED)
         return scores
 
     def _penalty(self, limit: Any) -> Any:
@@ -363,20 +384,21 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         )
         return penalty
 
-    def _score_new(self, queries: Queries, sequence: int, out: Any, scale: Any) -> None:
-        """The new entry's score, on core 0; MASKED on the other."""
+    def _score_new(self, queries: Queries, sequence: int, token: int, out: Any, scale: Any) -> None:
+        """Scores of a token's new entry, on core 0; MASKED on the other."""
         if nl.program_id() > 0:
             nisa.memset(dst=out, value=MASKED, engine=nisa.engine.gpsimd)
             return
-        batch, heads = self.latents.shape[0], queries.heads
+        batch, heads = queries.new_key.shape[1], queries.heads
         rope, chunks = queries.new_key.shape[0], queries.latent.shape[1]
+        entry = sequence * queries.tokens + token
         # As stationary operands of 128 equal columns, so that every partition has the score.
         latent = nl.ndarray((BLOCK, chunks, BLOCK), dtype=queries.new_latent.dtype, buffer=nl.sbuf)
         key = nl.ndarray((rope, BLOCK), dtype=queries.new_key.dtype, buffer=nl.sbuf)
         pattern = [[chunks * batch, BLOCK], [batch, chunks], [0, BLOCK]]
-        source = queries.new_latent.ap(pattern=pattern, offset=sequence)
+        source = queries.new_latent.ap(pattern=pattern, offset=entry)
         nisa.tensor_copy(dst=latent, src=source, engine=nisa.engine.scalar)
-        source = queries.new_key.ap(pattern=[[batch, rope], [0, BLOCK]], offset=sequence)
+        source = queries.new_key.ap(pattern=[[batch, rope], [0, BLOCK]], offset=entry)
         nisa.tensor_copy(dst=key, src=source, engine=nisa.engine.gpsimd)
         score = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
         for chunk in range(chunks):
@@ -387,14 +409,19 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 accumulate=chunk > 0,
             )
         nisa.nc_matmul(dst=score, stationary=key, moving=queries.rope[0:rope, 0, sequence, :], accumulate=True)
+        if queries.tokens > 1 and queries.factor != None:
+            nisa.tensor_tensor(dst=out, data1=score, data2=scale, op=nl.multiply)
+            if self.absent != None:
+                nisa.tensor_scalar(dst=out, data=out, op0=nl.add, operand0=self.absent[:, entry : entry + 1])
+            return
         if self.absent == None:
             nisa.tensor_scalar(dst=out, data=score, op0=nl.multiply, operand0=scale)
             return
-        absent = self.absent[:, sequence : sequence + 1]
+        absent = self.absent[:, entry : entry + 1]
         nisa.tensor_scalar(dst=out, data=score, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=absent)
 
     def _weights(self, scores: Any, negative: Any, sequence: int, dtype: Any) -> Any:
-        """Exponentials [128, count + 1, heads] of `dtype`.
+        """Exponentials [128, count + tokens, heads] of `dtype`.
 
         Args:
             scores: of `_scores`.
@@ -403,15 +430,15 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
             dtype: of the result.
         """
         heads, count = scores.shape[2], self.count
-        weights = nl.ndarray((BLOCK, count + 1, heads), dtype=dtype, buffer=nl.sbuf)
+        weights = nl.ndarray(scores.shape, dtype=dtype, buffer=nl.sbuf)
         if heads == 1 or count >= _MANY_TILES:
             # The Scalar Engine subtracts a head's maximum itself.
             for head in range(heads):
                 bias = negative[:, sequence, head : head + 1]
                 nisa.activation(dst=weights[:, :, head], op=nl.exp, data=scores[:, :, head], bias=bias)
         else:
-            shifted = nl.ndarray((BLOCK, count + 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-            pattern = [[negative.shape[1] * heads, BLOCK], [0, count + 1], [1, heads]]
+            shifted = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
+            pattern = [[negative.shape[1] * heads, BLOCK], [0, scores.shape[1]], [1, heads]]
             added = negative.ap(pattern=pattern, offset=sequence * heads)
             nisa.tensor_tensor(dst=shifted, data1=scores, data2=added, op=nl.add)
             nisa.activation(dst=weights, op=nl.exp, data=shifted)
@@ -423,18 +450,24 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         `shares`, if given, are sent when the weight is known, which is early.
         """
         heads, chunks, count = queries.heads, sums.shape[1], self.count
-        batch, cache = self.latents.shape[0], self.caches[sequence]
+        batch, cache, tokens = queries.new_latent.shape[2], self.caches[sequence], queries.tokens
         # The weight of what is summed: of the rounded exponentials.
         by_partition = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=by_partition, op=nl.add, data=swapped(weights, count), axis=2)
         # The new entry lies in columns already, and needs no matmul.
         new = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.sbuf)
         if nl.program_id() == 0:
-            pattern = [[chunks * batch, BLOCK], [batch, chunks], [0, heads]]
-            latent = queries.new_latent.ap(pattern=pattern, offset=sequence)
-            pattern = [[(count + 1) * heads, BLOCK], [0, chunks], [1, heads]]
-            own = weights.ap(pattern=pattern, offset=count * heads)
-            nisa.tensor_tensor(dst=new, data1=latent, data2=own, op=nl.multiply)
+            for token in range(tokens):
+                pattern = [[chunks * batch, BLOCK], [batch, chunks], [0, heads]]
+                latent = queries.new_latent.ap(pattern=pattern, offset=sequence * tokens + token)
+                pattern = [[(count + tokens) * heads, BLOCK], [0, chunks], [1, heads]]
+                own = weights.ap(pattern=pattern, offset=(count + token) * heads)
+                if token == 0:
+                    nisa.tensor_tensor(dst=new, data1=latent, data2=own, op=nl.multiply)
+                    continue
+                one = nl.ndarray(new.shape, dtype=nl.float32, buffer=nl.sbuf)
+                nisa.tensor_tensor(dst=one, data1=latent, data2=own, op=nl.multiply)
+                nisa.tensor_tensor(dst=new, data1=new, data2=one, op=nl.add)
         in_psum = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.psum)
         for tile in range(count):
             for chunk in range(chunks):
@@ -448,6 +481,8 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 whole = nl.ndarray((BLOCK, heads), dtype=nl.float32, buffer=nl.psum)
                 sum_partitions(whole, self.ones, by_partition)
                 nisa.tensor_tensor(dst=total, data1=whole, data2=weights[:, count, :], op=nl.add)
+                for token in range(1, tokens):
+                    nisa.tensor_tensor(dst=total, data1=total, data2=weights[:, count + token, :], op=nl.add)
                 if shares != None:
                     shares.send_weights()
         if nl.program_id() == 0:
@@ -482,9 +517,16 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
 
 
 def scale_of(queries: Queries, sequence: int, softmax_scale: float) -> Any:
-    """What scores are multiplied by: a number, or float32 [128, 1]."""
+    """What scores are multiplied by: a number, or float32 [128, 1]; of several tokens [128, heads]."""
     if queries.factor == None:
         return softmax_scale
+    if queries.tokens > 1:
+        tokens, each = queries.tokens, queries.heads // queries.tokens
+        by_head = nl.ndarray((BLOCK, tokens, each), dtype=nl.float32, buffer=nl.sbuf)
+        pattern = [[queries.factor.shape[1], BLOCK], [1, tokens], [0, each]]
+        factors = queries.factor.ap(pattern=pattern, offset=sequence * tokens)
+        nisa.tensor_scalar(dst=by_head, data=factors, op0=nl.multiply, operand0=softmax_scale)
+        return by_head.reshape((BLOCK, queries.heads))
     scale = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
     factor = queries.factor[:, sequence : sequence + 1]
     nisa.tensor_scalar(dst=scale, data=factor, op0=nl.multiply, operand0=softmax_scale)

@@ -89,7 +89,7 @@ class Step(nl.NKIObject):  # type: ignore[misc]
         self.attended = attended
         self.first_expert = first_expert
         if not isinstance(first_expert, int):  # on as many partitions as there are tokens
-            tokens = lengths.shape[0]
+            tokens = rotation.shape[2]
             loaded = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
             nisa.dma_copy(dst=loaded, src=on_partitions(first_expert, tokens, 1))
             self.first_expert = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -101,6 +101,7 @@ class Step(nl.NKIObject):  # type: ignore[misc]
         self.group = replica_group(groups)
         self.summands = len(groups[0]) * nl.num_programs()
         self.own = own
+        self.tokens = rotation.shape[2] // lengths.shape[0]  # of each sequence
         self.shared = cache_groups != None
         self.cache_group = None
         if self.shared:
@@ -154,7 +155,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         """Load the cache and the early router."""
         layer, step = self.layer, self.step
         first, count = share_of(step.attended // BLOCK)
-        one = layer.latents.shape[0] * layer.w_uk.shape[0] == 1 and step.own == None
+        one = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
         alike = layer.w_uk_scales == None and layer.w_uk.dtype == layer.latents.dtype
         self.expanded = one and alike and count <= MOST_TILES
         if self.expanded:
@@ -184,6 +185,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             return self._apply_shared(hidden, projected, own, following)
         step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
         queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype, not self.expanded)
+        if step.tokens > 1:
+            queries.join_tokens(step.tokens)
         share = residual_share(hidden, step.summands)
         factor = None
         if self.expanded:
@@ -192,7 +195,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             factor = shares.result()
         else:
             sums, shares = self.core.attend_apart(queries, step.softmax_scale, step.dtype, self.early, own)
-            blocks, heads = sums.shape[1], sums.shape[3]
+            blocks, heads = sums.shape[1], self.behind.heads
+            shares = shares.reshape((BLOCK, batch, heads))
             values = self.behind.values(sums.reshape((BLOCK, blocks, batch * heads)), shares)
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
@@ -206,10 +210,13 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
         queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype)
         _gather_heads(queries, batch)
+        heads = queries.heads
+        if step.tokens > 1:
+            queries.join_tokens(step.tokens)
         if following != None:
             following.load_weights()
         sums, total, top = self.core.attend_alone(queries, step.softmax_scale)
-        exchanged = self._exchange(sums, total, top)
+        exchanged = self._exchange(sums, total, top, heads)
         if following != None:
             following.load_cache()
         self.early.take_own(own)
@@ -229,12 +236,13 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         self.early.end(summand[:, chunks:, :], False)
         return summand, queries
 
-    def _exchange(self, sums: Any, total: Any, top: Any) -> Any:
+    def _exchange(self, sums: Any, total: Any, top: Any, each: int) -> Any:
         """This core's parts of all heads to the ranks of the heads: [ranks, cores, B, rank + 1] of this rank's head.
 
         Args:
             sums: float32 [128, B, rank / 128, heads], before they are divided by their weights.
             total, top: float32 [128, B, heads], weights and maxima, on every partition.
+            each: heads of a token; of several tokens a sequence the result has each token's.
         """
         step = self.step
         rows, batch, blocks, heads = sums.shape
@@ -248,6 +256,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         divided = nl.ndarray((rows, blocks, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=split(divided), data1=sums, data2=over_sums(inverse, blocks), op=nl.multiply)
         turned = turn_columns(divided.reshape((rows, blocks, count)), step.exact)
+        batch, heads = count // each, each
         in_rows = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
         by_row = nl.ndarray((count, BLOCK), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=by_row, stationary=logs.reshape((rows, count)), moving=step.exact, is_transpose=True)

@@ -109,8 +109,10 @@ def decode_layers(
     own: Any = None,
     latent_eps: Any = None,
     attended: Any = None,
-) -> tuple[Any, Any, Any]:
-    """MoE layers of one token for each of B sequences, on one of `ranks` ranks.
+) -> tuple[Any, ...]:
+    """MoE layers of one token for each of B sequences, on one of `ranks` ranks; or of several tokens for each.
+
+    With several tokens B counts them all, those of a sequence one after another; caches and `lengths` are by sequence.
 
     Args:
         hidden: float32 [B, H], the residual before the first layer's attention; on all ranks.
@@ -132,7 +134,8 @@ def decode_layers(
 
     Returns:
         (hidden float32 [B, H/128, 128] behind the last layer, on all ranks; new latents [layers, B, rank] and rotated
-        keys [layers, B, rope], which the caller writes to the caches).
+        keys [layers, B, rope], which the caller writes to the caches; where the last layer has folded down projections
+        of a next one, those, float32 [B, ceil(N/128), 128], padded).
     """
     count, batch = len(layers), hidden.shape[0]
     layer = Layer(layers[0])
@@ -176,11 +179,20 @@ def decode_layers(
         total = summed.result()
         moved = Sum(experts.apply(total[:, 0:chunks, :], total[:, chunks:, :]), step.group)
         attention = following  # type: ignore[assignment]
-    stream = moved.result()[:, 0:chunks, :]  # type: ignore[union-attr]
-    out = nl.ndarray((batch, chunks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    begin, blocks = share_of(chunks)
-    store_columns(out, stream[:, begin : begin + blocks, :], begin, step.exact)
-    return out, new_latents, new_keys
+    total = moved.result()  # type: ignore[union-attr]
+    out = _stored(total[:, 0:chunks, :], step.exact)
+    if layer.next_residual == None:
+        return out, new_latents, new_keys
+    return out, new_latents, new_keys, _stored(total[:, chunks:, :], step.exact)
+
+
+def _stored(columns: Any, exact: Any) -> Any:
+    """Columns float32 [128, n, T] as a result [T, n, 128], a share of the blocks by each core."""
+    blocks = columns.shape[1]
+    out = nl.ndarray((columns.shape[2], blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
+    begin, count = share_of(blocks)
+    store_columns(out, columns[:, begin : begin + count, :], begin, exact)
+    return out
 
 
 def _load_downs(rows: Any, exact: Any) -> Any:

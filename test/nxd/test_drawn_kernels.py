@@ -1,0 +1,54 @@
+"""Drawn combinations of member, layout, decode form, batch, prefix cache, tokens a step and cache split.
+
+KIMI_K2_DRAWN_KERNELS is how many; a fifth of them on TP2, a fifth on EP2.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn_kernels_worker import LAYOUTS, drawn, refused
+from harness import launch
+
+WORKER = Path(__file__).with_name("drawn_kernels_worker.py")
+TOLERANCE = 2e-5
+COUNT = int(os.environ.get("KIMI_K2_DRAWN_KERNELS", "5"))
+FIRST = int(os.environ.get("KIMI_K2_DRAWN_FIRST", "0"))
+SHARES = {"TP1": COUNT - 2 * (COUNT // 5), "TP2": COUNT // 5, "EP2": COUNT // 5}
+
+
+def calls(one: dict[str, Any]) -> dict[str, int]:
+    """Which kernels run how often: MoE layers are all but the first; LNC=2 takes all, and so does LNC=1."""
+    steps, moe = one["steps"], one["layers"] - 1
+    if one["decode"] == "xla":
+        return {}
+    alone = one["tokens"] == 1 and not one["split"]
+    if one["decode"] == "layers":
+        each = one["layers_per_kernel"] or moe
+        return {"decode_layers": steps * -(-moe // each), "attention_decode" if alone else "mla_decode": steps}
+    found = {"mla_decode": steps * one["layers"], "noaux_tc_choice": steps * moe}
+    if one["batch"] * one["tokens"] * 8 < one["experts"]:
+        found["selective_experts"] = steps * moe
+    return found
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if SHARES[layout]])
+def test_drawn(tmp_path: Path, layout: str) -> None:
+    seeds = list(range(FIRST, FIRST + SHARES[layout]))
+    job = {"checkpoint": "", "layout": layout, "seeds": seeds}
+    ranks = LAYOUTS[layout][0] * LAYOUTS[layout][1]
+    found = launch({**job, "neuron_config": {"tp_degree": ranks}}, tmp_path, WORKER, timeout=60 + 60 * len(seeds))
+    assert [one["seed"] for one in found] == seeds
+    for one in found:
+        print(f"\n{layout} {one}")
+        assert {name: one[name] for name in drawn(one["seed"], layout)} == drawn(one["seed"], layout)
+        assert one["refused"] == refused(one), one
+        if one["refused"] is not None:
+            assert "NxDI" in one["message"]
+            continue
+        assert one["far"] <= TOLERANCE, one
+        assert one["same"], one
+        assert one["kernels"] == calls(one), one
