@@ -23,7 +23,10 @@ TOLERANCE = 2e-5
 COMMON = 16
 BLOCK = 8
 FLASH: dict[str, Any] = {"flash_decoding_enabled": True}
-KERNELS = {"decode": "kernels"}
+# A rank's part of the cache is a multiple of 128 slots at LNC=1.
+KERNELS: dict[str, Any] = {
+    "decode": "kernels", "logical_nc_config": 1, "seq_len": 256, "token_generation_buckets": [256], "pa_num_blocks": 50,
+}  # fmt: skip
 # Tensor and expert parallelism, and options.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "TP1": (1, 1, {}),
@@ -58,7 +61,7 @@ def job(source: Path, layout: str) -> tuple[dict[str, Any], torch.Tensor]:
     rows[:, :COMMON] = rows[0, :COMMON]
     steps, of = script(rows.tolist(), COMMON)
     tp, ep, options = LAYOUTS[layout]
-    neuron = neuron_config(tp, ep, 4, torch_dtype="float32", **BLOCKS, **options)
+    neuron = neuron_config(tp, ep, 4, torch_dtype="float32", **{**BLOCKS, **options})
     model = plain_model(source)
     with torch.inference_mode():
         plain = torch.stack([model(torch.tensor([tokens]))[0, -1] for tokens in of])

@@ -267,4 +267,5 @@ class KimiK2Attention(nn.Module):
 
     @staticmethod
     def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, scores, torch.finfo(scores.dtype).min)
+        # NxDI's own for several tokens with flash decoding is of integers.
+        return torch.where(mask.to(torch.bool), scores, torch.finfo(scores.dtype).min)
