@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import sys
 import time
@@ -188,7 +189,7 @@ class Worker:
 
 
 def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(environment.os.environ["RANK"])
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
 
 
 def script(app: Any, one: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]], int]:

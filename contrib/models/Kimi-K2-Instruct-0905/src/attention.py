@@ -165,10 +165,10 @@ class KimiK2Attention(nn.Module):
                 if query.shape[2] == 1 and not self.flash_decoding:
                     summed = self.kernel(*given)
                 else:
-                    past = self.kernel.of_cache(*given)
+                    cached = self.kernel.of_cache(*given)
                     assert active_mask is not None  # NxDI makes it for several tokens, and for a part of the cache
                     present = self._masked(scores(k_rope, latent), active_mask)
-                    summed = self._with_present(past, present, latent)
+                    summed = self._with_present(cached, present, latent)
                 return (
                     self._output(summed, w_uv, adapter_ids, early),
                     self._entries(k_rope, latent),
