@@ -58,7 +58,7 @@ def write(directory: Path, *, formatted: bool = True) -> None:
     if formatted:
         ruff = [sys.executable, "-m", "ruff"]
         options = ["--config", str(ROOT / "pyproject.toml"), str(source)]
-        subprocess.run([*ruff, "check", "-q", "--fix", "--select", "I,F", *options], check=True)
+        subprocess.run([*ruff, "check", "-q", "--fix", "--unsafe-fixes", "--select", "I,F", *options], check=True)
         subprocess.run([*ruff, "format", "-q", *options], check=True)
 
 

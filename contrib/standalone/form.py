@@ -49,15 +49,17 @@ FILES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "presharding": (
-        "One file a rank: streamed, in bounded memory.",
-        _of("kimi_k2.sharding", "checksum", "manifest", "source", "journal", "layer_sink", "flusher", "presharder"),
+        "One file a rank: streamed, in bounded memory; and all of a checkpoint in memory, uncut.",
+        [
+            *_of(
+                "kimi_k2.sharding", "checksum", "manifest", "source", "journal", "layer_sink", "flusher", "presharder"
+            ),
+            "kimi_k2.sharding.whole",
+        ],
     ),
     "options": (
         "KimiK2InferenceConfig; every option of NxDI: tested, refused or inherited; the state dict; CPU mode.",
-        [
-            *_of("nxdi", "options", "lora", "config", "quantized", "presharding", "checkpoint", "cpu_mode"),
-            "kimi_k2.sharding.whole",
-        ],
+        _of("nxdi", "options", "lora", "config", "quantized", "presharding", "checkpoint", "cpu_mode"),
     ),
     "modules": (
         "Attention, router and experts on NxD's parallel layers.",

@@ -76,7 +76,6 @@ KNOWN: dict[str, Known] = {
         values={"self.neuron_config.kernels": False, "self.dense": None},
         dropped=("LatentKVCacheManager.get_cache",),
         reworded={
-            '        layers, split = self.neuron_config.decode == "layers", self.flash_decoding_enabled\n': "",
             "NxDI adds to it.\n\n        Kernels are given the whole cache: a graph would copy a "
             "part of it before the call.\n        ": "NxDI adds to it.",
         },
@@ -88,7 +87,7 @@ KNOWN: dict[str, Known] = {
         replaced={"Decode": 'Decode = Literal["xla"]', "Target": 'Target = Literal["neuron"]'},
     ),
     "kimi_k2.sharding.plan": Known(
-        values={"layout.target": "neuron", "layout.attention_tiles": "", "layout.query_group": 0},
+        values={"layout.target": "neuron", "layout.attention_tiles(config)": "", "layout.query_group": 0},
         reworded={
             "neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, "
             "layer)": "neuron_layer(config, layout, layer, experts)",
@@ -96,7 +95,7 @@ KNOWN: dict[str, Known] = {
     ),
     "kimi_k2.sharding.plan_neuron": Known(
         values={
-            "layout.attention_tiles": "",
+            "layout.attention_tiles(config)": "",
             "layout.kernels": False,
             "experts.tiles": False,
             "experts.shared": None,
@@ -112,6 +111,7 @@ KNOWN: dict[str, Known] = {
             "self.experts.tiles": False,
             "self.experts.shared": None,
             "in_tiles": False,
+            "tiles": "",
             "self.following": None,
             "len(unit.modules) == len(_FOLDED)": False,
             "shared": False,
@@ -120,7 +120,6 @@ KNOWN: dict[str, Known] = {
         parameters={"following": None, "ranks": None, "shared": False},
         dropped=(
             "Converter._attention_tiles",
-            "Converter._folded",
             "Converter._early_router",
             "Converter._cuda",
             "Converter._kept",
@@ -130,7 +129,6 @@ KNOWN: dict[str, Known] = {
         reworded={
             "if experts is None and layout.experts != STORED:": "if experts is None:",
             "{'shared_experts' if shared else 'mlp_op'}": "mlp_op",
-            '        root, tiles = name.rpartition(".")[0], self.layout.attention_tiles\n': "",
         },
     ),
     "kimi_k2.sharding.whole": Known(
@@ -235,6 +233,7 @@ KNOWN: dict[str, Known] = {
     "kimi_k2.ops.rotary": Known(
         reworded={"@operation(batch_invariant=ELEMENTWISE)\ndef apply": "def apply"},
     ),
+    "nxdi.block_kv_cache": Known(dropped=("LatentBlockKVCacheManager.get_cache",)),
     "nxdi.attention": Known(
         values={
             "neuron.kernels": False,
@@ -246,9 +245,10 @@ KNOWN: dict[str, Known] = {
             "self.block": None,
             "self.tiles_alone": False,
             "w_uv is None": False,
+            "one": False,
         },
-        parameters={"early": None, "moe": False, "adapter_ids": None},
-        dropped=("KimiK2Attention._in_one_kernel",),
+        parameters={"early": None, "moe": False, "adapter_ids": None, "decode": False},
+        dropped=("KimiK2Attention._in_one_kernel", "KimiK2Attention._with_present"),
         reworded={
             "tuple[Tensor, Tensor | None]": "tuple[Tensor, Tensor]",
             "[h, nope, rank] and [h, v, rank]; the second is None where it lies in tiles alone.": (
@@ -270,7 +270,7 @@ KNOWN: dict[str, Known] = {
     ),
     "nxdi.experts": Known(
         values={"self.tiles": None, "self.shared_experts": None, "self.kernel": None},
-        parameters={"tiles": None, "kernel_cores": 0, "shared_width": 0, "early": None},
+        parameters={"tiles": None, "kernel_cores": 0, "shared_width": 0, "shared_tiles": None, "early": None},
         dropped=(
             "over_experts",
             *(
@@ -278,6 +278,7 @@ KNOWN: dict[str, Known] = {
                 for name in (
                     "forward_early",
                     "_selective",
+                    "_on_kernel",
                     "_with_early_shared",
                     "forward_kernel",
                     "local_affinities",
@@ -310,15 +311,24 @@ KNOWN: dict[str, Known] = {
         reworded={"An interrupted run goes on where it stopped.": "An interrupted run begins again."},
     ),
     "nxdi.config": Known(
-        values={"lora.check(self)": None, "neuron.kernels": False, "self.query_group": 0, "held.tiles": False},
+        values={
+            "lora.check(self)": None,
+            "neuron.kernels": False,
+            "self.query_group": 0,
+            "self.kernels": False,
+            "held.tiles": False,
+        },
+        parameters={"decode_layers_per_kernel": None},
         dropped=(
             "EXPERTS_OF_KERNEL",
             "KimiK2NeuronConfig.kernels",
             "KimiK2NeuronConfig.query_group",
             "KimiK2InferenceConfig.shared_width",
+            "KimiK2InferenceConfig.shared_tiles",
             "KimiK2InferenceConfig._check_kernels",
         ),
         reworded={
+            "self.decode, self.decode_layers_per_kernel = decode, decode_layers_per_kernel": "self.decode = decode",
             """`xla`: PyTorch operations. `kernels`: router, attention and experts on NKI
             kernels (the vendor's `nki` where it is importable, and in CPU mode its emulator), with the router's logits
             and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
@@ -359,10 +369,12 @@ KNOWN: dict[str, Known] = {
             "following": None,
             "whole": None,
             "tensor_rank": None,
+            "decode": False,
             "projected": None,
             "kernel_cores": 0,
             "transposed": False,
             "tiles": None,
+            "shared_tiles": None,
             "shared_width": 0,
         },
         dropped=("plain_mlp_width",),

@@ -10,7 +10,7 @@ import pytest
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron import compiler_args as settings
-from kimi_k2.plan.deployment import STAGES, VISION_ENCODER, Deployment
+from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
 
 
 @pytest.mark.parametrize("name", ["trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images"])
@@ -35,6 +35,16 @@ def test_each_stage_has_its_own_and_nothing_twice(name: str) -> None:
         options = re.findall(r"(?:^|\s)(-O\d|--[\w-]+)", re.sub(r"'[^']*'", "", line))
         assert len(options) == len(set(options)), line
         assert line.count("--experimental-unsafe-fp8e4m3fn-as-fp8e4m3") == 1
+        # NxDI's own default for prefill, and for that alone; in the one option that takes it.
+        assert line.count("--modular-flow-mac-threshold=10") == (stage == CONTEXT_ENCODING)
+        assert line.count("--internal-hlo2tensorizer-options=") == line.count("--verify-hlo=true") == 1
+
+
+def test_a_preset_that_names_the_threshold_has_its_own() -> None:
+    added = environment.contrib("cpu_mode").with_modular_flow
+    assert added("-O1 " + (own := "--internal-hlo2tensorizer-options='--modular-flow-mac-threshold=1'")) == f"-O1 {own}"
+    plain = "--internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 --verify-hlo=true'"
+    assert added("-O1") == f"-O1 {plain}"
 
 
 @pytest.mark.parametrize("name", ["trn2-tp32-ep2", None])

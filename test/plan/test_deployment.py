@@ -17,7 +17,7 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment
+from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment, runtime_environment
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import (
@@ -194,6 +194,8 @@ def test_environment_of_a_process() -> None:
         "XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1",
     }  # fmt: skip
     assert environment(Deployment.load("trn2-tp32-ep2")) == expected
+    other = {"NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_RT_VIRTUAL_CORE_SIZE": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert runtime_environment(1, 4) == {**expected, **other}
 
 
 @pytest.mark.parametrize(

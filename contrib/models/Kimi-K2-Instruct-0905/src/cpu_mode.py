@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed_inference.models import application_base
-from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, ModelWrapper
 
 from kimi_k2.errors import ConfigError
+
+_TENSORIZER = "--internal-hlo2tensorizer-options='"
+_MODULAR_FLOW = "--modular-flow-mac-threshold=10"
 
 
 def load(app: Any, to_cpu: Callable[[], None]) -> None:
@@ -65,8 +68,28 @@ def copy_caches(wrappers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None
             held.data = new
 
 
+def with_modular_flow(arguments: str) -> str:
+    """Prefill's compiler arguments with the threshold that NxDI gives to models without arguments of their own.
+
+    From so few multiplications on a graph is compiled module by module (models/model_wrapper.py).
+    """
+    if "--modular-flow-mac-threshold" in arguments:
+        return arguments
+    if _TENSORIZER in arguments:  # NxDI's, for FP8 weights: the option counts once
+        return arguments.replace(_TENSORIZER, f"{_TENSORIZER}{_MODULAR_FLOW} ", 1)
+    return f"{arguments} {_TENSORIZER}{_MODULAR_FLOW} --verify-hlo=true'"
+
+
 class KimiK2ModelWrapper(ModelWrapper):
-    """ModelWrapper for sequences in any order of their cache lines, and padded batches in CPU mode too."""
+    """ModelWrapper for sequences in any order of their cache lines, and padded batches in CPU mode too.
+
+    Its prefill is compiled with NxDI's threshold of the modular flow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tag == CONTEXT_ENCODING_MODEL_TAG:
+            self.compiler_args: str = with_modular_flow(self.compiler_args)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """NxDI's, with the rows of a whole batch in the order of their lines, as NxDI puts those of a part of one.

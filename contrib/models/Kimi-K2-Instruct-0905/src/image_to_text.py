@@ -20,6 +20,7 @@ from neuronx_distributed_inference.models.image_to_text_model_base import (
 )
 from neuronx_distributed_inference.models.image_to_text_model_wrapper import ImageToTextModelWrapper
 from neuronx_distributed_inference.models.model_wrapper import (
+    CONTEXT_ENCODING_MODEL_TAG,
     VISION_ENCODER_MODEL_TAG,
     EncoderModelInstance,
     ModelWrapper,
@@ -34,6 +35,7 @@ from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.vision_config import Grid
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
+from .cpu_mode import with_modular_flow
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
 from .modeling_kimi_k25 import NeuronKimiK25TextModel, prefill_inputs
 from .presharding import preshard
@@ -130,6 +132,11 @@ class KimiK25TextWrapper(ImageToTextModelWrapper):
 
     NxDI's own puts zeros for embeddings of another length than the graph's. Nothing is cut off or zeroed here.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tag == CONTEXT_ENCODING_MODEL_TAG:
+            self.compiler_args: str = with_modular_flow(self.compiler_args)
 
     @staticmethod
     def get_dummy_vision_inputs(
