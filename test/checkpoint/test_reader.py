@@ -102,7 +102,7 @@ def test_leftovers_and_vision_tensors_are_ignored(checkpoints: dict[str, Path], 
 
 
 def test_natural_shard_order(tmp_path: Path) -> None:
-    names = [f"model-{i}-of-11.safetensors" for i in range(1, 12)]
+    names = [f"model-{i}-of-11.safetensors" for i in ("²", *range(1, 12))]
     for name in names:
         (tmp_path / name).touch()
     weight_map = {f"t{i}": name for i, name in enumerate(reversed(names))}

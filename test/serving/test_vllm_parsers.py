@@ -152,6 +152,18 @@ def test_thinking_switched_off(prefilled: bool, through_vllm: Any) -> None:
         assert (message.reasoning_content, message.content, len(message.tool_calls)) == ("", "Answer ", 1)
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "Surely: {"])
+def test_a_reply_without_reasoning_to_who_asks_for_json(text: str, through_vllm: Any) -> None:
+    """K2-Thinking's. vLLM enforces JSON behind reasoning alone, so it may be none; it is content all the same."""
+    answers = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    tokenizer, asked = through_vllm.Tokenizer(), through_vllm.request(response_format=answers)
+    for message in (
+        through_vllm.whole(text, asked, tokenizer),
+        through_vllm.stream([(text, []), ("", [])], asked, tokenizer)[0],
+    ):
+        assert (message.reasoning_content, message.content) == ("", text)
+
+
 @pytest.mark.parametrize("end", [" s", " <", " <|tool_call"])
 def test_cut_off_in_reasoning_that_the_prompt_opened(end: str, through_vllm: Any) -> None:
     """Also where the last characters may have become a marker."""
