@@ -345,7 +345,9 @@ int launch(void (*kernel)(const Arguments), dim3 grid, int threads, size_t share
 // A barrier counts the bytes that are still to come.
 namespace ptx {
 inline void mma_bf16(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  const auto halves = [](uint32_t two) -> float2 { return {on_cpu::float_of(two & 0xffff), on_cpu::float_of(two >> 16)}; };
+  const auto halves = [](uint32_t two) -> float2 {
+    return {on_cpu::float_of(two & 0xffff), on_cpu::float_of(two >> 16)};
+  };
   decode::mma(d, halves, a0, a1, a2, a3, b0, b1);
 }
 inline void mbar_init(uint64_t* bar, uint32_t) { *bar = 0; }

@@ -19,20 +19,20 @@ using moe::kRing;
 
 constexpr int kFillThreads = moe::kFillThreads;  // of tokens; of few in bf16, one warp
 
-// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed (w2 bf16 if w2_bf16), s13 and
-// s2 as w4a16_formats.cuh says, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's counters and inter_s its
-// cursors (w4a16_prepare.cuh), xs holds the tokens' records (w4a16_records.cuh), and the prepared mode's tiles say last
-// whether their expert has several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed only if top_k
-// is 1.
+// Routing, scratch and sizes mean what they do in the FP8 kernel, except: w13, w2 are packed (w2 bf16 if w2_bf16), s13
+// and s2 as w4a16_formats.cuh says, inter_q is bf16 [T*k, I] by slot or e4m3 records, xq is the sort's counters and
+// inter_s its cursors (w4a16_prepare.cuh), xs holds the tokens' records (w4a16_records.cuh), and the prepared mode's
+// tiles say last whether their expert has several and its contrib is bf16 [H/256, T*k, splits2, 256] by slot, weighed
+// only if top_k is 1.
 struct Args : moe::Fp8Args {
   const float* all13;  // of NVFP4: [E, 2I], the scale of all of gate a row of it, then that of up
   const float* all2;   // [E, H], that of down
-  int w2_bf16;     // second-stage weights are bf16
-  int in_flight;   // chunks of weights that a block may have requested and not yet received
-  int unpaired;    // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
-  int most_items;  // up to so many first-stage items, where few experts are chosen, its sums are in more parts
-  int inner;       // parts of the first stage's sums within an item, where its items are not parts themselves
-  int divides;     // the scales of all divide
+  int w2_bf16;         // second-stage weights are bf16
+  int in_flight;       // chunks of weights that a block may have requested and not yet received
+  int unpaired;        // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
+  int most_items;      // up to so many first-stage items, where few experts are chosen, its sums are in more parts
+  int inner;           // parts of the first stage's sums within an item, where its items are not parts themselves
+  int divides;         // the scales of all divide
 };
 
 constexpr int kMostSplits = 8;

@@ -107,7 +107,8 @@ struct GateUpWeights {
 
 // `part` has a warp's 8 gate and 8 up sums every `stride` values.
 template <class F>
-__device__ __forceinline__ __nv_bfloat16 activated(const DecodeArguments& a, int expert, const float* part, int stride) {
+__device__ __forceinline__ __nv_bfloat16 activated(const DecodeArguments& a, int expert, const float* part,
+                                                   int stride) {
   float gate = 0, up = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) gate += part[w * stride], up += part[w * stride + 8];
@@ -251,7 +252,8 @@ __global__ void __launch_bounds__(kThreads, 4) gate_up_rows(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x < 8)
-    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] = activated<F>(a, expert, part[0] + threadIdx.x, 16);
+    a.intermediate[int64_t(pair) * a.inter + rows16 * 8 + threadIdx.x] =
+        activated<F>(a, expert, part[0] + threadIdx.x, 16);
 }
 
 // Two chunks of four-bit or bf16 weights at a time: 256 or 64 columns.
@@ -336,8 +338,7 @@ int start(const DecodeArguments& a, void* stream) {
   auto down = down_rows<F, false>;
   if constexpr (F::OFFSET)
     if (a.down_scale == nullptr) down = down_rows<F, true>;
-  return decode::launch(down, dim3(a.hidden / 16, a.tokens),
-                        kThreads, size_t(a.top_k) * a.inter * 2, a, stream);
+  return decode::launch(down, dim3(a.hidden / 16, a.tokens), kThreads, size_t(a.top_k) * a.inter * 2, a, stream);
 }
 
 template <class F>

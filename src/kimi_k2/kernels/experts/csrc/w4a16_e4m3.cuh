@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_e4m3(Smem<C>& s, int nk, int& seq, floa
     const int st = seq % C::STAGES, parity = (seq / C::STAGES) & 1;
     mbar_wait(&s.weights_full[st], parity);
     mbar_wait(&s.full[st], parity);
-    fence_proxy_async();                                        // the tokens came by ordinary asynchronous copies
+    fence_proxy_async();  // the tokens came by ordinary asynchronous copies
     // Tiles that the registers hold at once.
     constexpr int kTogether = NT * C::SPLIT <= 16 ? 4 : NT <= 24 ? 2 : 1;
 #pragma unroll

@@ -13,7 +13,8 @@ namespace w4a16 {
 
 using decode::kAll;
 
-constexpr int kTileWords = 4096, kScales = kTileScales<Int4>, kTileBytes = kTileWords + kScales;  // of 64 rows, 128 columns
+constexpr int kTileWords = 4096, kScales = kTileScales<Int4>,
+              kTileBytes = kTileWords + kScales;  // of 64 rows, 128 columns
 constexpr int kUpThreads = 256;
 constexpr int kMostBlocks = 64;  // of 128 columns, that a launch's block multiplies
 constexpr int kPitch = (kMostBlocks + 8) * 16;

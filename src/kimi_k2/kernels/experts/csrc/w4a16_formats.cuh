@@ -1,9 +1,9 @@
 // Four-bit weights as the kernels of w4a16*.cu read them, a structure a stored format. Words of eight weights lie alike
 // (w4a16.cuh); formats differ in what four bits are and in their scales.
 //
-// GROUP columns share a scale. Group: the scales of rows g and g + 8, of 32 columns or of a wider group; Row: the GROUPS
-// of them that a chunk's 128 columns have. WHOLE: scales are to be multiplied by one of all the matrix. kSum: what sums
-// of e4m3 codes by scales are multiplied by, beyond what INT4's are (w4a16_records.cuh).
+// GROUP columns share a scale. Group: the scales of rows g and g + 8, of 32 columns or of a wider group; Row: the
+// GROUPS of them that a chunk's 128 columns have. WHOLE: scales are to be multiplied by one of all the matrix. kSum:
+// what sums of e4m3 codes by scales are multiplied by, beyond what INT4's are (w4a16_records.cuh).
 #pragma once
 #include <type_traits>
 
@@ -116,8 +116,8 @@ struct Mxfp4 : E2m1 {
   struct Unpack : E2m1::Unpack {
     Unpack() = default;
     __device__ __forceinline__ explicit Unpack(uint32_t group, int half)
-        : E2m1::Unpack(__hmul2(as_bf16((group & 0xff) << 7 | (group & 0xff00) << 15),
-                               powers(126 - kDown, 126 - kDown))) {}
+        : E2m1::Unpack(
+              __hmul2(as_bf16((group & 0xff) << 7 | (group & 0xff00) << 15), powers(126 - kDown, 126 - kDown))) {}
   };
   static __device__ __forceinline__ void times(const Row& row, int group, int half, float& low, float& high) {
     const uint32_t word = word_of(row, group / 2);

@@ -48,7 +48,8 @@ __device__ __forceinline__ bool sum_splits(const Args& a, Smem<C>& s, int cell, 
 
 // Sums times the scales of all, which gate and up have each their own.
 template <int NT, class C>
-__device__ __forceinline__ void scale_by_all(const Args& a, const Item& it, int expert, float (&acc)[C::TILES][NT / 2]) {
+__device__ __forceinline__ void scale_by_all(const Args& a, const Item& it, int expert,
+                                             float (&acc)[C::TILES][NT / 2]) {
   const float* all = it.stage ? a.all2 + (size_t)expert * a.hidden : a.all13 + (size_t)expert * 2 * a.inter;
   const float first = factor_of(all, a.divides), second = it.stage ? first : factor_of(all + a.inter, a.divides);
 #pragma unroll

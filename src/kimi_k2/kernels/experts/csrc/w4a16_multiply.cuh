@@ -94,7 +94,8 @@ __device__ __forceinline__ void multiply_by_warpgroups(Smem<C>& s, int nk, int& 
         if constexpr (!BF16)
           if (k % (F::GROUP / 16) == 0)
             unpack[m] = typename F::Unpack(
-                *reinterpret_cast<const Group*>(scales + m * kTileScales<F> + k * F::GROUPS / 8 * sizeof(Group)), k % 2);
+                *reinterpret_cast<const Group*>(scales + m * kTileScales<F> + k * F::GROUPS / 8 * sizeof(Group)),
+                k % 2);
         wgmma_wait<DEPTH - 1>();
         if (step == DEPTH - 1 && kb > 0 && lane == 0) mbar_arrive(&s.empty[(seq - 1) % C::STAGES]);
         if constexpr (BF16) now[0] = bf16.x, now[1] = bf16.y, now[2] = bf16.z, now[3] = bf16.w;

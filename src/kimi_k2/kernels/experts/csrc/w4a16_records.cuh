@@ -94,8 +94,8 @@ __device__ __forceinline__ bool is_paired(const int4& tile) {
   return C::SPLIT == 1 && tile.z <= kPaired && !tile.w;
 }
 
-// Where 16 bytes of a token's lower or upper values go in a stage's right operand, whose tiles are swizzled. With groups
-// of 16 columns each group's lower ones are behind its upper ones.
+// Where 16 bytes of a token's lower or upper values go in a stage's right operand, whose tiles are swizzled. With
+// groups of 16 columns each group's lower ones are behind its upper ones.
 template <class C>
 __device__ __forceinline__ int place_of(int token, int part, bool lower, bool paired) {
   if constexpr (C::SPLIT == 2) {
