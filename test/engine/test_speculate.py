@@ -429,9 +429,9 @@ def test_a_step_of_more_rows_reads_more_experts(model: KimiK2ForCausalLM) -> Non
 def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
     write_synthetic_head(tmp_path, model.config)
     drafter = HeadDrafter(Eagle3Head.from_pretrained(tmp_path, model))
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     with pytest.warns(KimiK2Warning, match="most likely another model's"):
-        speak(Generator(model, drafter=drafter, draft_tokens=1), [[5, 6], [7, 8]], params)
+        speak(Generator(model, drafter=drafter, draft_tokens=1), [[5, 6], [7, 8], [9, 3], [4]], params)
 
 
 def test_a_next_turn_is_read_from_where_it_parts(model: KimiK2ForCausalLM) -> None:
