@@ -43,9 +43,9 @@ class MediaConfig(BaseModel):
         sample_fps: frames that are taken of a second of a video.
         frames_a_chunk: of a video that share their tokens.
         patch_size, merge_size: pixels of a patch's side, patches of a token's.
-        rules: whose rule takes a video's frames and treats transparent pixels. `model`: that of the processor
-            published with the checkpoint, which the model was trained with: transparency is dropped. `transformers`:
-            that of transformers 5.23: transparent pixels lie on white.
+        rules: whose rule takes a video's frames, treats transparent pixels and resizes. `model`: that of the processor
+            published with the checkpoint, which the model was trained with: transparency is dropped, Pillow resizes.
+            `transformers`: that of transformers 5.23: transparent pixels lie on white, torchvision resizes.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
