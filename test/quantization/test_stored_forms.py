@@ -30,15 +30,18 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 IDS = torch.arange(3, 20)[None]
 LIBRARY = ("fp8-channel", "fp8-tensor", "fp8-block", "nvfp4-packed", "mxfp4-packed", "int4-zero", "int4-channel")
-FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq")
+FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq", "int4-64", "int4-128")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
 def form(name: str, **fields: Any) -> StoredFormat:
-    """A format, with groups that divide the tiny model's widths."""
+    """A format, with groups that divide the tiny model's widths: of 32, or of what the name ends with."""
+    if name.startswith("int4-") and name[5:].isdecimal():
+        name, fields["group_size"] = "int4", int(name[5:])
     if "group_size" in formats()[name].model_fields:
         fields.setdefault("group_size", 32)
     return formats()[name](**fields)
@@ -188,6 +191,15 @@ def plain_copy(source: Path, target: Path) -> Path:
     return target
 
 
+@torch.inference_mode()
+def continued(model: Any, tokenizer: KimiTokenizer, text: str, count: int) -> str:
+    """The likeliest tokens after a text."""
+    ids = tokenizer.encode(text)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tokenizer.decode(ids[-count:])
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> None:
     source = written[name]
@@ -197,8 +209,9 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
     read = CheckpointReader.for_config(source, config, vision=True).tensors
     named = {spec.name: spec.nbytes for spec in expected_tensors(config)}
     assert named.items() <= {one: stored.nbytes for one, stored in read.items()}.items()
+    reference = load_transformers_model(plain_copy(source, tmp_path / "plain"))
     with torch.inference_mode():
-        expected = load_transformers_model(plain_copy(source, tmp_path / "plain"))(IDS).logits
+        expected = reference(IDS).logits
     for keep in (False, True):
         model = KimiK2ForCausalLM.from_pretrained(source, keep_quantized=keep)
         assert float((model(IDS) - expected).abs().max()) <= 1e-5
@@ -206,13 +219,15 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
     Presharder(source, tmp_path / "cuda", Layout(1, 1, "cuda", "stored")).run()
     rank = load_rank(tmp_path / "cuda", config, Layout(1, 1, "cuda", "stored"), 0, dtype=torch.float32)
     assert float((rank(IDS) - expected).abs().max()) <= 1e-2  # norms and embeddings are BF16 there
-    if name != "fp8-block":  # whose blocks of 128 two ranks would cut
+    if name not in ("fp8-block", "int4-128"):  # whose blocks of 128 two ranks would cut
         Presharder(source, tmp_path / "two", layout).run()
     manifest = Presharder(source, tmp_path / "neuron", Layout(1, 2, experts="per_channel")).run()
     assert 0 < manifest["errors"]["total"]["relative_l2"] < 0.05
-    for command in (["inspect", str(source)], ["verify", str(tmp_path / "neuron")]):
+    generate = ["generate", str(source), "--raw", "-p", "hello", "--max-tokens", "4", "--dtype", "float32"]
+    for command in (["inspect", str(source)], ["verify", str(tmp_path / "neuron")], generate):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == continued(reference, KimiTokenizer.from_pretrained(source), "hello", 4).strip()
 
 
 def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[str, Path], tmp_path: Path) -> None:
