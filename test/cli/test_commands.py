@@ -64,6 +64,21 @@ def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_p
     assert kimi("inspect", ranks, "--tensors").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", b'{"model_type": "kimi_k3"}', "this is Kimi-K3"),
+        ("config.json", b'{"model_type": "kimi_linear"}', "this is Kimi-Linear"),
+        ("Kimi-K2.6-Q4_K_M.gguf", b"GGUF", "GGUF"),
+    ],
+)
+def test_inspect_names_what_is_another_model(tmp_path: Path, file: str, content: bytes, says: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    shown = kimi("inspect", str(tmp_path))
+    assert shown.exit_code == 1
+    assert says in str(shown.exception)
+
+
 def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
     """`--n` draws each reply by the next seed; log-probabilities are OpenAI's shape, of the tokens that were chosen."""
     line = (

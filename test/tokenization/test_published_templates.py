@@ -1,7 +1,8 @@
 """The built-in templates beside public copies of the published ones, on drawn conversations.
 
 KIMI_K2_PUBLISHED_TEMPLATES names a directory with the copies, as ROW's name and `.jinja`; KIMI_K2_DRAWN_CONVERSATIONS
-says how many are drawn for each. Copies of K2-Thinking from before its template was mended differ in two names.
+says how many are drawn for each. Copies of K2-Thinking from before its template was mended differ in two names; that of
+K2-Instruct also numbers the calls itself. K2.5 has the template of K2.6 but for preserve_thinking.
 """
 
 from __future__ import annotations
@@ -36,8 +37,19 @@ COPIES = {
         "ggml-org/llama.cpp", "0c3c896ea80643608b4e961eec7e1efcd844e109",
         "models/templates/moonshotai-Kimi-K2-Thinking.jinja", ChatStyle.THINKING,
         {"media_start": "media_begin", "tojson()": "tojson(separators=(',', ':'))"}),
+    "instruct": Copy(
+        "ikawrakow/ik_llama.cpp", "3c54a451a4dc68a7c45f349af1c14641593def7b",
+        "models/templates/Kimi-K2-Instruct.jinja", ChatStyle.INSTRUCT,
+        {"media_start": "media_begin", "| tojson }}<|im_end|>": "| tojson(separators=(',', ':')) }}<|im_end|>",
+         "<|im_end|>\n  {% endif %}": "<|im_end|>{%- endif -%}",
+         "{%- set _ = tool_response_queue.ids.append(formatted_id) -%}": "",
+         "{%- if tool_response_queue.ids -%}": "{%- if true -%}",
+         "tool_response_queue.ids.pop(0)": "message.tool_call_id"}),
 }  # fmt: skip
 COPIES["k2.7"] = COPIES["k2.6"]._replace(style=ChatStyle.K27)  # which has preserve_thinking on
+COPIES["k2.5"] = COPIES["k2.6"]._replace(
+    renamed=COPIES["k2.6"].renamed | {"preserve_thinking | default(false)": "false"}
+)
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -46,7 +58,7 @@ def test_drawn_conversations(name: str) -> None:
     copy = COPIES[name]
     if directory is None:
         pytest.skip(f"KIMI_K2_PUBLISHED_TEMPLATES is not set: {copy.repository}@{copy.commit}:{copy.path}")
-    source = (Path(directory) / f"{'k2.6' if name == 'k2.7' else name}.jinja").read_text()
+    source = (Path(directory) / f"{'k2.6' if copy.style.is_k25 else name}.jinja").read_text()
     for old, new in copy.renamed.items():
         assert old in source
         source = source.replace(old, new)
@@ -62,7 +74,7 @@ def test_drawn_conversations(name: str) -> None:
         options: dict[str, Any] = {"tools": tools, "style": copy.style, "add_generation_prompt": draw.random() < 0.7}
         if copy.style.is_k25:
             options["thinking"] = draw.choice([None, True, False])
-            options["preserve_thinking"] = draw.choice([None, True, False])
+            options["preserve_thinking"] = None if name == "k2.5" else draw.choice([None, True, False])
         ours = built_in.render_segments(messages, **options)
         if copy.style is ChatStyle.K27 and options["preserve_thinking"] is None:
             options["preserve_thinking"] = True
