@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from forked import python
 
 from kimi_k2.bench.backend import NeuronBackend, TorchBackend
 from kimi_k2.bench.environment import capture
@@ -94,7 +94,7 @@ def test_environment_names_no_path_and_no_host(monkeypatch: pytest.MonkeyPatch) 
 
 def bench(out: Path, *options: str, before: str = "pass") -> list[str]:
     code = f"from kimi_k2.cli import main; {before}; main()"
-    return [sys.executable, "-c", code, "bench", "tiny", "--out", str(out), *options]
+    return [*python(), "-c", code, "bench", "tiny", "--out", str(out), *options]
 
 
 # The first run of 20 tokens does not come back, so that the kill comes in its middle on a slow machine, too.
@@ -122,6 +122,7 @@ def test_killed_sweep_continues(tmp_path: Path) -> None:
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
+    process.stderr.read()  # until the program behind it is gone, too
     process.stderr.close()
     before = load_results(tmp_path / "sweep.json")["cells"]
     assert [cell["output_length"] for cell in before] == [2, 3, 4]

@@ -212,7 +212,9 @@ def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
         return [part.view(fp8) if part.dtype is torch.uint8 else part for part in parts]
 
     kernel = contrib_kernels().ExpertsKernel(2)
-    (found,) = kernel(x, held(routed), index, weights, 9, held(shared))
+    names = ("gate_up", "gate_up_scales", "down", "down_scales")  # `TiledExperts.alone`
+    beside = {name: part[0] for name, part in zip(names, held(shared), strict=True)}
+    (found,) = kernel(x, held(routed), index, weights, 9, beside)
     assert (found.dtype, found.shape) == (torch.float32, x.shape)
     one = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
     wanted = routed.reference(x, index, weights, torch.float64) + shared.reference(x, *one, torch.float64)

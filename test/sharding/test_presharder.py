@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -163,7 +164,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     write_synthetic_checkpoint(source, config)
 
     def start(output: Path, leave: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", STEPPING, str(source), str(output)]
+        command = [*python(), "-c", STEPPING, str(source), str(output)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pipesize=2**16, bufsize=0
@@ -188,7 +189,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
             assert process.stdout.read(1)
         time.sleep(chooser.uniform(0.0, 0.01))  # the thread that flushes has not stopped
         process.kill()
-        process.communicate()
+        process.communicate()  # until the program behind it is gone, too
         assert process.returncode == -signal.SIGKILL
         journal = output / JOURNAL
         assert journal.exists()
