@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import fp8_few, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
-from kimi_k2.kernels.linear.few_dense import few_add_dense, few_dense
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.router.norm_route import add_norm_route, route_norm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
@@ -178,17 +176,6 @@ def test_norms_whose_quotients_are_apart() -> None:
         assert [tuple(made.shape) for made in route_norm(x, x, norm, 1e-6)] == [(2, 512)] * 3 + [(2,)]
         with pytest.raises(KernelError, match="16 bytes"):
             norm_apart(torch.empty(2, 515, dtype=BF16)[:, :512], norm, 1e-6)
-        matrix = torch.empty(128, 512, dtype=BF16)
-        assert few_dense(strided, matrix, norm, 1e-6).shape == (2, 128)
-        assert [tuple(made.shape) for made in few_add_dense(x, x, norm, 1e-6, matrix)] == [(2, 128), (2, 512)]
-        calls: list[tuple[Callable[[], object], str]] = [
-            (lambda: few_add_dense(x, x[:1], norm, 1e-6, matrix), "delta"),
-            (lambda: few_dense(x.repeat(2, 1), matrix), "T up to 2"),
-            (lambda: few_add_dense(x, x, norm[:8], 1e-6, matrix), "norm_weight"),
-        ]
-        for call, message in calls:
-            with pytest.raises(KernelError, match=message):
-                call()
 
 
 def test_int4_experts_of_few_tokens() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kimi_k2.kernels.experts import invariant, w4a16_few
 from kimi_k2.kernels.experts.tuning import choose
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, wide_gemm
 
 TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
 WEIGHTS = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (20480, 7168), (128, 128)]
@@ -71,15 +71,6 @@ def test_fused_launches_of_int4_give_their_slabs_up_for_whole_items() -> None:
         assert made.item_slabs == max(n for n in (7, 4, 2, 1) if hidden // 256 % n == 0)
         kept = invariant.fixed_choice(replace(tuned, fused=False), 8, hidden, inter, decoding=True, int4=True)
         assert kept.item_slabs == tuned.item_slabs
-
-
-def test_few_bf16_tokens_take_what_makes_whole_instructions() -> None:
-    for rows, columns in WEIGHTS:
-        parts = dense_gemm.decode_cluster(rows, columns)
-        whole = rows % (few_dense.ROWS // parts) == 0 and columns % (few_dense.ROWS * parts) == 0
-        assert few_dense.in_parts(rows, columns) == (
-            parts >= few_dense.MIN_PARTS and whole and columns <= few_dense.MAX_COLUMNS
-        )
 
 
 def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, few_dense, fused_linear, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear, wide_gemm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
@@ -235,9 +235,6 @@ def _supports_float32(x: Tensor, weight: Tensor) -> bool:
 @ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, for tokens of any dimensions."""
-    if batch_invariant() and is_decoding() and few_dense.supports(x, weight):
-        few: Tensor = few_dense.few_dense(x.reshape(-1, x.shape[-1]).contiguous(), weight)
-        return few.view(*x.shape[:-1], len(weight))
     return _dense(x, weight, _parts(x, weight))
 
 
@@ -260,7 +257,7 @@ def _supports_add_dense(x: Tensor, delta: Tensor | None, weight: Weight, norm_we
     """In a decode step of batch-invariant mode, and a few tokens, where there is something to add."""
     if delta is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
         return False
-    fits = x.is_contiguous() and x.shape[1] <= few_dense.MAX_COLUMNS
+    fits = x.is_contiguous() and x.shape[1] <= block_gemm.MAX_NORM
     return fits and dense_gemm.supports(x, weight.tensors["weight"])
 
 
@@ -273,12 +270,9 @@ def _supports_add_dense(x: Tensor, delta: Tensor | None, weight: Weight, norm_we
 def add_project_dense(
     x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`few_add_dense`; of more tokens `dense_gemm`, which takes its sums times the norm's quotient too."""
+    """`dense_gemm`, which takes its sums times the norm's quotient too."""
     matrix = weight.tensors["weight"]
     assert delta is not None
-    if batch_invariant() and few_dense.supports(x, matrix):
-        made: tuple[Tensor, Tensor] = few_dense.few_add_dense(x, delta, norm_weight, eps, matrix)
-        return made
     total, normed, inverse = add_norm_apart(x, delta, norm_weight, eps)
     out: Tensor = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
     return out, total
@@ -288,7 +282,7 @@ def _supports_project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | Non
     """In a decode step of batch-invariant mode, and a few tokens, behind a norm."""
     if norm_weight is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
         return False
-    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= few_dense.MAX_COLUMNS
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= block_gemm.MAX_NORM
     return fits and dense_gemm.supports(x, weight.tensors["weight"])
 
 
@@ -299,13 +293,9 @@ def _supports_project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | Non
     batch_invariant=ONE_ORDER,
 )
 def project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`few_dense`; of more tokens `dense_gemm`, which takes its sums times the norm's quotient too."""
+    """`dense_gemm`, which takes its sums times the norm's quotient too."""
     matrix = weight.tensors["weight"]
     assert norm_weight is not None
-    out: Tensor
-    if batch_invariant() and few_dense.supports(x, matrix):
-        out = few_dense.few_dense(x, matrix, norm_weight, eps)
-        return out
     normed, inverse = norm_apart(x, norm_weight, eps)
-    out = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
+    out: Tensor = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
     return out

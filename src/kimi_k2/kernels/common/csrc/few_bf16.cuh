@@ -1,6 +1,7 @@
-// A GEMM of one or two bf16 tokens in dense_gemm.cuh's order of sums, by one warpgroup (linear/csrc/few_dense.cu says
-// how): units of 64 rows by 64 columns of the left operand come through a ring, and all of the tokens lies in shared
-// memory, N rows (parts of the columns times tokens) of 64 columns after the other.
+// A GEMM of one or two bf16 tokens in dense_gemm.cuh's order of sums, by one warpgroup. The 64 rows of an instruction
+// are 64 / PARTS rows of W by all parts of their columns; of what it makes, the sums of a row's and a token's part with
+// the same number are wanted. Units of 64 rows by 64 columns of the left operand come through a ring; all of the tokens
+// lies in shared memory, N rows (parts of the columns times tokens) of 64 columns after the other.
 #pragma once
 #include "wgmma.cuh"
 

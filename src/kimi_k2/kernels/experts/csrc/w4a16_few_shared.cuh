@@ -1,6 +1,6 @@
-// The shared expert in bf16 within the launches of w4a16_few.cu: dense_gemm.cuh's GEMMs, bit for bit, as
-// linear/csrc/few_dense.cu makes them. The first is in eight parts of the columns, so that one instruction's 64 rows
-// are four rows of gate and the same of up by all parts, for all tokens together; the second is in one part.
+// The shared expert in bf16 within the launches of w4a16_few.cu: dense_gemm.cuh's GEMMs, bit for bit, by few_bf16.cuh.
+// The first is in eight parts of the columns, so that one instruction's 64 rows are four rows of gate and the same of
+// up by all parts, for all tokens together; the second is in one part.
 #pragma once
 #include "common/csrc/decode.cuh"
 #include "common/csrc/few_bf16.cuh"
