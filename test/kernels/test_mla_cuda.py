@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_eights_are_requests_where_contexts_are_short(batch: int, heads: int, ca
 
 
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 def test_compiles_without_spills_or_serialized_products(tmp_path: Path) -> None:
     nvcc = build.find_nvcc()
     assert nvcc is not None

@@ -30,6 +30,7 @@ class Rank:
 
         form = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3": ml_dtypes.float8_e4m3}[dtype]
         self.first, self.width = first, width
+        self.weights = cache(self.dequantized)  # as long as the rank is there: hundreds of megabytes
         self.gate_up = np.clip(values(experts, 2 * width, HIDDEN), -240, 240).astype(form)
         self.down = np.clip(values(experts, HIDDEN, width), -240, 240).astype(form)
         self.gate_up_scales = (torch.rand(experts, 2, BLOCKS, generator=generator) * 1e-3 + 1e-4).numpy()
@@ -41,8 +42,7 @@ class Rank:
         down = self.down.transpose(0, 2, 1)
         return np.ascontiguousarray(gate_up), self.gate_up_scales, np.ascontiguousarray(down), self.down_scales
 
-    @cache  # noqa: B019 - a handful of ranks a test run
-    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+    def dequantized(self, expert: int) -> tuple[Tensor, Tensor]:
         """Dequantized [2I, H] and [H, I], float64."""
         rows = np.repeat(self.gate_up_scales[expert], self.width, 0).repeat(128, 1)
         gate_up = torch.from_numpy(self.gate_up[expert].astype(np.float64) * rows)

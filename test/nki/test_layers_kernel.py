@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import namedtuple
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -185,7 +185,7 @@ def run(model: Model, cores: int, dtype: Any, shared: int = 1) -> list[list[Tens
     return [[torch.from_numpy(np.asarray(part, np.float32)).double() for part in one] for one in found]
 
 
-@cache
+@lru_cache(maxsize=1)  # about a gigabyte
 def model_of(batch: int) -> Model:
     return Model(batch)
 
