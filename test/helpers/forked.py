@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,6 +39,7 @@ def python() -> list[str]:
         server = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno())], pass_fds=[listener.fileno()]
         )
+    atexit.register(shutil.rmtree, where.parent, ignore_errors=True)
     atexit.register(server.kill)
     return [sys.executable, "-I", "-S", __file__, str(where)]
 
