@@ -52,6 +52,7 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("fp8", {"segment": 8}, marks=SLOW),
         pytest.param("k2.5", {"tp": 2}, marks=SLOW),
         pytest.param("fp8", {"tp": 4, "ep": 2, "held": "blockwise"}, marks=SLOW),
+        pytest.param("thinking", {"tp": 4, "ep": 4}, marks=SLOW),
         pytest.param("thinking", {"tp": 2, "dp": 2, "ep": 4, "segment": 8}, marks=SLOW),
     ],
     ids=str,
