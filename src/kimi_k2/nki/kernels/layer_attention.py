@@ -13,7 +13,8 @@ from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 from kimi_k2.nki.kernels.expanded_attention import MOST_TILES, ExpandedAttention
 from kimi_k2.nki.kernels.flash_decoding import merged_parts
-from kimi_k2.nki.kernels.latent_attention import LatentAttention, rows_of_keys
+from kimi_k2.nki.kernels.latent_attention import LatentAttention
+from kimi_k2.nki.kernels.latent_cache import rows_of_keys
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
 from kimi_k2.nki.kernels.views import on_partitions, over_sums, split

@@ -10,14 +10,8 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import (
-    LatentAttention,
-    Pages,
-    Queries,
-    copies_of_keys,
-    normalized,
-    rows_of_keys,
-)
+from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
+from kimi_k2.nki.kernels.latent_cache import Pages, Queries, copies_of_keys, rows_of_keys
 from kimi_k2.nki.kernels.projections import turn_short_rows
 
 

@@ -22,7 +22,7 @@ from kimi_k2.nki.kernels.columns import (
     turn_rows,
 )
 from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import Queries, copies_of_keys, rows_of_keys
+from kimi_k2.nki.kernels.latent_cache import Queries, copies_of_keys, rows_of_keys
 from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.nki.kernels.views import stretched, swapped
 

@@ -1,0 +1,187 @@
+"""The latent cache and the queries that meet it, in SBUF: one sequence's slots, in one piece or in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from kimi_k2.nki.kernels.columns import BLOCK
+
+# Tiles a DMA: one run of 8 KiB a partition of BF16 latents.
+_TILES_A_DMA = 8
+
+
+class Queries(nl.NKIObject):  # type: ignore[misc]
+    """Queries and new entries of B sequences, as columns in SBUF.
+
+    Of several tokens a sequence (`join_tokens`) heads are those of all its tokens, a token's after the other's, and new
+    entries lie in the same order, [.., B * tokens].
+
+    Attributes:
+        tokens: of each sequence.
+        latent: [128, rank / 128, B * heads], absorbed.
+        rope: [copies * rope, copies, B, heads], rotated, for `copies_of_keys` tiles: those of tile c lie on its rows,
+            from c * rope on, in column c, with zeros in the others.
+        heads: of each sequence.
+        new_latent: [128, rank / 128, B].
+        new_key: [rope, B], rotated.
+        factor: float32 [128, B], what scores are still to be multiplied by; None: nothing.
+        late: a `LateEntries` that makes the new entries; None: they are there.
+    """
+
+    factor: Any
+    late: Any
+    tokens: int
+
+    def __init__(self, latent: Any, rope: Any, new_latent: Any, new_key: Any, heads: int) -> None:
+        self.latent, self.rope, self.heads = latent, rope, heads
+        self.new_latent, self.new_key = new_latent, new_key
+        self.factor = None
+        self.late = None
+        self.tokens = 1
+
+    def join_tokens(self, tokens: int) -> None:
+        """Make sequences of `tokens` that follow each other, each of which was one until now."""
+        rows, copies, count = self.rope.shape[0], self.rope.shape[1], self.rope.shape[2]
+        self.tokens, self.heads = tokens, self.heads * tokens
+        self.rope = self.rope.reshape((rows, copies, count // tokens, self.heads))
+
+    def complete(self) -> None:
+        """Make the new entries, where scores of cached slots come first."""
+        if self.late != None and self.new_key == None:
+            new_latent, new_key = self.late.entries()
+            self.new_latent, self.new_key = new_latent, new_key
+
+
+def rows_of_keys(rope: int, batch: int, heads: int, dtype: Any) -> Any:
+    """A tile for `Queries.rope`, of zeros."""
+    copies = copies_of_keys(rope)
+    rows = nl.ndarray((copies * rope, copies, batch, heads), dtype=dtype, buffer=nl.sbuf)
+    if copies > 1:
+        nisa.memset(dst=rows, value=0.0, engine=nisa.engine.gpsimd)
+    return rows
+
+
+def copies_of_keys(rope: int) -> int:
+    """How many tiles' rotary keys one transpose turns; tile t's lie from partition t % copies * rope on."""
+    return BLOCK // rope if rope == 32 or rope == 64 else 1
+
+
+class Cache(nl.NKIObject):  # type: ignore[misc]
+    """One sequence's cache in SBUF: slot p * count + t of this core's share on partition p of tile t."""
+
+    turned: list[Any]
+    turned_keys: list[Any]
+
+    def __init__(
+        self, latents: Any, keys: Any, sequence: int, first: int, count: int, identity: Any, pages: Any = None
+    ) -> None:
+        self.rank, self.rope, self.identity = latents.shape[2], keys.shape[2], identity
+        self.copies = copies_of_keys(self.rope)
+        self.tiles = []
+        self.key_groups = []
+        self.turned = []
+        self.turned_keys = []
+        for begin in range(0, count, _TILES_A_DMA):
+            many = min(_TILES_A_DMA, count - begin)
+            if pages == None:
+                latent_tile = _load_slots(latents, sequence, first, count, begin, many)
+                key_tile = _load_slots(keys, sequence, first, count, begin, many)
+            else:
+                latent_tile, key_tile = pages.load(sequence, first, count, begin, many)
+            for tile in range(many):
+                self.tiles.append(latent_tile[:, tile, :])
+                self.turned.append(None)
+            for tile in range(0, many, self.copies):
+                self.key_groups.append(key_tile[:, tile : min(tile + self.copies, many), :])
+                self.turned_keys.append(None)
+
+    def turn(self, tile: int) -> None:
+        """Transpose a tile, and the keys of its group with the group's first tile."""
+        group = tile // self.copies
+        if tile % self.copies == 0:
+            keys = self.key_groups[group]
+            size = keys.shape[1] * self.rope
+            in_psum = nl.ndarray((size, BLOCK), dtype=keys.dtype, buffer=nl.psum)
+            nisa.nc_matmul(dst=in_psum, stationary=keys, moving=self.identity, is_transpose=True)
+            self.turned_keys[group] = nl.ndarray((size, BLOCK), dtype=keys.dtype, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=self.turned_keys[group], src=in_psum, engine=nisa.engine.vector)
+        chunks = self.rank // BLOCK
+        latent = self.tiles[tile]
+        in_psum = nl.ndarray((BLOCK, chunks, BLOCK), dtype=latent.dtype, buffer=nl.psum)
+        for chunk in range(chunks):
+            piece = latent[:, chunk * BLOCK : (chunk + 1) * BLOCK]
+            nisa.nc_matmul(dst=in_psum[:, chunk, :], stationary=piece, moving=self.identity, is_transpose=True)
+        self.turned[tile] = nl.ndarray((BLOCK, chunks, BLOCK), dtype=latent.dtype, buffer=nl.sbuf)
+        # Vector and Scalar Engine both read PSUM: each takes a share, the faster one more.
+        engine = nisa.engine.scalar if tile % 5 == 1 or tile % 5 == 4 else nisa.engine.vector
+        nisa.tensor_copy(dst=self.turned[tile], src=in_psum, engine=engine)
+
+    def score_latents(self, tile: int, queries: Queries, first: int, heads: int, out: Any) -> None:
+        """What latents add to a tile's unscaled scores of queries `first` and on: out [128, heads] in PSUM."""
+        if self.turned[tile] == None:
+            self.turn(tile)
+        turned = self.turned[tile]
+        for chunk in range(self.rank // BLOCK):
+            moving = queries.latent[:, chunk, first : first + heads]
+            nisa.nc_matmul(dst=out, stationary=turned[:, chunk, :], moving=moving, accumulate=chunk > 0)
+
+    def score_keys(self, group: int, queries: Queries, sequence: int, out: Any) -> None:
+        """What rotary keys add to the scores of a group's tiles: out [128, tiles, heads] in PSUM."""
+        keys = self.turned_keys[group]
+        moving = queries.rope[0 : keys.shape[0], 0 : out.shape[1], sequence, :]
+        nisa.nc_matmul(dst=out, stationary=keys, moving=moving, accumulate=True)
+
+
+def _load_slots(table: Any, sequence: int, first: int, count: int, begin: int, many: int) -> Any:
+    """Tiles `begin` and on of a core's slots, from [B, S, n] in HBM: [128, many, n] in SBUF."""
+    width = table.shape[2]
+    tile = nl.ndarray((BLOCK, many, width), dtype=table.dtype, buffer=nl.sbuf)
+    offset = (sequence * table.shape[1] + first * BLOCK + begin) * width
+    source = table.ap(pattern=[[count * width, BLOCK], [width, many], [1, width]], offset=offset)
+    nisa.dma_copy(dst=tile, src=source)
+    return tile
+
+
+class Part(nl.NKIObject):  # type: ignore[misc]
+    """Shape [B, S, n] and dtype of what lies in pages."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+class Pages(nl.NKIObject):  # type: ignore[misc]
+    """Caches that lie in pages, in HBM: an entry is a row of `former` and one of `latter`, latents first.
+
+    Attributes:
+        latents, keys: `Part` of each.
+    """
+
+    def __init__(self, former: Any, latter: Any, rows: Any, rank: int, rope: int) -> None:
+        self.former, self.latter, self.rows = former, latter, rows
+        batch, slots = rows.shape
+        self.latents = Part((batch, slots, rank), former.dtype)
+        self.keys = Part((batch, slots, rope), former.dtype)
+
+    def load(self, sequence: int, first: int, count: int, begin: int, many: int) -> tuple[Any, Any]:
+        """`_load_slots` of latents and of keys, by the numbers of their rows."""
+        place = nl.ndarray((BLOCK, many), dtype=nl.int32, buffer=nl.sbuf)
+        offset = sequence * self.rows.shape[1] + first * BLOCK + begin
+        nisa.dma_copy(dst=place, src=self.rows.ap(pattern=[[count, BLOCK], [1, many]], offset=offset))
+        rank, rope, half = self.latents.shape[2], self.keys.shape[2], self.former.shape[1]
+        latent = nl.ndarray((BLOCK, many, rank), dtype=self.former.dtype, buffer=nl.sbuf)
+        key = nl.ndarray((BLOCK, many, rope), dtype=self.former.dtype, buffer=nl.sbuf)
+        for tile in range(many):
+            row = place[:, tile : tile + 1]
+            _gather(latent[:, tile, 0:half], self.former, row, 0)
+            _gather(latent[:, tile, half:rank], self.latter, row, 0)
+            _gather(key[:, tile, :], self.latter, row, rank - half)
+        return latent, key
+
+
+def _gather(out: Any, table: Any, row: Any, column: int) -> None:
+    """Columns from `column` on of a row [R, n] in HBM for each partition, to out [128, many]."""
+    pattern = [[table.shape[1], BLOCK], [1, out.shape[1]]]
+    nisa.dma_copy(dst=out, src=table.ap(pattern=pattern, offset=column, vector_offset=row, indirect_dim=0))
