@@ -24,6 +24,17 @@ from kimi_k2.quantization.stored import (
 _KINDS = ("float-quantized", "naive-quantized")
 
 
+def _is_fp8(scheme: Scheme, strategy: str, **more: Any) -> bool:
+    """Whether a group is stored as 8-bit floats with a scale a `strategy`."""
+    return scheme.kind in _KINDS and scheme.holds(type="float", num_bits=8, strategy=strategy, symmetric=True, **more)
+
+
+def _config(of: StoredFormat, strategy: str, activations: str | None, **more: Any) -> dict[str, Any]:
+    """`quantization_config` of such a format as compressed-tensors writes it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+    return config_of("float-quantized", weights, of.ignore, activations)
+
+
 @register
 class Fp8RowFormat(StoredFormat):
     """`weight` e4m3 [rows, columns] and `weight_scale` [rows, 1], in BF16 or float32.
@@ -43,14 +54,13 @@ class Fp8RowFormat(StoredFormat):
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Fp8RowFormat | None:
         """Of 8-bit floats with a scale a channel."""
-        if scheme.kind not in _KINDS or not scheme.holds(type="float", num_bits=8, strategy="channel", symmetric=True):
+        if not _is_fp8(scheme, "channel"):
             return None
         return cls(ignore=scheme.ignore, activations=scheme.activations)
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-        return config_of("float-quantized", weights, self.ignore, self.activations)
+        return _config(self, "channel", self.activations)
 
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Values, and a scale a row."""
@@ -84,14 +94,13 @@ class Fp8TensorFormat(RecastFormat):
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> Fp8TensorFormat | None:
         """Of 8-bit floats with one scale."""
-        if scheme.kind not in _KINDS or not scheme.holds(type="float", num_bits=8, strategy="tensor", symmetric=True):
+        if not _is_fp8(scheme, "tensor"):
             return None
         return cls(ignore=scheme.ignore, activations=scheme.activations)
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-        return config_of("float-quantized", weights, self.ignore, self.activations)
+        return _config(self, "tensor", self.activations)
 
     @property
     def held_as(self) -> Fp8RowFormat:
@@ -134,15 +143,9 @@ class CompressedFp8BlockFormat(RecastFormat):
     @classmethod
     def of_scheme(cls, scheme: Scheme) -> CompressedFp8BlockFormat | None:
         """Of 8-bit floats with a scale a block."""
-        if scheme.kind not in _KINDS or not scheme.holds(
-            type="float",
-            num_bits=8,
-            strategy="block",
-            symmetric=True,
-            block_structure=scheme.weights.get("block_structure"),
-        ):
-            return None
         block = scheme.weights.get("block_structure")
+        if not _is_fp8(scheme, "block", block_structure=block):
+            return None
         if not isinstance(block, list):
             raise ConfigError(f"expected two block sizes, got {block!r:.100}", field=scheme.name("block_structure"))
         with named_errors(f"{scheme.field}.weights"):
@@ -150,9 +153,7 @@ class CompressedFp8BlockFormat(RecastFormat):
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "dynamic": False}
-        weights["block_structure"] = list(self.block_structure)
-        return config_of("float-quantized", weights, self.ignore, self.activations)
+        return _config(self, "block", self.activations, block_structure=list(self.block_structure))
 
     @property
     def held_as(self) -> Fp8BlockFormat:
