@@ -7,6 +7,7 @@ measured.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,9 @@ def stored() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the file anew."""
-    FILE.write_text(json.dumps(counts(), indent=1) + "\n")
+    """Write the file anew, what holds no further objects or lists on a line of its own."""
+    text = json.dumps(counts(), indent=1)
+    FILE.write_text(re.sub(r"[{[][^][{}]*[]}]", lambda leaf: " ".join(leaf[0].split()), text) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,10 +91,11 @@ def load_choices(path: Path) -> dict[int, ExpertChoice]:
 
 
 def save_choices(path: Path, choices: dict[int, ExpertChoice]) -> None:
-    """Write a tuning file, smallest token count first."""
+    """Write a tuning file, smallest token count first, one choice a line."""
     if not NAME.fullmatch(path.name):
         raise KernelError(f"{path}: file name does not match {NAME.pattern!r}")
-    path.write_text(json.dumps({str(t): asdict(choices[t]) for t in sorted(choices)}, indent=1) + "\n")
+    lines = ",\n".join(f' "{tokens}": {json.dumps(asdict(choices[tokens]))}' for tokens in sorted(choices))
+    path.write_text(f"{{\n{lines}\n}}\n")
 
 
 def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: int) -> ExpertChoice:
