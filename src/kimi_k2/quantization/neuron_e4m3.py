@@ -88,14 +88,14 @@ def halve_blocks(
     """A block-FP8 weight for Trainium2: halved codes, doubled scales, each scale repeated for blocks of `block`.
 
     Args:
-        weight: float8_e4m3fn [N, K], multiples of `block`.
+        weight: float8_e4m3fn [N, K]; the last blocks of rows and columns may be part empty.
         weight_scale_inv: float32, one scale a block of `block_size`.
         block_size: the checkpoint's block; `block` divides both sides.
         block: of the result, rows and columns or the side of a square. They divide the checkpoint's, so that a rank's
             slice begins and ends on a block's border.
     """
     sides = (block, block) if isinstance(block, int) else block
-    grid = torch.Size(size // side for size, side in zip(weight.shape, sides, strict=True))
+    grid = torch.Size(-(-size // side) for size, side in zip(weight.shape, sides, strict=True))
     repeats = (block_size[0] // sides[0], block_size[1] // sides[1])
     halved, inexact = _halve(weight)
     doubled = expand_block_scale(weight_scale_inv.to(torch.float32), grid, repeats) * 2.0
