@@ -80,8 +80,6 @@ def model_of(one: dict[str, Any], layout: str) -> KimiK2Config:
     ranks = LAYOUTS[layout][0] * LAYOUTS[layout][1]
     sizes = {**SIZES, "hidden_size": 128 * ranks, "n_routed_experts": one["experts"]}
     heads = ranks if one["split"] else 4
-    if one["split"]:  # rows of both heads' queries fill FP8 blocks of 128
-        sizes["qk_rope_head_dim"] = 64
     return tiny_config(one["member"], **sizes, num_attention_heads=heads, num_key_value_heads=heads)
 
 

@@ -55,6 +55,31 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     return model
 
 
+@torch.inference_mode()
+def run_lines(app: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Continuous batching: prompts into lines of the cache one by one, then steps of some lines and of all.
+
+    Logits, and the line and number of tokens of each.
+    """
+    logits, of = [], []
+    at = [len(prompt) for prompt in case["prompts"]]
+    for line in case["arrival"]:
+        media = media_of({"media": case["media"][line : line + 1]})
+        logits.append(app.prefill([case["prompts"][line]], media, torch.tensor([line])).logits[0, -1])
+        of.append((line, 0))
+    done = [0] * len(at)
+    for lines in case["steps"]:
+        where = torch.tensor([at[line] + done[line] for line in lines])
+        mask = (torch.arange(int(where.max()) + 1) < where[:, None]).to(torch.int32)
+        tokens = torch.tensor([[case["forced"][line][done[line]]] for line in lines])
+        out = app(tokens, attention_mask=mask, position_ids=where[:, None], seq_ids=torch.tensor(lines)).logits[:, -1]
+        for line, found in zip(lines, out, strict=True):
+            done[line] += 1
+            logits.append(found)
+            of.append((line, done[line]))
+    return {"logits": torch.stack(logits), "of": of}
+
+
 def message_of(call: Any) -> str:
     """Message of the error that a call ends in."""
     try:
@@ -82,6 +107,9 @@ def main() -> None:
     app = module.NeuronKimiK25ForImageToText(compiled)
     app.load(compiled)
     case = torch.load(job["case"])
+    if "steps" in case:
+        torch.save(run_lines(app, case), job["output"])
+        return
     media, logits = media_of(case), run_media(app, case)
     only_text = app.prefill(case["text"], [[] for _ in case["text"]]).logits[:, -1]
     large = Grid(1, 40, 40)

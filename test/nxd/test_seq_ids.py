@@ -15,15 +15,15 @@ LINES = 4
 class Recorded:
     """Arguments of NxDI's `forward`, which gives each row's line back, and two caches."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, device: bool, **options: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, device: bool, images: bool = False, **options: Any) -> None:
         from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 
         self.given: list[torch.Tensor] = []
         self.caches = [torch.zeros(LINES, 1), torch.ones(LINES, 1)]
         monkeypatch.setattr(ModelWrapper, "forward", self.forward)
-        self.wrapper = environment.contrib("cpu_mode").KimiK2ModelWrapper.__new__(
-            environment.contrib("cpu_mode").KimiK2ModelWrapper
-        )
+        kind = environment.contrib("image_to_text").KimiK25TextWrapper if images else None
+        kind = kind or environment.contrib("cpu_mode").KimiK2ModelWrapper
+        self.wrapper = kind.__new__(kind)
         torch.nn.Module.__init__(self.wrapper)
         states = SimpleNamespace(past_key_values=self.caches)
         self.device = device
@@ -74,6 +74,16 @@ def test_what_needs_no_order_is_handed_on(
     recorded = Recorded(monkeypatch, device=True, **options)
     recorded(lines)
     assert recorded.given[3].tolist() == lines
+
+
+def test_rows_of_images_stay_where_the_index_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows of images as sequences: their index is a row of the batch, they are not."""
+    recorded = Recorded(monkeypatch, device=True, images=True)
+    seq_ids = torch.tensor([3, 0, 2, 1])
+    index, rows = seq_ids[:, None] * 3, torch.arange(LINES)[:, None]
+    recorded.wrapper(seq_ids[:, None], seq_ids, seq_ids, seq_ids, *[torch.empty(0)] * 18, rows, index)
+    assert recorded.given[22] is rows
+    assert recorded.given[23].flatten().tolist() == [0, 3, 6, 9]
 
 
 def test_asynchronous_steps_refuse_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

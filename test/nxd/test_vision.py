@@ -139,6 +139,21 @@ def test_compiled_through_the_image_to_text_base(checkpoint: Path, tmp_path: Pat
     assert "media tokens" in errors["tokens"]
 
 
+def test_lines_in_any_order_through_the_image_to_text_base(checkpoint: Path, tmp_path: Path) -> None:
+    """Continuous batching with images: prompts arrive in any order, steps are of some lines and of all."""
+    case = drawn_case(checkpoint)
+    steps = [[2, 0], [3, 0, 2, 1], [1, 3, 2], [3], [0, 1, 2, 3], [1, 2, 3, 0]]
+    torch.save({**case, "arrival": [2, 0, 3, 1], "steps": steps}, tmp_path / "case.pt")
+    lines = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
+    options = neuron_config(1, 1, 4, **lines)
+    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
+    found, plain = launch(job, tmp_path, IMAGE_TO_TEXT_WORKER), plain_logits(checkpoint, case)
+    wanted = torch.stack([plain[step, line] for line, step in found["of"]])
+    worst = float((found["logits"] - wanted).abs().max())
+    print(f"\nlines in any order: {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
 def test_the_smallest_bucket_that_fits() -> None:
     vision = contrib("vision")
     config = KimiK2Config.from_preset("kimi-k2.5").vision

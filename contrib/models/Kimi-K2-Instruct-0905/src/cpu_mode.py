@@ -86,6 +86,8 @@ class KimiK2ModelWrapper(ModelWrapper):
     Its prefill is compiled with NxDI's threshold of the modular flow.
     """
 
+    not_rows: tuple[int, ...] = ()  # places of arguments that are no rows of the batch, of whatever length
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.tag == CONTEXT_ENCODING_MODEL_TAG:
@@ -107,11 +109,13 @@ class KimiK2ModelWrapper(ModelWrapper):
         if self.async_mode:
             raise ValueError(f"seq_ids: expected ascending cache lines with async_mode, got {lines.flatten().tolist()}")
 
-        def rows(tensors: Sequence[Any], order: torch.Tensor) -> list[Any]:
-            batched = (isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in tensors)
-            return [one[order] if is_row else one for one, is_row in zip(tensors, batched, strict=True)]
+        def is_row(one: Any) -> bool:
+            return isinstance(one, torch.Tensor) and one.dim() > 0 and len(one) == count
 
-        outputs = super().forward(*rows(args, order), **kwargs)
+        def rows(tensors: Sequence[Any], order: torch.Tensor, but: Sequence[int] = ()) -> list[Any]:
+            return [one[order] if is_row(one) and n not in but else one for n, one in enumerate(tensors)]
+
+        outputs = super().forward(*rows(args, order, self.not_rows), **kwargs)
         back = order.argsort()
         if isinstance(outputs, torch.Tensor):
             return outputs[back]

@@ -20,7 +20,6 @@ from neuronx_distributed_inference.models.image_to_text_model_base import (
 )
 from neuronx_distributed_inference.models.image_to_text_model_wrapper import ImageToTextModelWrapper
 from neuronx_distributed_inference.models.model_wrapper import (
-    CONTEXT_ENCODING_MODEL_TAG,
     VISION_ENCODER_MODEL_TAG,
     EncoderModelInstance,
     ModelWrapper,
@@ -35,7 +34,7 @@ from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.vision_config import Grid
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
-from .cpu_mode import with_modular_flow
+from .cpu_mode import KimiK2ModelWrapper
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
 from .modeling_kimi_k25 import NeuronKimiK25TextModel, prefill_inputs
 from .presharding import preshard
@@ -127,16 +126,27 @@ class KimiK25InferenceConfig(ImageToTextInferenceConfig):
         return cls(text, vision, **fields)
 
 
-class KimiK25TextWrapper(ImageToTextModelWrapper):
+class KimiK25TextWrapper(KimiK2ModelWrapper, ImageToTextModelWrapper):
     """The text graphs' wrapper: media's rows and their index are filled up to the graph that NxDI chooses.
 
     NxDI's own puts zeros for embeddings of another length than the graph's. Nothing is cut off or zeroed here.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.tag == CONTEXT_ENCODING_MODEL_TAG:
-            self.compiler_args: str = with_modular_flow(self.compiler_args)
+    not_rows = (EMBEDDINGS,)
+
+    def _forward_with_pad(self, *args: Any) -> Any:
+        # NxDI's for images takes no notice of apply_seq_ids_mask: it fills a batch up with lines that would be written.
+        self._lines: Tensor | None = args[3] if self.neuron_config.apply_seq_ids_mask else None
+        try:
+            return super()._forward_with_pad(*args)
+        finally:
+            self._lines = None
+
+    def _forward(self, *args: Any) -> Any:
+        if (lines := getattr(self, "_lines", None)) is not None:
+            own = torch.isin(args[3], lines)
+            args = (*args[:3], torch.where(own, args[3], torch.full_like(args[3], -1)), *args[4:])
+        return super()._forward(*args)
 
     @staticmethod
     def get_dummy_vision_inputs(
@@ -315,17 +325,22 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
         return rows[: sum(grid.tokens(inputs.config.merge_kernel_size) for grid in grids)]
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], media: Sequence[Sequence[tuple[Tensor, Grid]]]) -> Any:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        media: Sequence[Sequence[tuple[Tensor, Grid]]],
+        seq_ids: Tensor | None = None,
+    ) -> Any:
         """Run prompts with their images and video chunks; NxDI's output, logits of the last tokens.
 
-        Arguments and errors as for `NeuronKimiK25ForConditionalGeneration.prefill`.
+        Arguments and errors as for `NeuronKimiK25ForConditionalGeneration.prefill`, and each prompt's cache line.
         """
         features = [[self.encode(pixels, [grid]) for pixels, grid in own] for own in media]
         vision = self.vision_inputs.config
         inputs, rows, index = prefill_inputs(prompts, features, vision, self.neuron_config.max_context_length)
         if rows is not None:
             inputs |= {"vision_embeddings": rows, "vision_mask": index}
-        return self(**inputs)
+        return self(**inputs, seq_ids=seq_ids)
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The text class's; a graph has all its inputs, so that text alone comes with empty ones for media.
