@@ -19,13 +19,15 @@ from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
 from kimi_k2.bench.kernels.expert_rows import (
     Comparison,
     add_row,
+    begin_row,
+    begun_rows,
     by_layout,
     kernel_state,
     read_rows,
     summary,
     table,
 )
-from kimi_k2.bench.kernels.experts import TOKENS, Selection, run, sections
+from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
 from kimi_k2.kernels.common import build
@@ -178,6 +180,28 @@ def test_a_resumed_run_takes_what_is_missing_and_then_what_other_kernels_gave(tm
     file.write_text("{}\n")
     with pytest.raises(KernelError, match=r"rows.jsonl, line 1: .* expected a row of the comparison"):
         read_rows(file)
+
+
+def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed(tmp_path: Path) -> None:
+    wanted = Selection(drawn=400, seed=3)
+    cases = drawn_cases(wanted)
+    assert len(set(cases)) == 400 and cases == drawn_cases(wanted) != drawn_cases(replace(wanted, seed=4))
+    assert {case[0] for case in cases} == set(wanted.formats) and {case[1] for case in cases} == set(wanted.layouts)
+    exponents = [float(case[2].removeprefix("zipf:")) for case in cases if case[2].startswith("zipf")]
+    assert {"uniform", "same"} < {case[2] for case in cases} and 100 < len(exponents) < 166
+    assert 0 <= min(exponents) < 0.1 and 1.4 < max(exponents) <= 1.5
+    tokens = [case[3] for case in cases]
+    assert min(tokens) == 1 and 60000 < max(tokens) <= 65536 and 170 < sum(count <= 256 for count in tokens) < 230
+    given = list(sections(wanted, {}))
+    assert len(given) == 18 and sum(len(left) for *_, left in given) == 400
+    file = tmp_path / "rows.jsonl"
+    for case in cases[:2]:
+        begin_row(file, case)
+    add_row(
+        file, replace(compared(1.0), format=cases[0][0], layout=cases[0][1], routing=cases[0][2], tokens=cases[0][3])
+    )
+    assert begun_rows(file) - read_rows(file).keys() == {cases[1]}
+    assert begun_rows(file, forget=True) and begun_rows(file) == set()
 
 
 def test_a_formats_state_follows_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:

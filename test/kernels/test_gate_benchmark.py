@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
 from kimi_k2.bench.kernels import table
+from kimi_k2.bench.kernels.harness import in_turns
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
 
@@ -40,6 +44,7 @@ def test_it_says_which_peers_are_not_installed(monkeypatch: pytest.MonkeyPatch) 
     said: list[str] = []
     for name, value in (("is_available", True), ("get_device_name", "GPU")):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(table, "quick_captures", lambda: None)
     monkeypatch.setattr(table, "read_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(table, "matmul_rate", lambda: 700.0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -48,3 +53,31 @@ def test_it_says_which_peers_are_not_installed(monkeypatch: pytest.MonkeyPatch) 
     assert said[1] == "not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM" and len(said) == 3
     table.run(["gate"], False, None, said.append)
     assert len(said) == 5
+
+
+def test_the_last_lines_tell_where_a_peer_is_faster() -> None:
+    rows = [
+        Row("gate", case, who, time, 1e3)
+        for case, times in {"T=1": (1.0, 2.0, 4.0), "T=2": (3.3, 4.0, 3.0), "T=4": (5.0,)}.items()
+        for who, time in zip(("ours", "peer", "other"), times, strict=False)
+    ]
+    assert list(table.slower(rows)) == [
+        "gate, ours: 2 cases beside peers, of the best's time median 0.800, largest 1.100, above 1.05 in 1",
+        "  1.100 T=2",
+    ]
+
+
+def test_a_slower_case_is_timed_in_turns_that_begin_with_others() -> None:
+    asked: list[str] = []
+    times = {"ours": iter([3.0, 1.0, 1.1]), "ours, rounded": iter([0.1] * 3), "peer": iter([1.0, 1.0, 9.0])}
+
+    def timer(name: str) -> float:
+        asked.append(name)
+        return next(times[name])
+
+    assert in_turns({name: partial(timer, name) for name in times}) == {"ours": 1.1, "ours, rounded": 0.1, "peer": 1.0}
+    assert asked == [*times, "ours, rounded", "peer", "ours", "peer", "ours", "ours, rounded"]
+    asked.clear()
+    once = {"ours": iter([1.05]), "peer": iter([1.0]), "failed": iter([math.inf])}
+    times.update(once)
+    assert in_turns({name: partial(timer, name) for name in once})["ours"] == 1.05 and asked == list(once)

@@ -104,6 +104,26 @@ def add_row(path: Path, row: Comparison) -> None:
         file.write(json.dumps(asdict(row)) + "\n")
 
 
+def _begun(path: Path) -> Path:
+    return path.with_name(path.name + ".begun")
+
+
+def begin_row(path: Path, key: Key) -> None:
+    """Note that a case is being timed, as it may end the process."""
+    with _begun(path).open("a") as file:
+        file.write(json.dumps(key) + "\n")
+
+
+def begun_rows(path: Path, *, forget: bool = False) -> set[Key]:
+    """The cases that runs into this file have begun; `forget`: and have it no more."""
+    found: set[Key] = set()
+    if _begun(path).exists():
+        found = {tuple(json.loads(line)) for line in _begun(path).read_text().splitlines()}
+    if forget:
+        _begun(path).unlink(missing_ok=True)
+    return found
+
+
 def ratios(found: Iterable[Comparison]) -> list[tuple[float, Comparison]]:
     """Our time over the best peer's where there is one, smallest first."""
     return sorted(((one.ratio, one) for one in found if one.ratio is not None), key=lambda pair: pair[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,13 +21,15 @@ from kimi_k2.bench.kernels.expert_rows import (
     Comparison,
     Key,
     add_row,
+    begin_row,
+    begun_rows,
     by_layout,
     kernel_state,
     read_rows,
     summary,
     table,
 )
-from kimi_k2.bench.kernels.harness import Captures, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.harness import Captures, in_turns, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.bench.kernels.moe import HIDDEN
 from kimi_k2.bench.kernels.routing import Routing
@@ -46,7 +50,13 @@ MOST_ERROR = 0.1
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cases to time; within a band of tokens the members' order is the order of the run."""
+    """Which cases to time; within a band of tokens the members' order is the order of the run.
+
+    Attributes:
+        drawn: so many cases drawn from the formats, layouts, routings and numbers of tokens up to the most, instead of
+            all their combinations; 0 for these. Of a Zipf routing drawn, the exponent is too, up to the one given.
+        seed: of the draw.
+    """
 
     formats: Sequence[str] = tuple(FORMATS)
     layouts: Sequence[str] = LAYOUTS
@@ -54,6 +64,22 @@ class Selection:
     tokens: Sequence[int] = TOKENS
     replays: int | None = None
     with_peers: bool = True
+    drawn: int = 0
+    seed: int = 0
+
+
+def drawn_cases(wanted: Selection) -> list[Key]:
+    """`wanted.drawn` different cases, the same for a seed; powers of two of tokens are equally likely."""
+    draw = random.Random(wanted.seed)
+    kinds = dict.fromkeys(routing.partition(":")[0] for routing in wanted.routings)
+    most = max(float(routing.partition(":")[2] or 0) for routing in wanted.routings)
+    found: dict[Key, None] = {}
+    while len(found) < wanted.drawn:
+        kind = draw.choice(list(kinds))
+        routing = kind if kind != "zipf" else f"zipf:{draw.uniform(0, most):.2f}"
+        tokens = round(2 ** draw.uniform(0, math.log2(max(wanted.tokens))))
+        found[draw.choice(wanted.formats), draw.choice(wanted.layouts), routing, tokens] = None
+    return list(found)
 
 
 def replays_of(tokens: int) -> int:
@@ -100,25 +126,40 @@ def compare(
     sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
     few = [part[:CHECKED_TOKENS] for part in sets[0]]
     wanted = experts.reference(few[0], few[1], few[2])
-    microseconds, errors, absent, spread = {}, {}, {}, {}
+    errors: dict[str, float] = {}
+    absent: dict[str, str] = {}
+    spread: dict[str, float] = {}
+
+    def failed(name: str, failure: Exception) -> None:
+        if name == "ours" or isinstance(failure, KernelError):
+            raise failure
+        absent[name] = f"failed: {failure}".splitlines()[0]
+
+    def microseconds_of(name: str, call: Operation) -> float:
+        try:
+            times = captures.times([partial(call, *one) for one in sets], replays, int(tokens <= 4096))
+        except (RuntimeError, AssertionError) as failure:
+            failed(name, failure)
+            return math.inf
+        middle = statistics.median(times)
+        spread[name] = round((max(times) - min(times)) / middle, 4)
+        return middle
+
+    timers: dict[str, Callable[[], float]] = {}
     for peer in (Peer("ours", experts.ours(tokens, case.top_k)), *known):
         reason = peer.absent(tokens, case.top_k)
         if peer.call is None or reason is not None:
             absent[peer.name] = reason or ""
             continue
-        call: Operation = peer.call
         try:
-            errors[peer.name] = relative(call(*sets[0])[:CHECKED_TOKENS], wanted)
-            if not errors[peer.name] < MOST_ERROR:
-                raise KernelError(f"{peer.name}: {errors[peer.name]:.1e} from float64, expected below {MOST_ERROR}")
-            times = captures.times([partial(call, *one) for one in sets], replays, int(tokens <= 4096))
+            error = relative(peer.call(*sets[0])[:CHECKED_TOKENS], wanted)
+            if not error < MOST_ERROR:
+                raise KernelError(f"{peer.name}: {error:.1e} from float64, expected below {MOST_ERROR}")
         except (RuntimeError, AssertionError) as failure:
-            if peer.name == "ours" or isinstance(failure, KernelError):
-                raise
-            absent[peer.name] = f"failed: {failure}".splitlines()[0]
+            failed(peer.name, failure)
             continue
-        microseconds[peer.name] = statistics.median(times)
-        spread[peer.name] = round((max(times) - min(times)) / microseconds[peer.name], 4)
+        errors[peer.name], timers[peer.name] = error, partial(microseconds_of, peer.name, peer.call)
+    microseconds = {name: value for name, value in in_turns(timers).items() if name not in absent}
     distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
     return Comparison(
         experts.name,
@@ -145,16 +186,18 @@ def sections(wanted: Selection, have: Mapping[Key, Comparison]) -> Iterator[tupl
         Format, layout, and (tokens, routing) within a band, fewest tokens first.
     """
     states = {name: kernel_state(name) for name in wanted.formats}
+    every = (
+        drawn_cases(wanted)
+        if wanted.drawn
+        else list(product(wanted.formats, wanted.layouts, wanted.routings, wanted.tokens))
+    )
+    every.sort(key=lambda key: key[3])
+    bands = () if wanted.drawn else BANDS  # few cases of a format and layout: its weights are made once
     for begun in (False, True):
-        for least, most in zip((0, *BANDS), (*BANDS, math.inf), strict=True):
+        for least, most in zip((0, *bands), (*bands, math.inf), strict=True):
             for layout in wanted.layouts:
                 for name in wanted.formats:
-                    keys = [
-                        (name, layout, routing, tokens)
-                        for tokens in sorted(wanted.tokens)
-                        if least < tokens <= most
-                        for routing in wanted.routings
-                    ]
+                    keys = [key for key in every if key[:2] == (name, layout) and least < key[3] <= most]
                     left = [key for key in keys if (key in have) == begun]
                     left = [key for key in left if not begun or have[key].state != states[name]]
                     if left:
@@ -162,9 +205,19 @@ def sections(wanted: Selection, have: Mapping[Key, Comparison]) -> Iterator[tupl
 
 
 def comparisons(
-    config: KimiK2Config, wanted: Selection, have: Mapping[Key, Comparison], deadline: float = math.inf
+    config: KimiK2Config,
+    wanted: Selection,
+    have: Mapping[Key, Comparison],
+    deadline: float = math.inf,
+    begin: Callable[[Key], None] = lambda key: None,
+    without: Collection[Key] = (),
 ) -> Iterator[Comparison]:
-    """Each case of the selection that is left, until `deadline` on the monotonic clock."""
+    """Each case of the selection that is left, until `deadline` on the monotonic clock.
+
+    Args:
+        begin: told of each case before it is timed.
+        without: cases left out.
+    """
     shapes = cases(config)
     for name, layout, left in sections(wanted, have):
         if time.monotonic() > deadline:
@@ -175,6 +228,9 @@ def comparisons(
         for tokens, routing in left:
             if time.monotonic() > deadline:
                 return
+            if (name, layout, routing, tokens) in without:
+                continue
+            begin((name, layout, routing, tokens))
             replays = wanted.replays or replays_of(tokens)
             yield compare(experts, known, case, layout, routing, tokens, replays, captures)
         del experts, known, captures
@@ -197,7 +253,8 @@ def run(
         wanted: the cases.
         out: file of JSON lines, a case each, written as they are found; None for none.
         say: takes each line.
-        resume: keep the rows of `out`, time the cases that it lacks, then those of other kernels, and sum up all.
+        resume: keep the rows of `out`, time the cases that it lacks, then those of other kernels, and sum up all. A
+            case that a run before began and did not end is named and left out: it may have ended that run.
         seconds: begin no case after so many; None: time all.
 
     Raises:
@@ -218,8 +275,13 @@ def run(
     say(f"{torch.cuda.get_device_name()}: read {read_bandwidth():.0f} GB/s")
     if out is not None and not resume:
         out.unlink(missing_ok=True)
-    found = dict(have)
-    for one in comparisons(config, wanted, have, begun + (math.inf if seconds is None else seconds)):
+        begun_rows(out, forget=True)
+    ended = begun_rows(out) - have.keys() if out is not None else set()
+    for key in sorted(ended):
+        say(f"left out, as a run ended in it: {key}")
+    found, until = dict(have), begun + (math.inf if seconds is None else seconds)
+    begin: Callable[[Key], None] = partial(begin_row, out) if out is not None else lambda key: None
+    for one in comparisons(config, wanted, have, until, begin, ended):
         found[one.key] = one
         say(one.line())
         if out is not None:

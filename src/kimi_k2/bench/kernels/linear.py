@@ -110,7 +110,7 @@ def _times(
     def dequantized(weight: Tensor) -> None:
         torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
 
-    for label, pins in (("ours", None), ("e4m3", E4M3)):
+    for label, pins in (("ours", None), ("ours, e4m3", E4M3)):
         registry.pin(pins)
         yield label, graph_median([partial(by_table, weight) for weight in weights])
     registry.pin()

@@ -100,12 +100,12 @@ def ragged_layers(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfl
     return [replace(first, q=q, cache=cache) for q, cache in zip(queries, caches, strict=True)]
 
 
-def time_layers(call: Callable[[Inputs], Tensor], layers: list[Inputs]) -> float:
+def time_layers(call: Callable[[Inputs], Tensor], layers: list[Inputs], replays: int = 25) -> float:
     """As `time_mla` over these inputs, which share one tensor of lengths."""
     if isinstance(call, mla_peers.Scheduled):
         layers = [replace(one, q=one.q.to(call.query_dtype)) for one in layers]
         call.schedule(layers[0])
-    return graph_median([partial(call, one) for one in layers] * -(-16 // len(layers)))
+    return graph_median([partial(call, one) for one in layers] * -(-16 // len(layers)), replays)
 
 
 def time_ragged(

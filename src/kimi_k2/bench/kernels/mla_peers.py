@@ -20,6 +20,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
+from kimi_k2.kernels.common.hardware import hopper
 
 
 class Scheduled:
@@ -131,6 +132,32 @@ class FlashMLAFp8(Scheduled):
         return out
 
 
+class TritonMla(Scheduled):
+    """vLLM's Triton kernel; over an e4m3 cache its queries keep BF16's bits, as ours do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = importlib.import_module("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
+        self.one = torch.ones(1, device="cuda")
+
+    def plan(self, one: Inputs) -> Any:
+        """Parts of the longest sequence, as vLLM's backend has them: a power of two, at most two an SM."""
+        parts = max(1, one.block_table.shape[1] * PAGE // 512)
+        return min(1 << (parts - 1).bit_length(), 2 * hopper(one.q.device.index, "mla_decode")[1])
+
+    def run(self, one: Inputs, plan: Any) -> Tensor:
+        """One query a sequence, as vLLM's backend calls it, its scratch memory made anew."""
+        batch, heads = one.q.shape[:2]
+        out, sums = one.q.new_zeros(batch, heads, LATENT), one.q.new_zeros(batch, heads)
+        parts = torch.empty(batch, heads, plan, LATENT + 1, device=one.q.device)
+        cache = one.cache.unsqueeze(2)
+        self.attend(
+            one.q, cache, cache[..., :LATENT], out, sums, one.block_table, one.seq_lens, parts, plan, SOFTMAX_SCALE,
+            PAGE, k_scale=self.one, v_scale=self.one, is_mla=True,
+        )  # fmt: skip
+        return out
+
+
 class RoundedQueries(Scheduled):
     """Ours where `mla_decode=e4m3` is pinned; unlike the peer's, its rounding of the queries is timed."""
 
@@ -152,7 +179,10 @@ def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Scheduled]
     if importlib.util.find_spec("vllm") is None:
         return
     known: tuple[tuple[str, type[Scheduled]], ...] = (("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA))
-    for name, kind in known if dtype == torch.bfloat16 else (("FlashMLA FP8", FlashMLAFp8),):
+    for name, kind in (
+        *(known if dtype == torch.bfloat16 else (("FlashMLA FP8", FlashMLAFp8),)),
+        ("vLLM Triton", TritonMla),
+    ):
         try:
             yield name, kind()
         except ImportError:  # vLLM was built without it

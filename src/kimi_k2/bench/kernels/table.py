@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import pkgutil
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import kimi_k2.bench.kernels as bench
-from kimi_k2.bench.kernels.harness import matmul_rate, read_bandwidth
+from kimi_k2.bench.kernels.harness import SLOWER, matmul_rate, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.mla_drawn import drawn_rows
 from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
+from kimi_k2.files import replace_file
 
 
 def operations() -> list[str]:
@@ -47,7 +50,7 @@ def run(
     Args:
         only: operations to run; all if empty.
         peers: also time PyTorch and the peers that can be imported.
-        out: JSON file to write; None for none.
+        out: JSON file, written anew at each row; None for none.
         say: takes each line.
         drawn: so many drawn batches of MLA decode instead of the standard rows, the same for a seed.
         seed: of the drawn batches.
@@ -60,9 +63,11 @@ def run(
     available = operations()
     if unknown := sorted(set(only) - set(available)):
         raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(available)}")
+    quick_captures()
     bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
+    ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
     say(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, BF16 GEMM {matrix_rate:.0f} TFLOP/s")
-    found = []
+    found: list[Row] = []
     modules = (importlib.import_module(f"{bench.__name__}.{name}") for name in only or available)
     standard = (row for module in modules for row in module.rows(with_peers=peers))
     if peers and importlib.util.find_spec("vllm") is None:
@@ -72,7 +77,30 @@ def run(
         case = row.operation, row.case
         say(describe(row, bandwidth, matrix_rate, ours.get(case)))
         ours.setdefault(case, row.microseconds)  # a case's first row
-        found.append(asdict(row))
-    if out is not None:
-        ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
-        out.write_text(json.dumps(ceilings | {"rows": found}, indent=1) + "\n")
+        found.append(row)
+        if out is not None:
+            replace_file(out, json.dumps(ceilings | {"rows": [asdict(one) for one in found]}, indent=1) + "\n")
+    for line in slower(found):
+        say(line)
+
+
+def slower(rows: Sequence[Row]) -> Iterator[str]:
+    """Of each operation and form of ours a line over its cases that have a peer, then those above SLOWER."""
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if not row.implementation.startswith("ours"):
+            case = row.operation, row.case
+            best[case] = min(best.get(case, math.inf), row.microseconds)
+    shares: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for row in rows:
+        case = row.operation, row.case
+        if row.implementation.startswith("ours") and case in best:
+            share = row.microseconds / best[case]
+            shares.setdefault((row.operation, row.implementation), []).append((share, row.case))
+    for (operation, who), told in shares.items():
+        told.sort(reverse=True)
+        above = [f"  {share:.3f} {case}" for share, case in told if share > SLOWER]
+        middle = statistics.median(share for share, _ in told)
+        largest = f"largest {told[0][0]:.3f}, above {SLOWER} in {len(above)}"
+        yield f"{operation}, {who}: {len(told)} cases beside peers, of the best's time median {middle:.3f}, {largest}"
+        yield from above

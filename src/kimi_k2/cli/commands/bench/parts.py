@@ -91,6 +91,8 @@ def experts(
         str | None, typer.Option(metavar="1,2", help="Token counts; powers of two to 65536 if not given.")
     ] = None,
     replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
+    drawn: Annotated[int, number(0, "So many cases drawn from these instead of all; tokens up to the most.")] = 0,
+    seed: Annotated[int, number(0, "Of --drawn.")] = 0,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
     out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
     resume: Annotated[
@@ -105,7 +107,7 @@ def experts(
     names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
     given = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
     chosen = {name: value for name, value in given.items() if value}
-    selection = Selection(**chosen, with_peers=peers)  # type: ignore[arg-type]
+    selection = Selection(**chosen, with_peers=peers, drawn=drawn, seed=seed)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
 
 
