@@ -178,11 +178,10 @@ def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Scheduled]
     """(name, call) of each that vLLM brings for a cache of this dtype."""
     if importlib.util.find_spec("vllm") is None:
         return
-    known: tuple[tuple[str, type[Scheduled]], ...] = (("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA))
-    for name, kind in (
-        *(known if dtype == torch.bfloat16 else (("FlashMLA FP8", FlashMLAFp8),)),
-        ("vLLM Triton", TritonMla),
-    ):
+    known: list[tuple[str, type[Scheduled]]] = [("FlashMLA FP8", FlashMLAFp8), ("vLLM Triton", TritonMla)]
+    if dtype == torch.bfloat16:
+        known[:1] = [("FlashAttention 3", FlashAttention3), ("FlashMLA", FlashMLA)]
+    for name, kind in known:
         try:
             yield name, kind()
         except ImportError:  # vLLM was built without it

@@ -184,9 +184,11 @@ def _by_plan(
     cache_scale: float, tokens: int, capacity: int, rounded: bool,
 ) -> Tensor:  # fmt: skip
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
-    attend = mla_fp8.run_planned if rounded and cache.dtype != q.dtype else mla_cuda.run_planned
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
-    return attend(*given, whole=whole)
+    # The largest score is found before it is multiplied.
+    if cache.dtype != q.dtype and (rounded or softmax_scale * cache_scale > 0):
+        return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2)
+    return mla_cuda.run_planned(*given, whole=whole)
 
 
 def _several(

@@ -1,4 +1,4 @@
-// Host side of MLA decode attention over an e4m3 cache with queries and weights in e4m3.
+// Host side of MLA decode attention over an e4m3 cache with queries and weights in e4m3, in one term or two.
 #include "mla_fp8.cuh"
 #include "mla_merge_launch.cuh"
 
@@ -18,33 +18,36 @@ static int encode(CUtensorMap* map, const Arguments& a, int columns) {
              : 0;
 }
 
-template <int HEADS>
+template <int HEADS, int TERMS>
 static int launch_fp8(const __nv_bfloat16* q, const Arguments& a, cudaStream_t stream) {
-  static_assert(sizeof(Fp8Memory<HEADS>) <= host::kMaxShared, "a block does not have so much shared memory");
+  static_assert(sizeof(Fp8Memory<HEADS, TERMS>) <= host::kMaxShared, "a block does not have so much shared memory");
   CUtensorMap latent, rope;
   if (int rc = encode(&latent, a, 128)) return rc;
   if (int rc = encode(&rope, a, 64)) return rc;
-  return host::launch(attend_fp8<HEADS>, {dim3(a.blocks), kFp8Threads, sizeof(Fp8Memory<HEADS>), stream}, latent, rope,
-                      q, a);
+  return host::launch(attend_fp8<HEADS, TERMS>, {dim3(a.blocks), kFp8Threads, sizeof(Fp8Memory<HEADS, TERMS>), stream},
+                      latent, rope, q, a);
 }
 
+template <int TERMS>
 static int launch_fp8(const __nv_bfloat16* q, const Arguments& a, cudaStream_t stream) {
   switch (a.heads) {
-    case 8: return launch_fp8<8>(q, a, stream);
-    case 16: return launch_fp8<16>(q, a, stream);
-    case 32: return launch_fp8<32>(q, a, stream);
-    case 64: return launch_fp8<64>(q, a, stream);
+    case 8: return launch_fp8<8, TERMS>(q, a, stream);
+    case 16: return launch_fp8<16, TERMS>(q, a, stream);
+    case 32: return launch_fp8<32, TERMS>(q, a, stream);
+    case 64: return launch_fp8<64, TERMS>(q, a, stream);
     default: return host::kNoInstance;
   }
 }
 
 }  // namespace mla
 
-// `q` is bfloat16, args->cache e4m3; args->plan says who takes which rows. Returns 0, a cudaError_t, or a host::Error.
-extern "C" int kimi_mla_fp8(const void* q, const mla::Arguments* args, void* stream_ptr) {
+// `q` is bfloat16, args->cache e4m3; args->plan says who takes which rows; in one term or two. Returns 0, a
+// cudaError_t, or a host::Error.
+extern "C" int kimi_mla_fp8(const void* q, const mla::Arguments* args, int terms, void* stream_ptr) {
   using namespace mla;
   const auto stream = static_cast<cudaStream_t>(stream_ptr);
   if (!args->plan) return host::kNoInstance;
-  if (int rc = launch_fp8(static_cast<const __nv_bfloat16*>(q), *args, stream)) return rc;
+  const auto rows = static_cast<const __nv_bfloat16*>(q);
+  if (int rc = terms > 1 ? launch_fp8<2>(rows, *args, stream) : launch_fp8<1>(rows, *args, stream)) return rc;
   return args->whole ? 0 : launch_merge_planned<kFloat16>(*args, stream);
 }

@@ -1,10 +1,11 @@
-// MLA decode attention over an e4m3 cache with queries and weights rounded to e4m3 too, by a plan: nothing of the cache
-// is converted. A block takes all heads of one request over one item, 64 cache rows a step. The first warpgroup
-// computes the scores and their online softmax in base 2, the next rows' scores while it weighs these, and leaves the
-// weights in shared memory, heads along rows. The second and third compute 256 columns of the values each, transposed:
-// columns lie along the 64 rows of the matrix instruction and heads along its columns, as e4m3 operands in shared
-// memory must be contiguous along the rows that are summed over, which the cache is not: it comes to the registers by a
-// transposing ldmatrix and two byte permutations a fragment. One warp of the fourth copies.
+// MLA decode attention over an e4m3 cache with queries and weights in e4m3 too, by a plan: nothing of the cache is
+// converted. They are rounded, or the sum of two terms, which holds bfloat16's bits (mla_fp8_memory.cuh). A block takes
+// all heads of one request over one item, 64 cache rows a step. The first warpgroup computes the scores and their
+// online softmax in base 2, the next rows' scores while it weighs these, and leaves the weights in shared memory, heads
+// along rows. The second and third compute 256 columns of the values each, transposed: columns lie along the 64 rows of
+// the matrix instruction and heads along its columns, as e4m3 operands in shared memory must be contiguous along the
+// rows that are summed over, which the cache is not: it comes to the registers by a transposing ldmatrix and two byte
+// permutations a fragment. One warp of the fourth copies.
 #pragma once
 #include "mla_fp8_scores.cuh"
 #include "mla_fp8_values.cuh"
@@ -12,9 +13,9 @@
 namespace mla {
 
 // By one warp.
-template <int HEADS>
-__device__ __forceinline__ void copy_tiles(Fp8Memory<HEADS>& m, const Arguments& a, const CUtensorMap* latent,
-                                           const CUtensorMap* rope, const Items& items) {
+template <class M>
+__device__ __forceinline__ void copy_tiles(M& m, const Arguments& a, const CUtensorMap* latent, const CUtensorMap* rope,
+                                           const Items& items) {
   const int lane = threadIdx.x % 32;
   for (int number = items.begin, n = 0; number < items.end; ++number) {
     const PlannedItem item = item_of(a, number);
@@ -22,9 +23,9 @@ __device__ __forceinline__ void copy_tiles(Fp8Memory<HEADS>& m, const Arguments&
     int page = 0;
     for (int i = 0; i < part.count; ++i, ++n) {
       if (i % 32 == 0) page = page_of(a, part, item.request, i + lane);
-      const int row = int(row_of(a, part, item.request, __shfl_sync(~0u, page, i % 32), i)), stage = n % kDepth;
+      const int row = int(row_of(a, part, item.request, __shfl_sync(~0u, page, i % 32), i)), stage = n % M::kDepth;
       if (lane == 0) {
-        mbar_wait(&m.empty[stage], (n / kDepth & 1) ^ 1);
+        mbar_wait(&m.empty[stage], (n / M::kDepth & 1) ^ 1);
         mbar_arrive_expect_tx(&m.full[stage], kTile);
         for (int box = 0; box < 4; ++box)
           tma_load_2d(smem_u32(m.stage[stage] + box * kWideBox), latent, &m.full[stage], box * 128, row, kEvictFirst);
@@ -43,12 +44,13 @@ __device__ __forceinline__ void set_registers() {
   else reg_alloc<REGISTERS>();
 }
 
-template <int HEADS>
+template <int HEADS, int TERMS>
 __global__ void __launch_bounds__(kFp8Threads, 1)
     attend_fp8(const __grid_constant__ CUtensorMap latent, const __grid_constant__ CUtensorMap rope,
                const __nv_bfloat16* query, const Arguments a) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  Fp8Memory<HEADS>& m = *reinterpret_cast<Fp8Memory<HEADS>*>(raw);
+  using Held = Fp8Memory<HEADS, TERMS>;
+  Held& m = *reinterpret_cast<Held*>(raw);
   static_assert(kScoreRegisters<HEADS> + 2 * kValueRegisters<HEADS> + kCopyRegisters <= 4 * kLaunched,
                 "setmaxnreg would not return");
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kFp8Threads, 1)
   if (threadIdx.x == 0) {
     prefetch_tensormap(&latent);
     prefetch_tensormap(&rope);
-    for (int stage = 0; stage < kDepth; ++stage) mbar_init(&m.full[stage], 1), mbar_init(&m.empty[stage], 12);
+    for (int stage = 0; stage < Held::kDepth; ++stage) mbar_init(&m.full[stage], 1), mbar_init(&m.empty[stage], 12);
     for (int i = 0; i < 2; ++i) mbar_init(&m.weights_full[i], 4), mbar_init(&m.weights_empty[i], 8);
     fence_mbar_init();
   }

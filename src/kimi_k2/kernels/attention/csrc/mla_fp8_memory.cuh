@@ -6,9 +6,6 @@ namespace mla {
 
 constexpr int kFp8Threads = 512, kTile = kRows * kRow;  // of e4m3: four boxes of 128 columns, then one of 64
 constexpr int kWideBox = kRows * 128, kRope = 4 * kWideBox;
-// The first warpgroup is up to two steps ahead of the others. A fifth stage, or asking the L2 for rows before their
-// copy, made it no faster over long contexts; over short ones a fifth leaves the merge no room beside this launch.
-constexpr int kDepth = 4;
 // Registers of a thread that scores, sums values, copies.
 template <int HEADS>
 constexpr int kScoreRegisters = HEADS > 32 ? 120 : 160;
@@ -19,9 +16,14 @@ constexpr int kCopyRegisters = 24;
 constexpr float kWeightLog = 8;
 constexpr int kScorers = 6;  // named barrier
 
-template <int HEADS>
+// Queries and weights are sums of so many TERMS in e4m3: one rounds them, two hold bfloat16's bits.
+template <int HEADS, int TERMS>
 struct alignas(1024) Fp8Memory {
-  uint8_t query[kTile], stage[kDepth][kTile], weights[2][HEADS * kRows];
+  static constexpr int kHeads = HEADS, kTerms = TERMS, kWeights = HEADS * kRows;
+  // The first warpgroup is up to two steps ahead of the others. A fifth stage, or asking the L2 for rows before their
+  // copy, made it no faster over long contexts; over short ones a fifth leaves the merge no room beside this launch.
+  static constexpr int kDepth = TERMS > 1 ? 3 : 4;
+  uint8_t query[TERMS][kTile], stage[kDepth][kTile], weights[2][TERMS][kWeights];
   float scale[kRows], shrink[2][kRows], inverse[2][kRows];
   // Of the weights, a warp's first lane arrives for all behind a __syncwarp. compute-sanitizer's racecheck (CUDA 13.0)
   // does not count that for the other lanes: it reports their `shrink` and `inverse`, 7 of every 8 written.

@@ -24,10 +24,17 @@ __device__ __forceinline__ int place_of(int row, int column) {
                           : kRope + row * 64 + ((chunk % 4) ^ (row / 2 % 4)) * 16 + low;
 }
 
+// What e4m3 values leave of two floats, in e4m3: of bfloat16's bits, whose first four they have, the others, down to
+// 2^-9.
+__device__ __forceinline__ uint32_t rest_of(uint32_t fp8, float x, float y) {
+  const float2 held = from_e4m3(fp8);
+  return to_e4m3(x - held.x, y - held.y);
+}
+
 // A head's query as e4m3 times a power of two, by which the scores' scale is divided; by eight lanes, of which each has
 // every eighth 16 bytes.
-template <int HEADS>
-__device__ __forceinline__ void round_query(Fp8Memory<HEADS>& m, const uint4 (&raw)[9], int head, float scale) {
+template <class M>
+__device__ __forceinline__ void round_query(M& m, const uint4 (&raw)[9], int head, float scale) {
   const int lane = threadIdx.x % 8;
   float most = 0;
 #pragma unroll
@@ -46,25 +53,29 @@ __device__ __forceinline__ void round_query(Fp8Memory<HEADS>& m, const uint4 (&r
 #pragma unroll
   for (int j = 0; j < 9; ++j) {
     const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+    const int place = place_of(head, (j * 8 + lane) * 8);
     uint32_t two[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      two[i] = to_e4m3(__uint_as_float(words[i] << 16) * factor, __uint_as_float(words[i] & 0xffff0000u) * factor);
-    *reinterpret_cast<uint2*>(m.query + place_of(head, (j * 8 + lane) * 8)) =
-        make_uint2(two[0] | two[1] << 16, two[2] | two[3] << 16);
+    for (int term = 0; term < M::kTerms; ++term) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = __uint_as_float(words[i] << 16) * factor, y = __uint_as_float(words[i] & 0xffff0000u) * factor;
+        two[i] = term ? rest_of(two[i], x, y) : to_e4m3(x, y);
+      }
+      *reinterpret_cast<uint2*>(m.query[term] + place) = make_uint2(two[0] | two[1] << 16, two[2] | two[3] << 16);
+    }
   }
 }
 
 // By the warpgroup that scores: a request's queries, four heads of a warp at once, the next four on their way.
-template <int HEADS>
-__device__ __forceinline__ void take_query(Fp8Memory<HEADS>& m, const Arguments& a, const __nv_bfloat16* query,
-                                           int request) {
-  constexpr int kRounds = HEADS < 16 ? HEADS / 4 : 4;
+template <class M>
+__device__ __forceinline__ void take_query(M& m, const Arguments& a, const __nv_bfloat16* query, int request) {
+  constexpr int kRounds = M::kHeads < 16 ? M::kHeads / 4 : 4;
   const int head = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8;
   named_sync(kScorers, 128);  // the last one is no longer read
-  if (threadIdx.x / 32 * 16 < HEADS) {
+  if (threadIdx.x / 32 * 16 < M::kHeads) {
     const uint4* from =
-        reinterpret_cast<const uint4*>(query + (int64_t(request) * HEADS + head) * kRow) + threadIdx.x % 8;
+        reinterpret_cast<const uint4*>(query + (int64_t(request) * M::kHeads + head) * kRow) + threadIdx.x % 8;
     uint4 raw[9], next[9];
 #pragma unroll
     for (int j = 0; j < 9; ++j) next[j] = __ldcg(from + j * 8);
@@ -75,36 +86,40 @@ __device__ __forceinline__ void take_query(Fp8Memory<HEADS>& m, const Arguments&
       if (round + 1 < kRounds)
 #pragma unroll
         for (int j = 0; j < 9; ++j) next[j] = __ldcg(from + (round + 1) * 4 * (kRow / 8) + j * 8);
-      round_query<HEADS>(m, raw, head + round * 4, a.scale);
+      round_query(m, raw, head + round * 4, a.scale);
     }
   }
   fence_proxy_async();
   named_sync(kScorers, 128);
 }
 
-// Asks the tensor cores for the scores of 64 cache rows; `n` steps of the block come before it.
-template <int HEADS>
-__device__ __forceinline__ void ask_scores(Fp8Memory<HEADS>& m, float (&score)[32], int n) {
-  mbar_wait(&m.full[n % kDepth], n / kDepth & 1);
-  const uint32_t query = lower_half(m.query), keys = lower_half(m.stage[n % kDepth]);
+// Asks the tensor cores for the scores of 64 cache rows; `n` steps of the block come before it. Small terms first.
+template <class M>
+__device__ __forceinline__ void ask_scores(M& m, float (&score)[32], int n) {
+  mbar_wait(&m.full[n % M::kDepth], n / M::kDepth & 1);
+  const uint32_t queries = lower_half(m.query), keys = lower_half(m.stage[n % M::kDepth]);
   fence_regs(score);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 16; ++k) {
-    const int at = (k / 4 * kWideBox + k % 4 * 32) / 16;
-    scores_128(score, query + at, keys + at, k > 0);
-  }
+  for (int term = M::kTerms - 1; term >= 0; --term) {
+    const uint32_t query = queries + term * (kTile / 16);
 #pragma unroll
-  for (int k = 0; k < 2; ++k) scores_64(score, query + kRope / 16 + k * 2, keys + kRope / 16 + k * 2, 1);
+    for (int k = 0; k < 16; ++k) {
+      const int at = (k / 4 * kWideBox + k % 4 * 32) / 16;
+      scores_128(score, query + at, keys + at, k > 0 || term < M::kTerms - 1);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) scores_64(score, query + kRope / 16 + k * 2, keys + kRope / 16 + k * 2, 1);
+  }
   wgmma_commit();
 }
 
 // Those scores, once they are there.
-template <int HEADS>
-__device__ __forceinline__ void await_scores(Fp8Memory<HEADS>& m, float (&score)[32], int n) {
+template <class M>
+__device__ __forceinline__ void await_scores(M& m, float (&score)[32], int n) {
   wgmma_wait<0>();
   fence_regs(score);
-  if (threadIdx.x % 32 == 0) mbar_arrive(&m.empty[n % kDepth]);
+  if (threadIdx.x % 32 == 0) mbar_arrive(&m.empty[n % M::kDepth]);
 }
 
 // Of each of this thread's two heads the largest score and the sum of weights.
@@ -113,9 +128,9 @@ struct ScoreState {
 };
 
 // What an item's last step hands on.
-template <int HEADS>
-__device__ __forceinline__ void finish_scores(Fp8Memory<HEADS>& m, const Arguments& a, const ScoreState& state, int to,
-                                              int64_t item, bool alone) {
+template <class M>
+__device__ __forceinline__ void finish_scores(M& m, const Arguments& a, const ScoreState& state, int to, int64_t item,
+                                              bool alone) {
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
@@ -123,22 +138,22 @@ __device__ __forceinline__ void finish_scores(Fp8Memory<HEADS>& m, const Argumen
     float total = state.total[lower];
 #pragma unroll
     for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-    if (head >= HEADS || threadIdx.x % 4 != 0) continue;
+    if (head >= M::kHeads || threadIdx.x % 4 != 0) continue;
     m.inverse[to][head] = total > 0 ? (alone ? a.value_scale : 1.f) / total : 0.f;  // 0: the token sees no row
     if (!alone)
-      reinterpret_cast<float2*>(a.sums)[item * HEADS + head] =
+      reinterpret_cast<float2*>(a.sums)[item * M::kHeads + head] =
           make_float2(state.top[lower] - kWeightLog + log2f(total), a.value_scale);
   }
 }
 
 // The weights of scores, of whose rows `rows` are there, `to` the second warpgroups.
-template <int HEADS>
-__device__ __forceinline__ void weigh(Fp8Memory<HEADS>& m, const Arguments& a, ScoreState& state, float (&score)[32],
-                                      int n, int rows, bool last, int64_t item, bool alone) {
+template <class M>
+__device__ __forceinline__ void weigh(M& m, const Arguments& a, ScoreState& state, float (&score)[32], int n, int rows,
+                                      bool last, int64_t item, bool alone) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 + lane / 4, pair = lane % 4, to = n % 2;
   const float scale[2] = {m.scale[row], m.scale[row + 8]};
   if (rows < kRows + a.tokens - 1) {
-    const int heads = HEADS / a.tokens, first = rows - (a.tokens - 1);
+    const int heads = M::kHeads / a.tokens, first = rows - (a.tokens - 1);
     const int seen[2] = {first + row / heads, first + (row + 8) / heads};
 #pragma unroll
     for (int j = 0; j < 32; ++j)
@@ -170,13 +185,17 @@ __device__ __forceinline__ void weigh(Fp8Memory<HEADS>& m, const Arguments& a, S
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     const int head = row + 8 * lower;
-    if (head >= HEADS) continue;
+    if (head >= M::kHeads) continue;
     // In the order of `take_values`: of 16 rows this thread's pair of the first 8, then that of the last 8.
 #pragma unroll
     for (int four = 0; four < 4; ++four) {
       const float* s = score + 8 * four + 2 * lower;
-      *reinterpret_cast<uint32_t*>(m.weights[to] + head * kRows + (four ^ (head / 2 % 4)) * 16 + pair * 4) =
-          to_e4m3(s[0], s[1]) | to_e4m3(s[4], s[5]) << 16;
+      uint8_t* const place = m.weights[to][0] + head * kRows + (four ^ (head / 2 % 4)) * 16 + pair * 4;
+      const uint32_t left = to_e4m3(s[0], s[1]), right = to_e4m3(s[4], s[5]);
+      *reinterpret_cast<uint32_t*>(place) = left | right << 16;
+      if (M::kTerms > 1)
+        *reinterpret_cast<uint32_t*>(place + M::kWeights) = rest_of(left, s[0], s[1]) | rest_of(right, s[4], s[5])
+                                                                                            << 16;
     }
     if (pair == 0) m.shrink[to][head] = shrink[lower];
   }
@@ -186,9 +205,8 @@ __device__ __forceinline__ void weigh(Fp8Memory<HEADS>& m, const Arguments& a, S
   if (lane == 0) mbar_arrive(&m.weights_full[to]);
 }
 
-template <int HEADS>
-__device__ __forceinline__ void score_items(Fp8Memory<HEADS>& m, const Arguments& a, const __nv_bfloat16* query,
-                                            const Items& items) {
+template <class M>
+__device__ __forceinline__ void score_items(M& m, const Arguments& a, const __nv_bfloat16* query, const Items& items) {
   for (int number = items.begin, n = 0; number < items.end; ++number) {
     const PlannedItem item = item_of(a, number);
     const Part part(item);

@@ -57,13 +57,18 @@ __device__ __forceinline__ void take_values(uint32_t (&left)[2][4], uint32_t sta
   }
 }
 
-// Asks the tensor cores for a tile's columns of all heads.
-template <int HEADS>
-__device__ __forceinline__ void ask_values(float (&sum)[HEADS / 2], const uint32_t (&left)[2][4], uint32_t weights) {
+// Asks the tensor cores for a tile's columns of all heads. Small terms first.
+template <class M>
+__device__ __forceinline__ void ask_values(float (&sum)[M::kHeads / 2], const uint32_t (&left)[2][4],
+                                           uint32_t weights) {
   fence_regs(sum);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 2; ++k) Fp8Values<HEADS>::go(sum, left[k], weights + k * 2, k > 0);
+  for (int term = M::kTerms - 1; term >= 0; --term)
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      Fp8Values<M::kHeads>::go(sum, left[k], weights + term * (M::kWeights / 16) + k * 2,
+                               k > 0 || term < M::kTerms - 1);
   wgmma_commit();
 }
 
@@ -106,8 +111,9 @@ __device__ __forceinline__ void store_values(const Arguments& a, const float (&a
     }
 }
 
-template <int HEADS>
-__device__ __forceinline__ void value_items(Fp8Memory<HEADS>& m, const Arguments& a, const Items& items, int half) {
+template <class M>
+__device__ __forceinline__ void value_items(M& m, const Arguments& a, const Items& items, int half) {
+  constexpr int HEADS = M::kHeads;
   const int lane = threadIdx.x % 32;
   for (int number = items.begin, n = 0; number < items.end; ++number) {
     // Read again behind the steps: registers are short in between.
@@ -115,8 +121,8 @@ __device__ __forceinline__ void value_items(Fp8Memory<HEADS>& m, const Arguments
     const int count = part.count, rows = part.length - part.first * kRows;
     float acc[4][HEADS / 2] = {};
     for (int i = 0; i < count; ++i, ++n) {
-      const int stage = n % kDepth, from = n % 2;
-      mbar_wait(&m.full[stage], n / kDepth & 1);
+      const int stage = n % M::kDepth, from = n % 2;
+      mbar_wait(&m.full[stage], n / M::kDepth & 1);
       const uint32_t values = smem_u32(m.stage[stage]), weights = lower_half(m.weights[from]);
       uint32_t left[2][2][4];
       float sum[HEADS / 2];
@@ -124,7 +130,7 @@ __device__ __forceinline__ void value_items(Fp8Memory<HEADS>& m, const Arguments
       mbar_wait(&m.weights_full[from], n / 2 & 1);
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile) {
-        ask_values<HEADS>(sum, left[tile % 2], weights);
+        ask_values<M>(sum, left[tile % 2], weights);
         if (tile < 3) take_values(left[(tile + 1) % 2], values, half, tile + 1, rows - i * kRows);
         // The last fragments are in registers: their values have been asked for.
         if (tile == 3 && lane == 0) mbar_arrive(&m.empty[stage]);
