@@ -121,10 +121,8 @@ def test_the_model_is_vllms_without_a_name(
 
 def test_the_model_is_ours(fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(monkeypatch, without="")
-    assert [fresh("registered").KimiK2ForVllm.__module__, plugin.ARCHITECTURES["DeepseekV3ForCausalLM"]] == [
-        "kimi_k2.serving.vllm.model",
-        "KimiK2ForVllm",
-    ]
+    assert fresh("registered").KimiK2ForVllm.__module__ == "kimi_k2.serving.vllm.model"
+    assert plugin.ARCHITECTURES["DeepseekV3ForCausalLM"] == "KimiK2ForVllm"
 
 
 @pytest.mark.parametrize("gone", sorted({name for _, name in taken_of_vllm("decode_steps")}))
@@ -222,20 +220,17 @@ def test_parsers_by_name(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv("KIMI_K2_PARSERS", switch)
     plugin.register_parsers()
+    ours = {"tool_parser": "KimiK2StreamToolParser", "reasoning_parser": "KimiK2StreamReasoningParser"}
     assert named == [
         (known, f"kimi_k2.serving.vllm.{module}", name)
-        for module, name in (
-            ("tool_parser", "KimiK2StreamToolParser"),
-            ("reasoning_parser", "KimiK2StreamReasoningParser"),
-        )
+        for module, name in ours.items()
         for known in ("kimi_k2_stream", "kimi_k2")[: 1 + (switch == "1")]
     ]
     for _, module_name, name in named:
-        path = Path(plugin.__file__).with_name(f"{module_name.rpartition('.')[2]}.py")
-        assert f"class {name}(" in path.read_text(encoding="utf-8")
+        assert f"class {name}(" in (HERE / f"{module_name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
 
 
-def deployment(**changed: Any) -> SimpleNamespace:
+def deployment(kind: type[SimpleNamespace] = SimpleNamespace, **changed: Any) -> Any:
     """What `refusal` reads of vLLM's configuration: one GPU, as the command line's defaults leave it."""
     fields = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
@@ -243,7 +238,7 @@ def deployment(**changed: Any) -> SimpleNamespace:
         "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False, "dtype": torch.bfloat16,
         "device_type": "cuda", "lora_config": None, "speculative_config": None, **changed,
     }  # fmt: skip
-    one = SimpleNamespace(**fields)
+    one = kind(**fields)
     for part in ("parallel_config", "cache_config", "model_config", "device_config"):
         setattr(one, part, one)
     return one
@@ -264,6 +259,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(support.ON_GPU, raising=False)
     monkeypatch.setattr(support, "_is_hopper", lambda: True)
     monkeypatch.setattr(common, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setenv(runner.ENVIRONMENT, "")  # so that what a test's code sets is undone
+    monkeypatch.delenv(runner.ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +378,8 @@ def test_the_caches_dtype(scheme: bool, cache: str, dtype: torch.dtype | None) -
     raw = KimiK2Config.load("kimi-k2-thinking").to_hf_dict()
     if scheme:
         raw["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    one, given = (
-        deployment(device_type="cpu", dtype=torch.float32, cache_dtype=cache),
-        SimpleNamespace(to_dict=lambda: raw),
-    )
+    one = deployment(device_type="cpu", dtype=torch.float32, cache_dtype=cache)
+    given = SimpleNamespace(to_dict=lambda: raw)
     assert support.cache_dtype(one, common.config_of(given)) == dtype
     assert support.refusal(one, given) == (None if dtype else "a cache in fp8_e5m2")
 
@@ -419,11 +414,8 @@ def test_experts_are_cut_or_shared_out(shared_out: bool, moe_tp: int, moe_ep: in
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
 def test_hopper_as_the_platform_says(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     fake_vllm(monkeypatch, without="")
-    platforms = ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
-        is_cuda=lambda: True, is_device_capability=lambda asked: asked == capability
-    )
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda asked: asked == capability)
+    monkeypatch.setattr(sys.modules["vllm.platforms"], "current_platform", platform)
     assert support._is_hopper() == (capability == (9, 0))
 
 
@@ -457,10 +449,8 @@ class OfSecond(SimpleNamespace):
 
 def of_second(sizes: dict[str, int], **changed: Any) -> OfSecond:
     fields = {"hf_text_config": model(**sizes), "enforce_eager": False, "kv_transfer_config": None, **changed}
-    one = OfSecond(**vars(deployment(**fields)))
-    for part in ("parallel_config", "cache_config", "model_config", "device_config"):
-        setattr(one, part, one)
-    return one
+    made: OfSecond = deployment(OfSecond, **fields)
+    return made
 
 
 @pytest.mark.usefixtures("hopper")
@@ -468,8 +458,6 @@ def test_first_runner_where_the_second_would_be(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_vllm(monkeypatch, without="")
-    monkeypatch.setenv(runner.ENVIRONMENT, "")  # so that what is set below is undone
-    monkeypatch.delenv(runner.ENVIRONMENT)
     table = sys.modules["vllm.model_executor.models.config"]
     plugin.register()
     one = of_second({}, worker_cls="auto")
@@ -499,8 +487,6 @@ def test_first_runner_where_the_second_would_be(
 def test_runner_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], sizes: dict[str, int], environment: dict[str, str]
 ) -> None:
-    monkeypatch.setenv(runner.ENVIRONMENT, "")
-    monkeypatch.delenv(runner.ENVIRONMENT)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     runner.choose_runner(of_second(sizes, **changed))
@@ -508,7 +494,6 @@ def test_runner_left_as_it_is(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_versions_without_a_second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(runner.ENVIRONMENT, raising=False)
+def test_versions_without_a_second_runner() -> None:
     runner.choose_runner(deployment())
     assert runner.ENVIRONMENT not in os.environ

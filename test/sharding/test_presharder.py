@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Semaphore
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block, dequantized_chunks
 from kimi_k2.quantization.fp8_channel import quantize_chunks
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
+from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding import flusher, rank_file
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
@@ -354,3 +358,29 @@ def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> N
     both = CliRunner().invoke(app, [*named, "--tp", "4"])
     assert both.exit_code == 2
     assert "--tp" in both.output
+
+
+def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flusher, "_AT_ONCE", 10)
+    begun, held = Semaphore(0), Semaphore(0)
+
+    def sync() -> None:
+        begun.release()
+        held.acquire()
+
+    file = SimpleNamespace(sync=sync)
+    with flusher.Flusher([file]) as flushing:  # type: ignore[list-item]
+        for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
+            flushing.wrote(count)
+        assert begun.acquire(timeout=10)
+        held.release(2)
+        flushing.wait()
+    assert not begun.acquire(blocking=False)
+
+
+def test_parts_do_not_reach_beyond_a_tensor(tmp_path: Path) -> None:
+    layout = rank_file.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
+    file = rank_file.RankFile(tmp_path / "x.safetensors", layout, resume=False)
+    with pytest.raises(AssertionError):
+        file.write("a", [memoryview(bytes(6))], 6)
+    file.close(discard=True)

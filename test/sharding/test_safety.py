@@ -13,21 +13,17 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Semaphore
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from forked import python
 from safetensors.torch import load_file, save_file
 
 from kimi_k2.checkpoint.header import header_bytes
 from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
-from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding import flusher, rank_file
 from kimi_k2.sharding import journal as journal_module
+from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
@@ -81,7 +77,7 @@ class StopError(Exception):
     """Stands for a kill between two layers."""
 
 
-def stopped(source: Path, output: Path, layers: int = 1) -> None:
+def stopped(source: Path, output: Path, layers: int = 1, *, verify_source: bool = False) -> None:
     """A conversion that ended after that many layers."""
     seen = []
 
@@ -91,7 +87,7 @@ def stopped(source: Path, output: Path, layers: int = 1) -> None:
             raise StopError
 
     with pytest.raises(StopError):
-        Presharder(source, output, LAYOUT, on_layer=stop).run()
+        Presharder(source, output, LAYOUT, verify_source=verify_source, on_layer=stop).run()
     assert (output / JOURNAL).read_bytes().count(b"\n") > layers
     assert not (output / MANIFEST).exists()
 
@@ -205,13 +201,7 @@ def test_another_source_is_not_mixed_in(
 
 def test_hashed_bytes_decide_where_both_runs_have_them(source: Path, whole: Path, tmp_path: Path) -> None:
     own = Path(shutil.copytree(source, tmp_path / "source"))
-
-    def stop(layer: int, _: object) -> None:
-        if layer == 1:
-            raise StopError
-
-    with pytest.raises(StopError):
-        Presharder(own, tmp_path / "out", LAYOUT, verify_source=True, on_layer=stop).run()
+    stopped(own, tmp_path / "out", verify_source=True)
     moved = Path(shutil.copytree(own, tmp_path / "moved"))
     with pytest.raises(ConfigError, match="--verify-source compares its bytes"):
         Presharder(moved, tmp_path / "out", LAYOUT).run()
@@ -291,17 +281,19 @@ def test_a_line_that_was_cut_off_swallows_none(tmp_path: Path) -> None:
     assert begun is not None and [one.layer for one in begun.layers] == [1]
 
 
-@pytest.mark.parametrize("damage", ["removed", "truncated", "header"])
+MENDED: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "truncated": lambda path: os.truncate(path, 1000),
+    "header": lambda path: flip(path, 100),
+}
+
+
+@pytest.mark.parametrize("damage", MENDED)
 def test_a_finished_conversion_is_made_whole(source: Path, whole: Path, finished: Path, damage: str) -> None:
     path = finished / "weights" / "tp2_sharded_checkpoint.safetensors"
     other = finished / "weights" / "tp1_sharded_checkpoint.safetensors"
     before = other.stat().st_mtime_ns
-    if damage == "removed":
-        path.unlink()
-    elif damage == "truncated":
-        os.truncate(path, 1000)
-    else:
-        flip(path, 100)
+    MENDED[damage](path)
     Presharder(source, finished, LAYOUT).run()
     assert weights_of(finished) == weights_of(whole)
     assert other.stat().st_mtime_ns == before
@@ -341,32 +333,6 @@ def test_space_is_compared_before_the_first_file(source: Path, tmp_path: Path, m
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flusher, "_AT_ONCE", 10)
-    begun, held = Semaphore(0), Semaphore(0)
-
-    def sync() -> None:
-        begun.release()
-        held.acquire()
-
-    file = SimpleNamespace(sync=sync)
-    with flusher.Flusher([file]) as flushing:  # type: ignore[list-item]
-        for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
-            flushing.wrote(count)
-        assert begun.acquire(timeout=10)
-        held.release(2)
-        flushing.wait()
-    assert not begun.acquire(blocking=False)
-
-
-def test_parts_do_not_reach_beyond_a_tensor(tmp_path: Path) -> None:
-    layout = rank_file.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
-    file = rank_file.RankFile(tmp_path / "x.safetensors", layout, resume=False)
-    with pytest.raises(AssertionError):
-        file.write("a", [memoryview(bytes(6))], 6)
-    file.close(discard=True)
-
-
 def test_a_failed_reservation_is_given_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files before it too: nothing in them is of use."""
     reserve, made = os.posix_fallocate, list[int]()
@@ -404,24 +370,25 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
     entries = json.loads(header_bytes(path)[8:])
     tensor = chooser.choice(sorted(set(entries) - {"__metadata__"}))
     other = chooser.choice([one for one in files if one != path])
-    kinds = ("dtype", "shape", "offsets", "metadata", "bytes", "missing", "extra", "swapped", "renamed tensor",
-             "truncated", "longer", "header bytes", "header length", "manifest", "dropped tensor")  # fmt: skip
-    kind = chooser.choice(kinds)
     entry = entries[tensor]
-    if kind == "dtype":
-        alike = {"BF16": ["F16", "I16"], "F8_E4M3": ["F8_E5M2", "U8"], "F32": ["I32"], "I32": ["F32"]}
-        edited_header(path, lambda e: e[tensor].update(dtype=chooser.choice(alike[entry["dtype"]])))
-    elif kind == "shape":
-        shape = entry["shape"][::-1] if entry["shape"] != entry["shape"][::-1] else [1, *entry["shape"]]
-        edited_header(path, lambda e: e[tensor].update(shape=shape))
-    elif kind == "offsets":
-        moved = [offset + 8 for offset in entry["data_offsets"]]
-        edited_header(path, lambda e: e[tensor].update(data_offsets=moved))
-    elif kind == "metadata":
-        change = chooser.choice([{"format": "tf"}, {"format": "pt", "a": "b"}, {}])
-        edited_header(path, lambda e: e.update(__metadata__=change))
-        tensor = "metadata"
-    elif kind == "bytes":
+    alike = {"BF16": ["F16", "I16"], "F8_E4M3": ["F8_E5M2", "U8"], "F32": ["I32"], "I32": ["F32"]}
+    shape = entry["shape"][::-1] if entry["shape"] != entry["shape"][::-1] else [1, *entry["shape"]]
+    moved = [offset + 8 for offset in entry["data_offsets"]]
+    metadata = chooser.choice([{"format": "tf"}, {"format": "pt", "a": "b"}, {}])
+    edits: dict[str, Callable[[dict[str, Any]], object]] = {
+        "dtype": lambda e: e[tensor].update(dtype=chooser.choice(alike[entry["dtype"]])),
+        "shape": lambda e: e[tensor].update(shape=shape),
+        "offsets": lambda e: e[tensor].update(data_offsets=moved),
+        "metadata": lambda e: e.update(__metadata__=metadata),
+        "renamed tensor": lambda e: e.update({f"{tensor}x": e.pop(tensor)}),
+        "dropped tensor": lambda e: e.pop(tensor),
+    }
+    others = "bytes", "missing", "extra", "swapped", "truncated", "longer", "header bytes", "header length", "manifest"
+    kind = chooser.choice([*edits, *others])
+    if kind in edits:
+        edited_header(path, edits[kind])
+        return kind, {"metadata" if kind == "metadata" else tensor, path.name}
+    if kind == "bytes":
         start, end = entry["data_offsets"]
         flip(path, len(header_bytes(path)) + chooser.randrange(start, end))
     elif kind == "missing":
@@ -435,14 +402,6 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
         other.rename(path)
         (directory / "held").rename(other)
         return kind, {path.name, other.name}
-    elif kind in ("renamed tensor", "dropped tensor"):
-
-        def change_name(e: dict[str, dict[str, Any]]) -> None:
-            held = e.pop(tensor)
-            if kind == "renamed tensor":
-                e[tensor + "x"] = held
-
-        edited_header(path, change_name)
     elif kind == "truncated":
         os.truncate(path, chooser.randrange(path.stat().st_size))
         tensor = path.name

@@ -192,13 +192,18 @@ class AttentionKernel(NkiKernel):
             softmax_scale: of the configuration.
             slots: of the S, that the kernel reads.
         """
-        batch, heads = query.shape[:2]
-        dtype, rank = query.dtype, latents.shape[2]
-        given = [query.squeeze(2), latents.to(dtype), keys.to(dtype), new_latents.squeeze(1), new_keys.squeeze(1)]
-        given.append(lengths.to(torch.int32).unsqueeze(1))
+        tensors = self._tensors(query, latents, keys, new_latents, new_keys, lengths)
         arguments = {"softmax_scale": softmax_scale, "slots": slots}
-        (sums,) = self.run(given, arguments, [((batch, heads, rank), torch.float32)])
+        (sums,) = self.run(tensors, arguments, [((*query.shape[:2], latents.shape[2]), torch.float32)])
         return sums.unsqueeze(2)
+
+    @staticmethod
+    def _tensors(
+        query: Tensor, latents: Tensor, keys: Tensor, new_latents: Tensor, new_keys: Tensor, lengths: Tensor
+    ) -> list[Tensor]:
+        """As the kernel takes them: tokens are heads, and each sequence has one new entry, its first."""
+        cache = latents.to(query.dtype), keys.to(query.dtype)
+        return [query.flatten(1, 2), *cache, new_latents[:, 0], new_keys[:, 0], lengths.to(torch.int32).unsqueeze(1)]
 
     def of_cache(
         self,
@@ -211,9 +216,7 @@ class AttentionKernel(NkiKernel):
         softmax_scale: float,
         slots: int,
     ) -> tuple[Tensor, Tensor]:
-        """The same over the cache alone, of any tokens of a sequence; and the scores' log-sum-exps.
-
-        Tokens are heads to the kernel: all attend to the same slots.
+        """The same over the cache alone, of any tokens of a sequence, which attend to the same slots; and log-sum-exps.
 
         Args:
             query: [B, heads, S, rank + rope].
@@ -224,13 +227,12 @@ class AttentionKernel(NkiKernel):
             (float32 [B, heads, S, rank], float32 [B, heads, S, 1]).
         """
         batch, heads, tokens, _ = query.shape
-        dtype, rank, rows = query.dtype, latents.shape[2], heads * tokens
-        given = [query.flatten(1, 2), latents.to(dtype), keys.to(dtype), new_latents[:, 0], new_keys[:, 0]]
-        given.append(lengths.to(torch.int32).unsqueeze(1))
+        tensors = self._tensors(query, latents, keys, new_latents, new_keys, lengths)
         own = torch.zeros(batch, 1, dtype=torch.int32, device=query.device)
         arguments = {"softmax_scale": softmax_scale, "slots": slots, "return_logsumexp": True}
-        results: list[Result] = [((batch, rows, rank), torch.float32), ((batch, rows), torch.float32)]
-        sums, logs = self.run(given, arguments, results, named={"own": own})
+        rows = batch, heads * tokens
+        results: list[Result] = [((*rows, latents.shape[2]), torch.float32), (rows, torch.float32)]
+        sums, logs = self.run(tensors, arguments, results, named={"own": own})
         return sums.unflatten(1, (heads, tokens)), logs.unflatten(1, (heads, tokens)).unsqueeze(3)
 
 
