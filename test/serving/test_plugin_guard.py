@@ -230,7 +230,7 @@ def test_parsers_by_name(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"class {name}(" in (HERE / f"{module_name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
 
 
-def deployment(kind: type[SimpleNamespace] = SimpleNamespace, **changed: Any) -> Any:
+def deployment(kind: type[SimpleNamespace] = SimpleNamespace, /, **changed: Any) -> Any:
     """What `refusal` reads of vLLM's configuration: one GPU, as the command line's defaults leave it."""
     fields = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
