@@ -20,14 +20,14 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "Here: typed errors, bounds on what is read, files, and which fields of a config.json are known.",
         [
             *_of("kimi_k2", "errors", "limits", "files", "config_fields", "checkpoint.finite"),
-            *_of("kimi_k2.quantization", "registry", "rows", "modules", "compressed_tensors"),
+            *_of("kimi_k2.quantization", "rows", "modules", "compressed_tensors"),
         ],
     ),
     "quantization": (
         "What a stored format is, FP8 blocks, and the arithmetic of their conversion for Trainium2's e4m3.",
         [
             *_of("kimi_k2.quantization", "stored", "unquantized", "fp8_block", "neuron_e4m3", "fp8_channel"),
-            *_of("kimi_k2.sharding", "errors", "input_first"),
+            *_of("kimi_k2.sharding", "errors"),
         ],
     ),
     "configuration": (
@@ -39,22 +39,20 @@ FILES: dict[str, tuple[str, list[str]]] = {
     ),
     "checkpoint": (
         "A checkpoint's tensors: which there are, reading them in a stream, and writing a rank's file.",
-        [*_of("kimi_k2.checkpoint", "header", "index", "names", "reader", "writer"), "kimi_k2.sharding.rank_file"],
+        [*_of("kimi_k2.checkpoint", "header", "index", "names", "reader"), "kimi_k2.sharding.rank_file"],
     ),
     "sharding": (
         "Which slice of which tensor goes to which rank, and the conversion of tensors.",
         [
-            *_of("kimi_k2.sharding", "layout", "planned", "plan", "plan_neuron", "modules", "convert"),
-            *_of("kimi_k2.sharding.experts", "format", "bf16", "block_scaled", "blockwise", "per_channel"),
+            *_of("kimi_k2.sharding", "layout", "planned", "plan", "convert"),
+            *_of("kimi_k2.sharding.experts", "format", "block_scaled", "blockwise", "per_channel"),
         ],
     ),
     "presharding": (
         "One file a rank: streamed, in bounded memory; and all of a checkpoint in memory, uncut.",
         [
-            *_of(
-                "kimi_k2.sharding", "checksum", "manifest", "source", "journal", "layer_sink", "flusher", "presharder"
-            ),
-            "kimi_k2.sharding.whole",
+            *_of("kimi_k2", "checkpoint.writer", "sharding.experts.bf16"),
+            *_of("kimi_k2.sharding", "checksum", "manifest", "source", "journal", "layer_sink", "presharder", "whole"),
         ],
     ),
     "options": (

@@ -80,21 +80,20 @@ KNOWN: dict[str, Known] = {
             "part of it before the call.\n        ": "NxDI adds to it.",
         },
     ),
-    "kimi_k2.quantization.registry": Known(replaced={"Registry": _REGISTRY}),
+    "kimi_k2.quantization.stored": Known(replaced={"Registry": _REGISTRY}),
     "kimi_k2.sharding.layout": Known(
         values={"self.kernels": False, "self.query_group": 0, "in_tiles": False, "self.target": "neuron", "held": None},
         dropped=("Layout.kernels", "Layout.attention_tiles", "Layout.query_group", "STORED", "AttentionTiles"),
         replaced={"Decode": 'Decode = Literal["xla"]', "Target": 'Target = Literal["neuron"]'},
     ),
     "kimi_k2.sharding.plan": Known(
-        values={"layout.target": "neuron", "layout.attention_tiles(config)": "", "layout.query_group": 0},
         reworded={
-            "neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, "
-            "layer)": "neuron_layer(config, layout, layer, experts)",
+            "_neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(config, layout, "
+            "layer)": "_neuron_layer(config, layout, layer, experts)",
         },
-    ),
-    "kimi_k2.sharding.plan_neuron": Known(
         values={
+            "layout.target": "neuron",
+            "layout.query_group": 0,
             "layout.attention_tiles(config)": "",
             "layout.kernels": False,
             "experts.tiles": False,

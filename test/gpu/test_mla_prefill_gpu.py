@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
-from kimi_k2.ops.mla import mla_naive_attention
-from kimi_k2.ops.mla_ragged import Ragged, mla_ragged_attention
+from kimi_k2.ops.mla import Ragged, mla_naive_attention, mla_ragged_attention
 from kimi_k2.ops.registry import pin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kimi_k2.ops.mla_ragged import Ragged, mla_ragged_attention
+from kimi_k2.ops.mla import Ragged, mla_ragged_attention
 
 HEADS, NOPE, ROPE, VALUE, RANK, SCALE = 2, 6, 4, 5, 8, 0.3
 

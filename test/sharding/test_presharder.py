@@ -30,7 +30,7 @@ from kimi_k2.quantization.fp8_block import dequantize_fp8_block, dequantized_chu
 from kimi_k2.quantization.fp8_channel import quantize_chunks
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding import flusher, rank_file
+from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
@@ -361,7 +361,7 @@ def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flusher, "_AT_ONCE", 10)
+    monkeypatch.setattr(rank_file, "_EARLY", 10)
     begun, held = Semaphore(0), Semaphore(0)
 
     def sync() -> None:
@@ -369,7 +369,7 @@ def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) ->
         held.acquire()
 
     file = SimpleNamespace(sync=sync)
-    with flusher.Flusher([file]) as flushing:  # type: ignore[list-item]
+    with rank_file.Flusher([file]) as flushing:  # type: ignore[list-item]
         for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
             flushing.wrote(count)
         assert begun.acquire(timeout=10)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.mla_ragged import Ragged
+from kimi_k2.ops.mla import Ragged
 
 # Slots whose keys and values are expanded at once: 320 values of a head each, 340 MB for 8 heads in BF16.
 MOST_SLOTS = 65536

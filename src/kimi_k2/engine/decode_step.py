@@ -14,7 +14,7 @@ from torch import Tensor
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.cache import PagedCache
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
-from kimi_k2.engine.layer_step import LayerStep, Reduce
+from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.hidden_states import HiddenStates
@@ -85,8 +85,8 @@ class DecodeStep:
         model: KimiK2ForCausalLM,
         cache: PagedCache,
         *,
-        reduce: Reduce = lambda x: x,
-        gather: Reduce = lambda x: x,
+        reduce: Reduce = alone,
+        gather: Reduce = alone,
         graph: bool = False,
         layers: Sequence[LayerStep] | None = None,
     ) -> None:

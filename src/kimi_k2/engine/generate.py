@@ -20,7 +20,7 @@ from kimi_k2.engine.cache import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
 from kimi_k2.engine.drafters import Drafter
-from kimi_k2.engine.layer_step import LayerStep, Reduce
+from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import Media, PromptStep
 from kimi_k2.engine.sampler import Sampler, SamplingParams, check_finite
@@ -191,8 +191,8 @@ class Generator:
         self,
         model: KimiK2ForCausalLM,
         *,
-        reduce: Reduce = lambda x: x,
-        gather: Reduce = lambda x: x,
+        reduce: Reduce = alone,
+        gather: Reduce = alone,
         keep: bool = False,
         drafter: Drafter | None = None,
         draft_tokens: int = 3,

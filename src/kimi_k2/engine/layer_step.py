@@ -20,14 +20,18 @@ from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.cache import gather_pages, store_slots, to_cache
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, project
-from kimi_k2.ops.mla import cache_entries, rotated_queries
+from kimi_k2.ops.mla import cache_entries, mla_ragged_attention, rotated_queries
 from kimi_k2.ops.mla_decode import attend_values, query_and_entry
-from kimi_k2.ops.mla_ragged import mla_ragged_attention
 from kimi_k2.ops.norm import add_norm, rms_norm
 from kimi_k2.ops.router import add_norm_route
 
 Reduce = Callable[[Tensor], Tensor]
 Routing = tuple[Tensor, Tensor]
+
+
+def alone(x: Tensor) -> Tensor:
+    """`reduce` and `gather` of one rank."""
+    return x
 
 
 class Exchange(Protocol):
@@ -58,6 +62,7 @@ class LayerStep:
         dtype = layer.input_layernorm.weight.dtype
         self.qkv_a = stack_rows(attention.q_a_proj, attention.kv_a_proj_with_mqa, dtype)
         self.q_b, self.o = attention.q_b_proj.stored(), attention.o_proj.stored()
+        self.softmax_scale = config.softmax_scale
         w_uk, w_uv = attention.kv_b(dtype).split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         self.w_uk, self.w_uv = w_uk.contiguous(), w_uv.contiguous()
         self.moe = layer.mlp if isinstance(layer.mlp, MoE) else None
@@ -177,7 +182,7 @@ class LayerStep:
         query = query_and_entry(
             qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos, sin, slots, self.w_uk, cache, q_norm.eps, kv_norm.eps
         )
-        return attend_values(query, cache, seq_lens, self.w_uv, attention.config.softmax_scale, batch.plan, table)
+        return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
 
     def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
         """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""
@@ -189,7 +194,7 @@ class LayerStep:
         if isinstance(chunk, RaggedChunk):
             slots = to_cache(entries, cache.dtype) if chunk.places is None else cache[chunk.places]
             queries = q.squeeze(1).split(parts, dim=-1)
-            given = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, config.softmax_scale
+            given = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
             return mla_ragged_attention(*given).flatten(1)
         sequences, new = chunk.positions.shape
         if chunk.whole and new == chunk.length:  # the cache is what has just been stored

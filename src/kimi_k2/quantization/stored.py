@@ -7,10 +7,12 @@ once its module is imported.
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -20,7 +22,6 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.limits import BLOCK_SIDE
 from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.modules import Rule, names_module
-from kimi_k2.quantization.registry import Registry
 from kimi_k2.quantization.rows import row_chunks
 
 Stored = dict[str, Tensor]
@@ -28,6 +29,35 @@ BlockSide = Annotated[int, Field(ge=1, le=BLOCK_SIDE)]
 # Linears that no format quantizes.
 _FLOAT_MODULES = ("lm_head", "model.embed_tokens")
 _FLOAT_ENDINGS = ("norm", ".mlp.gate")
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one kind by name, found by looking through a package: a file that is added there is known.
+
+    Args:
+        package: whose modules are imported when the classes are first asked for; a module elsewhere registers its
+            classes when it is imported.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self._known: dict[str, type[T]] = {}
+        self._searched = False
+
+    def register(self, cls: type[T]) -> type[T]:
+        """Class decorator: known by the class's `name`."""
+        self._known[str(vars(cls)["name"])] = cls
+        return cls
+
+    def known(self) -> Mapping[str, type[T]]:
+        """All classes by name, in the order of their modules' names."""
+        if not self._searched:
+            self._searched = True
+            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+                importlib.import_module(f"{self.package}.{module.name}")
+        return dict(sorted(self._known.items(), key=lambda item: item[1].__module__))
 
 
 class TensorSpec(NamedTuple):

@@ -16,13 +16,22 @@ from dataclasses import replace
 
 import torch
 
+from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.attention_tiles import check_sizes, check_stored
+from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of, unquantized
+from kimi_k2.sharding.attention_tiles import (
+    SOURCES,
+    attention_tiles_tensors,
+    check_sizes,
+    check_stored,
+    group_tensors,
+    in_place_of_linears,
+)
+from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
+from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
-from kimi_k2.sharding.plan_cuda import cuda_layer
-from kimi_k2.sharding.plan_neuron import neuron_layer
+from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 
@@ -48,7 +57,7 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
             raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
     for layer in range(config.num_hidden_layers):
-        tensors += neuron_layer(config, layout, layer, experts) if experts else cuda_layer(config, layout, layer)
+        tensors += _neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(config, layout, layer)
     plan = ShardingPlan(config, layout, tuple(tensors))
     for tensor in plan.tensors:
         if tensor.dim is not None and tensor.shape[tensor.dim] % (tensor.stride * tensor.parts):
@@ -92,3 +101,135 @@ def _global_tensors(config: KimiK2Config, layout: Layout) -> Iterator[PlannedTen
     yield PlannedTensor("embed_tokens.weight", dtype, shape, GLOBAL_LAYER, 1, 1, ranks)
     yield PlannedTensor("norm.weight", dtype, shape[1:], GLOBAL_LAYER)
     yield PlannedTensor("lm_head.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)
+
+
+def _linears(config: KimiK2Config, layer: int) -> Iterator[tuple[str, int, int, int | None]]:
+    """Of a layer's Linears outside the routed experts: name, output and input size, dimension of these that is cut."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    yield "self_attn.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank, 0
+    yield "self_attn.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank, 0
+    yield "self_attn.o_proj", hidden, heads * config.v_head_dim, 1
+    mlp, width = "mlp", config.intermediate_size
+    if config.is_moe_layer(layer):
+        if not config.n_shared_experts:
+            return
+        mlp, width = "mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts
+    yield f"{mlp}.gate_proj", width, hidden, 0
+    yield f"{mlp}.up_proj", width, hidden, 0
+    yield f"{mlp}.down_proj", hidden, width, 1
+
+
+def _norms(config: KimiK2Config) -> dict[str, int]:
+    """Size of each RMSNorm by name."""
+    return {
+        "input_layernorm": config.hidden_size,
+        "self_attn.q_a_layernorm": config.q_lora_rank,
+        "self_attn.kv_a_layernorm": config.kv_lora_rank,
+        "post_attention_layernorm": config.hidden_size,
+    }
+
+
+def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: ExpertFormat) -> Iterator[PlannedTensor]:
+    """A decoder layer's tensors under NeuronKimiK2ForCausalLM's names, experts [E, input, output]."""
+    root, ranks, dtype = f"layers.{layer}", layout.ranks, layout.dtype
+    for name, size in _norms(config).items():
+        yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
+    shape = (config.qkv_a_dim, config.hidden_size)
+    yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
+    tiled = SOURCES if in_place_of_linears(layout.attention_tiles(config)) else ()
+    for name, rows, columns, dim in _linears(config, layer):
+        if name not in tiled and (experts.shared is None or "shared_experts" not in name):
+            yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
+    if layout.attention_tiles(config):
+        yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles(config), dtype)
+        if layout.query_group and config.is_moe_layer(layer):
+            yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles(config), dtype)
+    if layout.kernels and precedes_another(config, layer):
+        sizes = (ranks, layout.moe_tp, layout.moe_ep)
+        yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)
+    if not config.is_moe_layer(layer):
+        return
+    count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    tp, ep = layout.moe_tp, layout.moe_ep
+    gate = (hidden, count) if experts.tiles else (count, hidden)
+    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
+    yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
+    if layout.kernels:
+        yield from early_router_tensors(config, root, layer, ranks)
+    mlps = f"{root}.mlp.expert_mlps"
+    if layout.has_spmd_rank:
+        yield PlannedTensor(f"{mlps}.spmd_rank.rank", torch.int32, (ranks,), layer, 0, 1, ranks)
+        if ep > 1:
+            yield PlannedTensor(
+                f"{mlps}.spmd_rank.local_expert_indices", torch.int32, (ranks, count // ep), layer, 0, 1, ranks
+            )
+    yield from _stack(f"{mlps}.mlp_op", experts, (count, width, hidden), dtype, layer, tp, ep)
+    if experts.shared is not None:
+        sizes = (1, width * config.n_shared_experts, hidden)
+        yield from _stack(f"{mlps}.shared_experts", experts.shared, sizes, dtype, layer, ranks, 1)
+
+
+def _stack(
+    root: str, experts: ExpertFormat, sizes: tuple[int, int, int], dtype: torch.dtype, layer: int, tp: int, ep: int
+) -> Iterator[PlannedTensor]:
+    """A stack of experts, a suffix after the other, as NxD's modules hold them; sizes: experts, their width, hidden."""
+    count, width, hidden = sizes
+    up, down = experts.specs(width, hidden, dtype), experts.specs(hidden, width, dtype)
+    for suffix in up:
+        held, (rows, columns) = up[suffix]
+        fused, cut = experts.fused_shape(suffix, rows, columns)
+        yield PlannedTensor(f"{root}.gate_up_proj.{suffix}", held, (count, *fused), layer, cut + 1, 2, tp, ep)
+        held, (rows, columns) = down[suffix]
+        dim = 1 if columns > 1 else None  # a scale of whole channels is every rank's
+        yield PlannedTensor(f"{root}.down_proj.{suffix}", held, (count, columns, rows), layer, dim, 1, tp, ep)
+
+
+def _held(
+    held: StoredFormat, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
+) -> Iterator[TensorSpec]:
+    """A Linear's tensors, each cut along `dim` with its weight."""
+    if layout.experts == STORED:
+        yield from held.cut(module, *shape, dim, parts)
+    else:
+        yield TensorSpec(f"{module}.weight", layout.dtype, shape)
+
+
+def _divided(spec: TensorSpec, dim: int | None, parts: int, stride: int = 1) -> tuple[int | None, int, int]:
+    """Dimension, stride and parts of a cut; a scale with one value along `dim` is every rank's."""
+    return (None, 1, parts) if dim is None or spec.shape[dim] == 1 < parts else (dim, stride, parts)
+
+
+def _cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
+    """A decoder layer's tensors under the checkpoint's names, experts stacked [E, output, input].
+
+    Raises:
+        ConfigError: a rank's slice would cut a scale block.
+    """
+    root, ranks = f"model.layers.{layer}", layout.dense
+    for name, size in _norms(config).items():
+        yield PlannedTensor(f"{root}.{name}.weight", layout.dtype, (size,), layer)
+    replicated = (
+        ("self_attn.q_a_proj", config.q_lora_rank, config.hidden_size, None),
+        ("self_attn.kv_a_proj_with_mqa", config.cache_dim, config.hidden_size, None),
+    )
+    for name, rows, columns, dim in (*replicated, *_linears(config, layer)):
+        parts = 1 if dim is None else ranks
+        held = format_of(config.quantization, f"{root}.{name}")
+        for spec in _held(held, layout, f"{root}.{name}", (rows, columns), dim, parts):
+            yield PlannedTensor(*spec, layer, *_divided(spec, dim, parts))
+    if not config.is_moe_layer(layer):
+        return
+    experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    yield PlannedTensor(f"{root}.mlp.gate.weight", layout.dtype, (experts, hidden), layer)
+    yield PlannedTensor(f"{root}.mlp.gate.e_score_correction_bias", torch.float32, (experts,), layer)
+    for name, first, shape, dim, stride in (
+        ("gate_up_proj", "gate_proj", (width, hidden), 0, 2),
+        ("down_proj", "down_proj", (hidden, width), 1, 1),
+    ):
+        held = routed_format(config, f"{root}.mlp.experts", name) if layout.experts == STORED else unquantized()
+        for spec in _held(held, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
+            fused = f"{root}.mlp.experts.{name}{spec.name.rpartition('.')[2].removeprefix('weight')}"
+            stacked = (experts, stride * spec.shape[0], spec.shape[1])
+            cut, sections, parts = _divided(spec, dim, layout.moe_tp, stride)
+            cut = None if cut is None else cut + 1
+            yield PlannedTensor(fused, spec.dtype, stacked, layer, cut, sections, parts, layout.moe_ep)

@@ -31,7 +31,6 @@ from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.flusher import Flusher
 from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
 from kimi_k2.sharding.layout import Layout
@@ -46,7 +45,7 @@ from kimi_k2.sharding.manifest import (
 )
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
-from kimi_k2.sharding.rank_file import RESUME, FileLayout, RankFile
+from kimi_k2.sharding.rank_file import RESUME, FileLayout, Flusher, RankFile
 from kimi_k2.sharding.source import check_same, check_unchanged, identify
 from kimi_k2.sharding.vision_file import is_whole, write_vision
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, supports_mla_naive_attention
-from kimi_k2.ops.mla_ragged import Ragged
+from kimi_k2.ops.mla import Ragged
 
 # Below so many queries, or queries times slots, joining the parts costs more than the faster attention saves.
 MIN_QUERIES, MIN_PAIRS = 1024, 2048**2

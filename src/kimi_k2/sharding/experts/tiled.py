@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.experts.format import ExpertFormat
-from kimi_k2.sharding.input_first import input_first
+from kimi_k2.sharding.experts.format import ExpertFormat, input_first
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
