@@ -20,7 +20,7 @@ from forked import python
 from kimi_k2.bench.backend import NeuronBackend, TorchBackend
 from kimi_k2.bench.environment import capture
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
-from kimi_k2.bench.results import SCHEMA_FILE, load_results, percentile
+from kimi_k2.bench.results import Sweep, load_results, percentile
 from kimi_k2.bench.sweep import Settings, draw_prompts, run_sweep, time_run
 from kimi_k2.neuron import contrib
 from kimi_k2.plan.deployment import Deployment
@@ -50,7 +50,7 @@ def test_every_cell_runs_once_warm_and_three_times_timed(backend: Any, clock: An
     shapes = [(c["prompt_length"], c["batch_size"], c["output_length"]) for c in results["cells"]]
     assert shapes == [(p, b, o) for p in (3, 4) for b in (1, 2) for o in (2, 5)]
     assert len(backend.calls) == 8 * 4
-    jsonschema.validate(json.loads((tmp_path / "s.json").read_text()), json.loads(SCHEMA_FILE.read_text()))
+    jsonschema.validate(json.loads((tmp_path / "s.json").read_text()), Sweep.model_json_schema())
 
 
 def test_a_failing_cell_is_recorded_and_tried_again(backend: Any, clock: Any, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_failing_cell_is_recorded_and_tried_again(backend: Any, clock: Any, tm
     failed = [cell for cell in results["cells"] if cell["status"] == "failed"]
     assert len(failed) == 4
     assert failed[0]["error"] == "RuntimeError: CUDA out of memory. Tried to read ..."  # no path, one line
-    jsonschema.validate(results, json.loads(SCHEMA_FILE.read_text()))
+    jsonschema.validate(results, Sweep.model_json_schema())
     backend.fail_at, backend.calls = None, []
     again = run_sweep(SETTINGS, backend, path, clock=clock)
     assert all(cell["status"] == "ok" for cell in again["cells"])
@@ -132,7 +132,7 @@ def test_killed_sweep_continues(tmp_path: Path) -> None:
     after = load_results(tmp_path / "sweep.json")
     assert after["cells"][:3] == before
     assert len(after["cells"]) == 4
-    jsonschema.validate(after, json.loads(SCHEMA_FILE.read_text()))
+    jsonschema.validate(after, Sweep.model_json_schema())
     assert (tmp_path / "report.html").is_file()
 
 

@@ -1,18 +1,127 @@
-"""Result files: their schema (sweep.schema.json), reading with validation, and the statistics of a cell."""
+"""Result files: their schema, reading with validation, and the statistics of a cell.
+
+All times are in seconds, all sizes in bytes. Whoever changes the meaning of a field raises the number in SCHEMA.
+`Sweep.model_json_schema()` is the schema for other readers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.files import read_json
 
 SCHEMA = "kimi-k2/sweep/1"
-SCHEMA_FILE = Path(__file__).with_name("sweep.schema.json")
 PERCENTILES = (50, 90, 99)
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Counts = Annotated[list[PositiveInt], Field(min_length=1)]
+
+
+class _Part(BaseModel):
+    """A level of a result, whose fields are all there is."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Run(_Part):
+    """From the call to the first token, and the gaps between neighbouring tokens."""
+
+    ttft: Seconds
+    itl: Annotated[list[Seconds], Field(min_length=1)]
+
+
+class Percentiles(_Part):
+    """Over runs; of the gaps over all of them."""
+
+    p50: Seconds
+    p90: Seconds
+    p99: Seconds
+
+
+class Summary(_Part):
+    """See `summarize`."""
+
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    e2e: Percentiles
+    tokens_per_second_sequence: float
+    tokens_per_second_total: float
+
+
+class PeakMemory(_Part):
+    """Of the process or the device; None where it is not known."""
+
+    bytes: int | None
+    kind: str
+
+
+class _Cell(_Part):
+    prompt_length: PositiveInt
+    batch_size: PositiveInt
+    output_length: Annotated[int, Field(ge=2)]
+
+
+class FailedCell(_Cell):
+    """A cell that is tried again by a rerun."""
+
+    status: Literal["failed"]
+    error: str
+
+
+class FinishedCell(_Cell):
+    """A cell's runs, each with output_length - 1 gaps."""
+
+    status: Literal["ok"]
+    runs: Annotated[list[Run], Field(min_length=1)]
+    summary: Summary
+    peak_memory: PeakMemory
+
+    @model_validator(mode="after")
+    def _gaps(self) -> FinishedCell:
+        gaps = self.output_length - 1
+        for run in self.runs:
+            if len(run.itl) != gaps:
+                raise ValueError(f"expected {gaps} gaps (output_length - 1), got {len(run.itl)}")
+        return self
+
+
+class SweepSettings(BaseModel):
+    """What was asked for; a rerun with the same settings and environment continues."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str
+    backend: Literal["cpu", "cuda", "neuron"]
+    output_lengths: Counts
+    prompt_lengths: Counts
+    batch_sizes: Counts
+    runs: PositiveInt
+    warmup: Annotated[int, Field(ge=0)]
+    seed: int
+
+
+class Machine(BaseModel):
+    """Versions, device, compiler flags, preset and commit; no host names and no paths."""
+
+    model_config = ConfigDict(extra="allow")
+    python: Any
+    system: Any
+    versions: Any
+    commit: Any
+
+
+class Sweep(_Part):
+    """A result file."""
+
+    version: Annotated[Literal["kimi-k2/sweep/1"], Field(alias="schema")]
+    settings: SweepSettings
+    environment: Machine
+    cells: list[Annotated[FailedCell | FinishedCell, Field(discriminator="status")]]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -65,7 +174,7 @@ def load_results(path: Path) -> dict[str, Any]:
     """Read and check a result file.
 
     Raises:
-        SweepError: it is missing, truncated, of another schema version, or a field is missing or mistyped.
+        SweepError: it is missing, truncated, of another schema version, or a field is missing, unknown or mistyped.
     """
     try:
         content = read_json(path, SweepError)
@@ -74,54 +183,13 @@ def load_results(path: Path) -> dict[str, Any]:
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA:
         raise SweepError(f"expected schema {SCHEMA!r}, got {version!r}", file=path)
-    if problem := first_problem(content):
-        raise SweepError(problem, file=path)
+    try:
+        Sweep.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # The status of a cell, by which its model is chosen, stands in the place behind its number.
+        place = [part for part in first["loc"] if part not in ("ok", "failed")]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+        raise SweepError(f"{where}: {first['msg']}, got {first['input']!r:.60}", file=path) from error
     result: dict[str, Any] = content
     return result
-
-
-# The keys that each level of a result must have, with their types; sweep.schema.json says the same and more.
-_NUMBER = (int, float)
-_TOP = {"settings": dict, "environment": dict, "cells": list}
-_CELL = {"prompt_length": int, "batch_size": int, "output_length": int, "status": str}
-
-
-def first_problem(content: dict[str, Any]) -> str | None:
-    """The first field that is missing or mistyped, without needing the jsonschema package; None if there is none."""
-    if problem := _missing(content, _TOP, ""):
-        return problem
-    for number, cell in enumerate(content["cells"]):
-        where = f"cells[{number}]"
-        if not isinstance(cell, dict):
-            return f"{where}: expected an object"
-        needed: dict[str, Any] = {**_CELL, **({"error": str} if cell.get("status") == "failed" else {"runs": list})}
-        if problem := _missing(cell, needed, f"{where}."):
-            return problem
-        if cell["status"] == "failed":
-            continue
-        for place, run in enumerate(cell["runs"]):
-            at = f"{where}.runs[{place}]"
-            good = isinstance(run, dict) and isinstance(run.get("itl"), list)
-            gaps = run["itl"] if good else []
-            if not good or not all(_positive(value) for value in (run.get("ttft"), *gaps)):
-                return f"{at}: expected positive finite numbers ttft and itl"
-            if len(gaps) != cell["output_length"] - 1:
-                return f"{at}: expected {cell['output_length'] - 1} gaps (output_length - 1), got {len(gaps)}"
-        if not cell["runs"]:
-            return f"{where}.runs: expected at least one"
-        expected = summarize(cell["runs"], cell["batch_size"])
-        stored = cell.get("summary")
-        if not isinstance(stored, dict) or stored.keys() != expected.keys():
-            return f"{where}.summary: expected {', '.join(expected)}"
-    return None
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _missing(content: dict[str, Any], needed: dict[str, Any], where: str) -> str | None:
-    for name, kind in needed.items():
-        if not isinstance(content.get(name), kind):
-            return f"{where}{name}: expected {kind.__name__}, got {type(content.get(name)).__name__}"
-    return None
