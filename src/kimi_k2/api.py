@@ -153,7 +153,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Eyes:
+class MediaReader:
     """A checkpoint's processor and vision tower, loaded when the first image comes.
 
     Attributes:
@@ -226,7 +226,7 @@ class KimiK2:
         stop: strings that end a reply.
         chunk_size: tokens of a prompt that are read at a time; None for what is best.
         rank: of this process; ranks above 0 make the same steps and show nothing.
-        eyes: what reads and encodes images; None where the backend takes none.
+        media_reader: what reads and encodes images; None where the backend takes none.
     """
 
     generator: Generator | NeuronApplication
@@ -236,7 +236,7 @@ class KimiK2:
     stop: tuple[str, ...] = ()
     chunk_size: int | None = None
     rank: int = 0
-    eyes: Eyes | None = None
+    media_reader: MediaReader | None = None
 
     @classmethod
     def from_pretrained(cls, checkpoint: str | Path, **options: Any) -> KimiK2:
@@ -315,10 +315,10 @@ class KimiK2:
             check_device(backend)
             model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
             model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
-            eyes = Eyes(directory, config, tokenizer, compute, backend)
+            media_reader = MediaReader(directory, config, tokenizer, compute, backend)
             drafter = None if draft is None else load_drafter(draft, model, directory, download=download)
             generator = Generator(model, keep=keep_cache, drafter=drafter, draft_tokens=draft_tokens)
-            yield cls(generator, tokenizer, config, params, eyes=eyes, **options)
+            yield cls(generator, tokenizer, config, params, media_reader=media_reader, **options)
         else:
             with load_ranks(ranks, directory, config, compute, backend) as part:
                 part.generator.model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
@@ -326,8 +326,10 @@ class KimiK2:
                 if draft is not None:
                     part.generator.drafter = load_drafter(draft, part.generator.model, directory, download=download)
                     part.generator.draft_tokens = draft_tokens
-                eyes = Eyes(directory, config, tokenizer, compute, place, ranks)
-                yield cls(part.generator, tokenizer, config, params, rank=part.number, eyes=eyes, **options)
+                media_reader = MediaReader(directory, config, tokenizer, compute, place, ranks)
+                yield cls(
+                    part.generator, tokenizer, config, params, rank=part.number, media_reader=media_reader, **options
+                )
 
     @property
     def drafts(self) -> DraftStats | None:
@@ -383,9 +385,9 @@ class KimiK2:
             MediaError: it has images or videos that cannot be read, or the model takes none.
         """
         if any(media_parts(messages)):
-            if self.eyes is None:
+            if self.media_reader is None:
                 raise MediaError("this backend takes text only")
-            made = self.eyes.processor(messages, **options)
+            made = self.media_reader.processor(messages, **options)
             reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(made.segments)}
             return Prompt(made.ids, reply, made.media)
         segments = self.tokenizer.render_segments(messages, **options)
@@ -411,8 +413,8 @@ class KimiK2:
         running = dict(enumerate(replies))
         ids = [prompt.ids for prompt in prompts]
         options: dict[str, Any] = {"chunk_size": self.chunk_size}
-        if self.eyes is not None and any(prompt.media for prompt in prompts):
-            options["media"] = encoded_rows(self.eyes.encoder, prompts)
+        if self.media_reader is not None and any(prompt.media for prompt in prompts):
+            options["media"] = encoded_rows(self.media_reader.encoder, prompts)
         for step in self.generator.stream(ids, self.params, **options):
             if timing is not None:
                 timing.seconds.append(step.seconds)
