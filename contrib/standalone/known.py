@@ -65,11 +65,10 @@ KNOWN: dict[str, Known] = {
     ),
     "kimi_k2.sharding.source": Known(parameters={"hash_bytes": False}),
     "nxdi.cpu_mode": Known(
-        values={"adapters": None},
+        values={"lora": None, "adapters": None},
         reworded={
-            "        model = self.model\n        adapters =": "        adapters =",
-            "len(model.kv_mgr.past_key_values) + len(adapters)": "len(self.model.kv_mgr.past_key_values)",
-            "Caches, and the adapters in use, at": "Caches at",
+            "[*model.kv_mgr.past_key_values, *adapters]": "[*model.kv_mgr.past_key_values]",
+            "last: caches, and the adapters in use.": "last: caches.",
         },
     ),
     "nxdi.kv_cache": Known(
@@ -336,11 +335,26 @@ KNOWN: dict[str, Known] = {
         },
     ),
     "nxdi.options": Known(
-        values={"config.kernels": False, "config.tensor_capture_config is not None": False},
+        values={
+            "_check_drafts(config)": None,
+            "config.kernels": False,
+            "config.tensor_capture_config is not None": False,
+        },
+        dropped=("FUSED_REFUSED", "_check_drafts"),
         reworded={
             "what NKI kernels at decode, and experts in tiles, do not follow;": "forms of decode that are not here;",
             '"kv_cache_batch_size", "lora_config", ': '"kv_cache_batch_size", ',
             '    "tensor_capture_config", "tkg_batch_size"': '    "tkg_batch_size"',
+            '    "enable_eagle_speculation", "enable_fused_speculation", "flash_': '    "flash_',
+            '"is_eagle3", "is_eagle_draft", "is_prefix_caching"': '"is_prefix_caching"',
+            '"drafts come from an Eagle3 head inside the graph (is_eagle3), or beside it (speculation_length)"': (
+                '"this folder\'s class has no draft in the graph; one beside it works, see speculation_length"'
+            ),
+            '    "is_full_model_shuffled"': '''    "enable_eagle_speculation": ((False,), _DRAFT),
+    "enable_fused_speculation": ((False,), _DRAFT),
+    "is_eagle3": ((False,), _DRAFT),
+    "is_eagle_draft": ((False,), _DRAFT),
+    "is_full_model_shuffled"''',
             '    "medusa_speculation_length"': '''    "lora_config": ((None,), "this folder's class has no adapters"),
     "tensor_capture_config": ((None,), "this folder's class captures nothing in CPU mode, so it was not tried"),
     "medusa_speculation_length"''',
@@ -349,6 +363,11 @@ KNOWN: dict[str, Known] = {
     "nxdi.modeling_kimi_k2": Known(
         values={
             "config.neuron_config.kernels": False,
+            "fused": None,
+            "reads": False,
+            "self.aux_layers": (),
+            "self.neuron_config.enable_fused_speculation": False,
+            "self.neuron_config.is_eagle_draft": False,
             "self.neuron_config.kernels": False,
             "self.neuron_config.lora_config": None,
             "self.neuron_config.tensor_capture_config": None,
@@ -369,15 +388,28 @@ KNOWN: dict[str, Known] = {
             "whole": None,
             "tensor_rank": None,
             "decode": False,
+            "idx": 0,
             "projected": None,
             "kernel_cores": 0,
+            "states": None,
             "transposed": False,
             "tiles": None,
             "shared_tiles": None,
             "shared_width": 0,
         },
-        dropped=("plain_mlp_width",),
+        dropped=(
+            "plain_mlp_width",
+            "NeuronKimiK2Model._sample_on_device",
+            "NeuronKimiK2ForCausalLM.load_weights",
+            "NeuronKimiK2ForCausalLM._load_fused",
+        ),
         reworded={
+            "        `states` takes what a draft reads of the residual around this layer, number `idx`.\n": "",
+            """ own.
+
+        Raises:
+            ConfigError: fused speculation without a draft, or a draft's own settings.
+        \"\"\"""": ' own."""',
             "KimiK2Attention(config, hf.is_moe_layer(layer))": "KimiK2Attention(config)",
             "KimiK2MoE": "MoE",
             "from .early_qkv_a import EarlyProjections, Following, MoE": (

@@ -37,9 +37,10 @@ from kimi_k2.model.cache import kv_cache_dtype as cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
+from kimi_k2.neuron.compile import draft_options
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parallel.vision import data_parallel
-from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 from kimi_k2.progress import ByteProgress
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -201,18 +202,34 @@ class Neuron:
     length: int = 1024
     batch_size: int = 1
 
-    def load(self, checkpoint: Path, dtype: str) -> NeuronApplication:
-        """The application; `dtype` is that of CPU mode, compiled graphs have their own.
+    def load(
+        self, checkpoint: Path, dtype: str, draft: str | Path | None = None, draft_tokens: int = 3
+    ) -> NeuronApplication:
+        """The application.
+
+        Args:
+            checkpoint: directory.
+            dtype: of CPU mode; compiled graphs have their own.
+            draft: Eagle3 head that drafts in the graph; None without drafts.
+            draft_tokens: that are drafted at a time, as many as were compiled.
 
         Raises:
-            ConfigError: it is not said which, or both are.
+            ConfigError: it is not said which, or both are; or drafts are n-grams, which NxDI has not.
         """
         if (self.compiled is not None) == self.on_cpu:
             raise ConfigError("the neuron backend needs either --compiled (from `kimi-k2 compile`) or --on-cpu")
         preset = Deployment.load(self.preset)
         if self.on_cpu:
-            preset = cpu_deployment(preset, length=self.length, batch_size=self.batch_size, dtype=dtype)
-        return NeuronApplication.load(checkpoint, preset, self.compiled)
+            sampling = None if draft is None else OnDeviceSampling()
+            preset = cpu_deployment(
+                preset, length=self.length, batch_size=self.batch_size, dtype=dtype, sampling=sampling
+            )
+        if draft is None:
+            return NeuronApplication.load(checkpoint, preset, self.compiled)
+        if str(draft) == NGRAM:
+            raise ConfigError("expected an Eagle3 head: NxDI's fused speculation has no n-grams", field="draft")
+        head, options = resolve_checkpoint(draft), draft_options(draft_tokens)
+        return NeuronApplication.load(checkpoint, preset, self.compiled, draft=head, **options)
 
 
 @dataclass(frozen=True)
@@ -303,14 +320,14 @@ class KimiK2:
         name, stored = compute_defaults(backend, dtype, keep_quantized)
         compute: torch.dtype = getattr(torch, name)
         options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
-        if draft is not None and (backend == "neuron" or draft_tokens < 1):
-            field = "draft" if backend == "neuron" else "draft_tokens"
-            raise ConfigError("expected at least 1 token, and the backend cpu or cuda", field=field)
+        if draft is not None and draft_tokens < 1:
+            raise ConfigError(f"expected at least 1 token, got {draft_tokens}", field="draft_tokens")
         if backend == "neuron":
             if neuron is None:
                 raise ConfigError("expected which NxDI model", field="neuron")
             rank = int(os.environ.get("RANK", "0"))
-            yield cls(neuron.load(directory, name), tokenizer, config, params, rank=rank, **options)
+            loaded = neuron.load(directory, name, draft, draft_tokens)
+            yield cls(loaded, tokenizer, config, params, rank=rank, **options)
         elif ranks is None:
             check_device(backend)
             model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
@@ -334,8 +351,8 @@ class KimiK2:
     @property
     def drafts(self) -> DraftStats | None:
         """Of the last generation, what was drafted and accepted; None without drafts."""
-        drafting = isinstance(self.generator, Generator) and self.generator.drafter is not None
-        return self.generator.stats if drafting else None  # type: ignore[union-attr]
+        drafting = not isinstance(self.generator, Generator) or self.generator.drafter is not None
+        return self.generator.stats if drafting else None
 
     def generate(self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), **sampling: Any) -> list[Reply]:
         """Continue texts as they are, without the chat template.

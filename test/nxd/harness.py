@@ -130,7 +130,8 @@ def bf16_preset(name: str, directory: Path) -> str:
     """A file with the preset whose routed experts are not quantized, so that the plain model is to be met exactly."""
     preset = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     path = directory / f"{name}-bf16.yaml"
-    path.write_text(yaml.safe_dump({**preset, "experts": "bf16"}))
+    tiles = "" if preset["neuron_config"].get("decode", "xla") == "xla" else "_tiles"
+    path.write_text(yaml.safe_dump({**preset, "experts": f"bf16{tiles}"}))
     return str(path)
 
 

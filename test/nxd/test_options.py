@@ -10,6 +10,10 @@ import pytest
 from kimi_k2.errors import ConfigError
 
 options: Any = environment.contrib("options") if environment.missing() is None else None
+DRAFT: dict[str, Any] = {
+    **dict.fromkeys(("enable_fused_speculation", "enable_eagle_speculation", "is_eagle3"), True),
+    "speculation_length": 4, "on_device_sampling_config": {},
+}  # fmt: skip
 OTHER = {None: "other", False: True, True: False, "right": "left", "f32": "bf16"}
 
 
@@ -62,6 +66,14 @@ def test_what_is_not_followed_is_refused() -> None:
     ({"tp_degree": 2, "world_size": 4}, "world_size"),
     ({"async_mode": True}, "on_device_sampling_config"),
     ({"is_continuous_batching": True, "batch_size": 2, "apply_seq_ids_mask": False}, "apply_seq_ids_mask"),
+    ({"is_eagle3": True}, "enable_fused_speculation"),
+    ({**DRAFT, "is_eagle3": False}, "is_eagle3"),
+    ({**DRAFT, "enable_eagle_speculation": False}, "enable_eagle_speculation"),
+    ({**DRAFT, "speculation_length": 0}, "speculation_length"),
+    ({**DRAFT, "on_device_sampling_config": None}, "on_device_sampling_config"),
+    ({**DRAFT, "sequence_parallel_enabled": True}, "sequence_parallel_enabled"),
+    ({**DRAFT, "output_logits": True}, "output_logits"),
+    ({**DRAFT, "async_mode": True}, "async_mode"),
     ({"blockwise_matmul_config": {"use_shard_on_block_dynamic_while": True}}, "use_shard_on_block_dynamic_while"),
 ])  # fmt: skip
 def test_combinations(given: dict[str, Any], field: str) -> None:

@@ -113,31 +113,27 @@ class Eagle3Head(nn.Module):
         directory = Path(directory)
         config = DraftConfig.from_pretrained(directory)
         config.fit(target.config, directory / "config.json")
-        if target_directory is not None and (said := other_member(directory, Path(target_directory))):
-            warnings.warn(f"{directory}: {said}; few of its drafts may be accepted", KimiK2Warning, stacklevel=2)
+        if target_directory is not None:
+            warn_of_other_member(directory, Path(target_directory))
         whole = len(target.lm_head.weight) == target.config.vocab_size
         device = target.lm_head.weight.device
-        with CheckpointReader(directory) as reader:
-            held = {module_name(name): name for name in reader.names()}
-            check_tensors(reader, held, config, target.config)
-            with torch.device("meta"):
-                head = cls(config, target, target.dtype)
-                plain = config.attention_config(target.config)
-                if "embed_tokens.weight" in held:
-                    shape = config.vocab_size, config.hidden_size
-                    head.embed_tokens = Embedding(torch.empty(shape, dtype=target.dtype))
-                if "lm_head.weight" not in held and not whole:
-                    raise ConfigError("expected an lm_head of the head's own: ranks have a part of the target's each")
-                if "lm_head.weight" in held:
-                    rows = config.draft_vocab_size, config.hidden_size
-                    head.lm_head = Linear(plain, "lm_head", *rows, dtype=target.dtype)
-            own = {name: held[name] for name in head.state_dict() if name in held}
-            loaded = {name: reader.get(stored).to(device, target.dtype) for name, stored in own.items()}
-            for name, tensor in loaded.items():
-                module, _, leaf = name.rpartition(".")
-                setattr(head.get_submodule(module), leaf, nn.Parameter(tensor.clone(), requires_grad=False))
-            if D2T in held:
-                head.tokens = _target_tokens(reader, held, config, directory).to(device)
+        held, tokens = read_head(directory, config, target.config)
+        with torch.device("meta"):
+            head = cls(config, target, target.dtype)
+            plain = config.attention_config(target.config)
+            if "embed_tokens.weight" in held:
+                shape = config.vocab_size, config.hidden_size
+                head.embed_tokens = Embedding(torch.empty(shape, dtype=target.dtype))
+            if "lm_head.weight" not in held and not whole:
+                raise ConfigError("expected an lm_head of the head's own: ranks have a part of the target's each")
+            if "lm_head.weight" in held:
+                rows = config.draft_vocab_size, config.hidden_size
+                head.lm_head = Linear(plain, "lm_head", *rows, dtype=target.dtype)
+        for name in [name for name in head.state_dict() if name in held]:
+            module, _, leaf = name.rpartition(".")
+            tensor = held.pop(name).to(device, target.dtype)
+            setattr(head.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+        head.tokens = None if tokens is None else tokens.to(device)
         return head.eval()
 
     @property
@@ -187,6 +183,26 @@ class Eagle3Head(nn.Module):
     def to_target(self, drafted: Tensor) -> Tensor:
         """Rows of lm_head to the target's tokens."""
         return drafted if self.tokens is None else self.tokens[drafted]
+
+
+def warn_of_other_member(directory: Path, target: Path) -> None:
+    """Say where a head's files name another member of the family than its target's directory."""
+    if said := other_member(directory, target):
+        warnings.warn(f"{directory}: {said}; few of its drafts may be accepted", KimiK2Warning, stacklevel=3)
+
+
+def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A head's weights by `module_name`, as they are stored, and `Eagle3Head.tokens`, on the CPU.
+
+    Raises:
+        CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
+    """
+    with CheckpointReader(directory) as reader:
+        held = {module_name(name): name for name in reader.names()}
+        check_tensors(reader, held, config, target)
+        tokens = _target_tokens(reader, held, config, directory) if D2T in held else None
+        # Copies: a reader's tensors lie in its open files.
+        return {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}, tokens
 
 
 def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:

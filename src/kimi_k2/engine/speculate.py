@@ -17,7 +17,7 @@ from kimi_k2.engine.draft_length import DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter
 from kimi_k2.engine.prompt_step import Media, PromptStep
 from kimi_k2.engine.rejection import verify
-from kimi_k2.engine.sampler import Sampler, TokenLogprobs, token_logprobs
+from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 from kimi_k2.engine.step import Step
 from kimi_k2.errors import KimiK2Warning
 
@@ -112,7 +112,7 @@ def speculative_steps(
         for row, (found, count) in enumerate(zip(taken, proposal.counts, strict=True)):
             if running[row]:
                 length.observe(count, len(found) - 1)
-                whole = _cut(found, sampler)
+                whole = up_to_end(found, sampler.params)
                 stats.add(count, len(found) - 1, len(whole))
                 made[row] += len(whole)
                 running[row] = made[row] < params.max_new_tokens and not _ended(whole, sampler)
@@ -120,7 +120,7 @@ def speculative_steps(
         _warn(drafter, stats)
         sampler.count(taken)
         new = taken
-        yield from _steps(taken, time.perf_counter() - began, _logprobs(logits, taken, params.logprobs))
+        yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, params.logprobs))
 
 
 def _ended(tokens: Sequence[int], sampler: Sampler) -> bool:
@@ -128,11 +128,11 @@ def _ended(tokens: Sequence[int], sampler: Sampler) -> bool:
     return not params.ignore_eos and bool(tokens) and tokens[-1] in params.eos_token_ids
 
 
-def _cut(tokens: list[int], sampler: Sampler) -> list[int]:
+def up_to_end(tokens: list[int], params: SamplingParams) -> list[int]:
     """Up to the first token that ends the sequence."""
-    if sampler.params.ignore_eos:
+    if params.ignore_eos:
         return tokens
-    ends = (place for place, token in enumerate(tokens) if token in sampler.params.eos_token_ids)
+    ends = (place for place, token in enumerate(tokens) if token in params.eos_token_ids)
     return tokens[: next(ends, len(tokens)) + 1]
 
 
@@ -161,8 +161,10 @@ def _logprobs(logits: Tensor, taken: list[list[int]], count: int | None) -> list
     return [token_logprobs(logits[:, place], row.to(logits.device), count) for place, row in enumerate(rows)]
 
 
-def _steps(taken: list[list[int]], seconds: float, logprobs: list[tuple[TokenLogprobs, ...]]) -> Iterator[Step]:
-    """One for each place; the first has the seconds, as the tokens come together."""
+def steps_of(
+    taken: Sequence[Sequence[int]], seconds: float, logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()
+) -> Iterator[Step]:
+    """Tokens of each sequence as steps, one for each place; the first has the seconds, as the tokens come together."""
     for place in range(max(map(len, taken))):
         tokens = tuple(own[place] if place < len(own) else None for own in taken)
         yield Step(tokens, 0.0 if place else seconds, logprobs[place] if logprobs else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.generate import prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.speculate import steps_of, up_to_end
 from kimi_k2.engine.step import Step
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.files import read_json
@@ -37,7 +40,8 @@ class Output:
     """What a pass returned, on the host.
 
     Attributes:
-        tokens: chosen on the device, int64 [B]; None without on-device sampling.
+        tokens: chosen on the device, int64 [B], or with a draft in the graph [B, S], -1 behind what was accepted; None
+            without on-device sampling.
         logits: of each sequence's last token, [B, vocab_size]; None where the graphs return tokens alone.
         captured: outputs of the modules that the graphs capture, in their order, each [B, S, width].
     """
@@ -120,6 +124,9 @@ class NeuronApplication:
     Args:
         app: NeuronKimiK2ForCausalLM, loaded.
         name: of its deployment, for messages.
+
+    Attributes:
+        stats: of the last generation's drafts; None where the graphs have no draft.
     """
 
     def __init__(self, app: Any, name: str) -> None:
@@ -128,6 +135,7 @@ class NeuronApplication:
         self.on_device_sampling = self.options.on_device_sampling_config
         self.batch_size, self.length = self.options.batch_size, self.options.seq_len
         self.longest_prompt = self.options.max_context_length
+        self.stats: DraftStats | None = DraftStats() if self.options.enable_fused_speculation else None
 
     @classmethod
     def load(
@@ -253,7 +261,10 @@ class NeuronApplication:
                 input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=lines, sampling_params=sampling
             )
         tokens = None
-        if self.on_device_sampling is not None:
+        if self.stats is not None:
+            made = out.fused_outputs  # in CPU mode the accepted tokens alone
+            tokens = (made if isinstance(made, Tensor) else made[0])[:count].to("cpu", torch.int64)
+        elif self.on_device_sampling is not None:
             tokens = torch.as_tensor(out.tokens).reshape(len(ids), -1)[:count, -1].to("cpu", torch.int64)
         # Without on-device sampling NxDI puts the logits into `tokens` as well.
         logits = None if out.logits is None else out.logits[:count, -1].to("cpu")
@@ -305,12 +316,17 @@ class NeuronApplication:
         if chunk_size is not None:
             raise GenerationError(f"chunk_size: {self.name} prefills whole prompts")
         lengths = prompt_lengths(prompts)
-        if max(lengths) + params.max_new_tokens > self.length:
+        # NxDI's bucket holds a whole step, drafts that are behind the last token too.
+        most = max(lengths) + params.max_new_tokens + max(self.options.speculation_length - 2, 0)
+        if most > self.length:
+            drafts = "" if self.stats is None else ", and the last step's drafts,"
             raise GenerationError(
-                f"prompt of {max(lengths)} and {params.max_new_tokens} new tokens exceed the {self.length} tokens a"
-                f" sequence of {self.name}"
+                f"prompt of {max(lengths)} and {params.max_new_tokens} new tokens{drafts} exceed the {self.length}"
+                f" tokens a sequence of {self.name}"
             )
         sampling, sampler = self.sampling_params(params), Sampler(params, prompts)
+        if self.stats is not None:
+            return self._fused(prompts, params, sampling)
 
         def choose(output: Output) -> Tensor:
             if output.tokens is not None:
@@ -326,8 +342,40 @@ class NeuronApplication:
         )
         return steps if params.logprobs is None else (replace(step, logprobs=sampler.logprobs) for step in steps)
 
+    def _fused(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, sampling: Tensor | None
+    ) -> Iterator[Step]:
+        """Steps of graphs that draft and verify: several tokens a sequence of each pass."""
+        self.stats = stats = DraftStats()
+        began = time.perf_counter()
+        new = [[int(row[0])] for row in _of_graph(self.prefill(prompts, sampling))]
+        last, at = torch.tensor([own[0] for own in new]), torch.tensor(prompt_lengths(prompts))
+        left = [params.max_new_tokens] * len(new)
+        while True:
+            new = [up_to_end(own, params)[:count] for own, count in zip(new, left, strict=True)]
+            for row, own in enumerate(new):
+                ended = bool(own) and not params.ignore_eos and own[-1] in params.eos_token_ids
+                left[row] = 0 if ended else left[row] - len(own)
+            yield from steps_of(new, time.perf_counter() - began)
+            if not any(left):
+                return
+            began = time.perf_counter()
+            made = _of_graph(self.decode(last, at, sampling))
+            for row, found in enumerate(made):
+                new[row] = found[found >= 0].tolist() if left[row] else []
+                # An ended sequence stays where it is: its row goes on being computed, and is ignored.
+                if own := new[row]:
+                    stats.add(made.shape[1] - 1, len(own) - 1, len(up_to_end(own, params)[: left[row]]))
+                    last[row] = own[-1]
+                    at[row] += len(own)
+
     def close(self) -> None:
         """Nothing: the runtime frees the device when the process ends."""
+
+
+def _of_graph(output: Output) -> Tensor:
+    assert output.tokens is not None  # drafts are verified on the device
+    return output.tokens
 
 
 def _stacked(outputs: Sequence[Output]) -> Output:

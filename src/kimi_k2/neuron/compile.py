@@ -88,12 +88,27 @@ def check_sdk(line: sdk.Line = "neuron") -> sdk.Release:
     return release
 
 
-def build_application(preset: Deployment, config: KimiK2Config, model: str, **overrides: Any) -> Any:
+def draft_options(draft_tokens: int) -> dict[str, Any]:
+    """NxDI's options of a step that drafts so many tokens and verifies them; its length counts the last token too."""
+    flags = ("enable_fused_speculation", "enable_eagle_speculation", "is_eagle3")
+    return {**dict.fromkeys(flags, True), "speculation_length": draft_tokens + 1}
+
+
+def build_application(
+    preset: Deployment, config: KimiK2Config, model: str, *, draft: str | Path | None = None, **overrides: Any
+) -> Any:
     """NeuronKimiK2ForCausalLM for a preset, NeuronKimiK25ForImageToText where it has a tower; no weights are read.
+
+    Args:
+        preset: what is built.
+        config: of the model.
+        model: checkpoint directory, or name of a published configuration.
+        draft: directory of an Eagle3 head, with `draft_options` among the overrides.
+        overrides: further arguments of KimiK2NeuronConfig.
 
     Raises:
         NeuronUnavailableError: NxD is not importable.
-        ConfigError: the preset has a vision tower and the model none.
+        ConfigError: the preset has a vision tower and the model none, or a draft beside a tower; or the head is wrong.
     """
     import torch
 
@@ -108,6 +123,12 @@ def build_application(preset: Deployment, config: KimiK2Config, model: str, **ov
     source = model if Path(model).exists() else config
     load = config_module.load_kimi_config(source)
     if preset.vision is not None:
+        if draft is not None:
+            raise ConfigError(
+                "expected none beside a vision tower, whose class in NxDI takes no fused speculation"
+                " (models/image_to_text_model_base.py, NeuronBaseForImageToText)",
+                field="draft",
+            )
         media = contrib.load("image_to_text")
         tower = media.KimiK25VisionNeuronConfig(
             vision_buckets=preset.vision.buckets,
@@ -116,14 +137,19 @@ def build_application(preset: Deployment, config: KimiK2Config, model: str, **ov
         )
         return media.NeuronKimiK25ForImageToText(model, media.KimiK25InferenceConfig(neuron, tower, load_config=load))
     inference = config_module.KimiK2InferenceConfig(neuron, load_config=load)
+    if draft is not None:
+        inference = contrib.load("draft_head").with_draft(inference, draft)
     return contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(model, inference)
 
 
-def lower_all(preset: Deployment, model: str, out: Path, say: Say) -> None:
-    """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept."""
+def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: Any) -> None:
+    """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept.
+
+    `overrides` as for `build_application`.
+    """
     config = KimiK2Config.load(model)
-    manifest = Manifest(out, preset, config)
-    app = build_application(preset, config, model, **without_nki(preset))
+    manifest = Manifest(out, preset, config, overrides)
+    app = build_application(preset, config, model, **without_nki(preset), **overrides)
     jobs = _lowering_jobs(preset, config, app)
     for number, (name, facts, lower) in enumerate(jobs, start=1):
         if manifest.has(name):
@@ -146,7 +172,7 @@ def _lowering_jobs(
     lowering = contrib.load("lowering")
     jobs: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
         (f"{stage}_{bucket}.hlo.txt", {"stage": stage, "bucket": bucket}, partial(lowering.lower, app, stage, bucket))
-        for stage in STAGES
+        for stage in [wrapper.tag for wrapper in app.models if wrapper.tag != VISION_ENCODER]
         for bucket in lowering.buckets(app, stage)
     ]
     if preset.vision is None:
@@ -218,7 +244,7 @@ def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides
         model: checkpoint directory, or name of a published configuration.
         out: directory for graphs and weights.
         say: called with each line of progress.
-        overrides: further arguments of KimiK2NeuronConfig.
+        overrides: as for `build_application`.
     """
     config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config, overrides)

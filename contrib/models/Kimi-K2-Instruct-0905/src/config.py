@@ -70,6 +70,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})
         # Loading is reading then: NxD's transformation of layouts runs on the host, over a terabyte.
         kwargs.setdefault("weights_to_skip_layout_optimization", [".*"])
+        kwargs.setdefault("disable_kv_cache_tiling", True)  # which NxDI turns on for drafts
         if kwargs.get("is_continuous_batching") and not kwargs.get("is_block_kv_layout"):
             kwargs.setdefault("apply_seq_ids_mask", True)
         if kwargs.get("quantized"):

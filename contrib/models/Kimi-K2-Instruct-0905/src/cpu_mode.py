@@ -23,7 +23,7 @@ def load(app: Any, to_cpu: Callable[[], None]) -> None:
     """Run NxDI's `to_cpu` with steps of several tokens allowed, and in process groups that are there already.
 
     NxDI refuses `speculation_length` in CPU mode (models/application_base.py, to_cpu). What it lacks is in
-    `copy_caches`: its own names a token generation model, which such an application does not have.
+    `copy_states`: its own names a token generation model, which such an application does not have.
     """
     kept = app.neuron_config
     app.neuron_config = copy.copy(kept)  # the models are made from app.config, which keeps the length
@@ -61,11 +61,19 @@ def _ranks_once(ranks: int) -> Iterator[None]:
             os.environ["WORLD_SIZE"] = world
 
 
-def copy_caches(wrappers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
-    """Give every submodel the caches that one of them returned; on a device they share them."""
+def states(model: Any) -> list[torch.Tensor]:
+    """What a pass of a submodel updates and returns last: caches, and the adapters in use."""
+    lora = model.neuron_config.lora_config is not None
+    adapters = model.lora_weight_manager.get_lora_tensors() if lora else ()
+    return [*model.kv_mgr.past_key_values, *adapters]
+
+
+def copy_states(wrappers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+    """Give every submodel the states that one of them returned; on a device they share them."""
     for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
-        for held, new in zip(model.kv_mgr.past_key_values, caches, strict=True):
-            held.data = new
+        held = states(model)
+        for one, new in zip(held, outputs[-len(held) :], strict=True):
+            one.data = new
 
 
 def with_modular_flow(arguments: str) -> str:
@@ -119,14 +127,8 @@ class KimiK2ModelWrapper(ModelWrapper):
         back = order.argsort()
         if isinstance(outputs, torch.Tensor):
             return outputs[back]
-        first = len(outputs) if self.is_neuron() else len(outputs) - self._states()
+        first = len(outputs) if self.is_neuron() else len(outputs) - len(states(self.model))
         return [*rows(outputs[:first], back), *outputs[first:]]
-
-    def _states(self) -> int:
-        """Caches, and the adapters in use, at the end of what CPU mode returns."""
-        model = self.model
-        adapters = model.lora_weight_manager.get_lora_tensors() if self.neuron_config.lora_config is not None else ()
-        return len(model.kv_mgr.past_key_values) + len(adapters)
 
     def _forward_with_pad(self, *args: Any) -> Any:
         # With block tables sequences lie in the batch as they come. On a device NxDI takes the first rows of the

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.nki.kernels import MODULES
 from nki_emulator.ranks import run_as_rank
 
@@ -125,6 +127,7 @@ class WholeLayers:
         attention_mask: Tensor,
         position_ids: Tensor,
         active_mask: Tensor | None = None,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         """The residual [B, S, H] behind the last layer, of S tokens a sequence.
 
@@ -135,6 +138,7 @@ class WholeLayers:
             position_ids: int [B, S].
             active_mask: with flash decoding, bool [B, 1, S, S], on its diagonal True where this rank holds the token's
                 position.
+            states: takes the residual between layers, where a call of the kernel ends then.
         """
         moe = [(layer, cache) for layer, cache in zip(self.layers, self.caches, strict=True) if layer.is_moe]
         first = moe[0][0]
@@ -168,16 +172,17 @@ class WholeLayers:
             given["first_expert"] = held[:1].to(torch.int32).unsqueeze(1)
         else:
             numbers["first_expert"] = 0
-        each = self.each or len(moe)
-        for begin in range(0, len(moe), each):
-            tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe[begin : begin + each]]
+        each, before = self.each or len(moe), len(self.layers) - len(moe)
+        read = [] if states is None else [layer - before for layer in states.layers if layer >= before]
+        bounds = sorted({*range(0, len(moe), each), *read, len(moe)})
+        for begin, end in pairwise(bounds):
+            tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe[begin:end]]
             results: list[Result] = [
                 ((tokens, hf.hidden_size // 128, 128), torch.float32),
                 ((len(tensors), tokens, hf.kv_lora_rank), dtype),
                 ((len(tensors), tokens, hf.qk_rope_head_dim), dtype),
             ]
-            last = begin + each >= len(moe)
-            if not last:
+            if end < len(moe):
                 results.append(((tokens, -(-hf.qkv_a_dim // 128), 128), torch.float32))
             out, latents, keys, *following = self.kernel.call(tensors, given, numbers, results)
             self._entries += [
@@ -185,6 +190,8 @@ class WholeLayers:
                 for key, latent in zip(keys.unbind(0), latents.unbind(0), strict=True)
             ]
             given["hidden"] = out.flatten(1)
+            if states is not None:
+                states.pass_by(before + end, given["hidden"].unflatten(0, (batch, length)).to(dtype))
             if following:
                 given["projected"] = following[0].flatten(1)[:, : hf.qkv_a_dim].contiguous()
         return given["hidden"].unflatten(0, (batch, length)).to(dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-STAGES = ("context_encoding_model", "token_generation_model")
+STAGES = ("context_encoding_model", "token_generation_model")  # without a draft
 Type = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -74,6 +74,7 @@ def mocked_ranks(neuron_config: Any) -> Iterator[None]:
         finally:
             parallel_state.set_aot_mode(False)
             parallel_state.destroy_kv_group()
+            parallel_state._SPECULATIVE_DRAFT_GROUP = None
             parallel_state.destroy_model_parallel()
             moe_process_group.destroy_moe_model_parallel()
 
@@ -97,11 +98,12 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
 
     Args:
         app: NeuronKimiK2ForCausalLM, not loaded.
-        stage: one of STAGES.
+        stage: tag of one of its submodels.
 
     Raises:
         ValueError: no such stage or bucket.
     """
+    from neuronx_distributed_inference.models.application_base import init_custom_process_group_fn
     from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 
     wrappers = {wrapper.tag: wrapper for wrapper in app.models}
@@ -112,6 +114,7 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
     rank = len(sizes) - 1 if bucket is None else sizes.index(bucket)
     examples = wrapper.input_generator()  # first: it also tells LoRA's modules which stage they are made for
     with mocked_ranks(wrapper.neuron_config):
+        init_custom_process_group_fn(wrapper.config)  # as ModelBuilder does: a draft's ranks
         instance = wrapper.get_model_instance()
         initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
         with torch.device("meta"):

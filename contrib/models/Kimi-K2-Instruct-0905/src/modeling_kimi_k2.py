@@ -26,9 +26,12 @@ from neuronx_distributed_inference.models.model_wrapper import (
     ModelWrapper,
 )
 from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.sharding.early_qkv_a import precedes_another
 
 from . import cpu_mode, lora, patches, prefill
@@ -38,10 +41,12 @@ from .capture import capture_in_cpu_mode
 from .checkpoint import convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
 from .decode_layers import DecodeLayersKernel, WholeLayers
+from .draft_config import draft_state_dict, fused_state_dict, of_rank
 from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
 from .early_router import EarlyLogits, EarlyRouter, OutputProjection
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
+from .fused_speculation import KimiK2FusedSpecModel
 from .kv_cache import LatentKVCacheManager
 from .norm import make_rms_norm
 from .presharding import preshard
@@ -176,6 +181,8 @@ class KimiK2DecoderLayer(nn.Module):
         tensor_rank: Tensor | None = None,
         following: Following | None = None,
         whole: WholeLayers | None = None,
+        states: HiddenStates | None = None,
+        idx: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
@@ -183,12 +190,17 @@ class KimiK2DecoderLayer(nn.Module):
         With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
         early router needs `tensor_rank`, int [1], this rank's number, which steps alone are given; `following` takes
         down projections from a layer to the next. With `whole`, a step, the first MoE layer computes all of them.
+        `states` takes what a draft reads of the residual around this layer, number `idx`.
         """
+        if states is not None and idx == 0:
+            states.pass_by(0, hidden_states)
         if whole is not None and self.is_moe:
             if not whole.begun:
                 projected = None if following is None else following.take_sums()
                 assert projected is not None
-                hidden_states = whole.run(hidden_states, projected, attention_mask, position_ids, kwargs["active_mask"])
+                hidden_states = whole.run(
+                    hidden_states, projected, attention_mask, position_ids, kwargs["active_mask"], states
+                )
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
@@ -216,6 +228,8 @@ class KimiK2DecoderLayer(nn.Module):
         else:
             out = self.mlp(normed, padding_mask, following)[0] if self.is_moe else self.mlp(normed, following)
         hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
+        if states is not None:
+            states.pass_by(idx + 1, hidden_states)
         return hidden_states, entries, cos, sin, None
 
 
@@ -232,6 +246,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
         self.num_key_value_heads = config.hf.num_key_value_heads
         self.max_batch_size = neuron.max_batch_size
         self.buckets = neuron.buckets
+        reads = neuron.is_eagle3 and not neuron.is_eagle_draft
+        self.aux_layers = tuple(config.aux_layers) if reads else ()  # that a draft reads
 
     def init_model(self, config: KimiK2InferenceConfig) -> None:
         """Build the modules; routed experts are put into their quantized form here, so in CPU mode too."""
@@ -244,7 +260,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
         self.whole = DecodeLayersKernel(*sizes) if neuron.decode == "layers" else None
         self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
-            hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling,
+            hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling or neuron.on_cpu,
             dtype=neuron.torch_dtype,
         )  # fmt: skip
         if neuron.quantized:
@@ -287,7 +303,26 @@ class NeuronKimiK2Model(NeuronBaseModel):
                 kwargs["following"] = Following(self.rank_util.get_rank())
             if self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
                 kwargs["whole"] = WholeLayers(self.layers, self.whole, self.neuron_config.decode_layers_per_kernel)
-        return super().get_model_output(*args, **kwargs)
+        if not self.aux_layers:
+            return super().get_model_output(*args, **kwargs)
+        kwargs["states"] = states = HiddenStates(self.aux_layers)
+        hidden, caches = super().get_model_output(*args, **kwargs)
+        # NxDI's own hidden states are of fixed layers; the last columns are the model's output.
+        self.full_hidden_states: Tensor = states.joined()
+        hidden = torch.cat((self.full_hidden_states, hidden[..., -self.hidden_size :]), dim=-1)
+        self.sliced_hidden = kwargs["is_for_context_encoding"]
+        if self.sliced_hidden:  # NxDI's own slice is as wide as one hidden state
+            last = kwargs["position_ids"].max(dim=1, keepdim=True).indices
+            hidden = hidden.gather(1, last.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+        return hidden, caches
+
+    def _sample_on_device(self, logits: Tensor, sampling_params: Tensor, *stage: bool) -> Tensor:
+        """The base's; in CPU mode, where every rank has all logits, without NxD's argmax over the ranks' parts."""
+        neuron = self.neuron_config
+        if neuron.on_cpu and neuron.is_eagle3 and not neuron.on_device_sampling_config.do_sample:
+            return logits.argmax(dim=-1).to(torch.int32)
+        tokens: Tensor = super()._sample_on_device(logits, sampling_params, *stage)
+        return tokens
 
     def _own(self, count: int) -> Tensor:
         """Which of `count` positions are this rank's, int64."""
@@ -334,7 +369,17 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         return out
 
     def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
-        """Add the prefill submodel, with compiler arguments of its own."""
+        """Add the prefill submodel, with compiler arguments of its own.
+
+        Raises:
+            ConfigError: fused speculation without a draft, or a draft's own settings.
+        """
+        if self.neuron_config.is_eagle_draft:
+            raise ConfigError("expected False: this is the target", field="is_eagle_draft")
+        if self.neuron_config.enable_fused_speculation:
+            if self.fused_spec_config is None:
+                raise ConfigError("expected a draft, see `draft_head.with_draft`", field="fused_spec_config")
+            self._model_cls = KimiK2FusedSpecModel
         self.compile_tag = CONTEXT_ENCODING_MODEL_TAG
         super().enable_context_encoding(**model_init_kwargs)
         self.compile_tag = TOKEN_GENERATION_MODEL_TAG
@@ -374,14 +419,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             neuron.is_continuous_batching = kept
 
     def _copy_past_key_values(self, outputs: list[Tensor]) -> None:
-        """In CPU mode, hand a pass's caches, which are its last outputs, to every submodel."""
-        model = self.models[0].model
-        states = [*model.kv_mgr.past_key_values]
-        if self.neuron_config.lora_config is not None:  # the chosen adapters follow the caches
-            states += model.lora_weight_manager.get_lora_tensors()
-        for held, new in zip(states, outputs[-len(states) :], strict=True):
-            held.data = new
-        cpu_mode.copy_caches(self.models, list(model.kv_mgr.past_key_values))
+        """In CPU mode, hand a pass's states, which are its last outputs, to every submodel."""
+        cpu_mode.copy_states(self.models, outputs)
 
     def compile(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
         """NxDI's; with `on_cpu` there is nothing to compile and the configuration alone is saved."""
@@ -411,7 +450,39 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """
         # From a compiled model's directory, which holds no checkpoint, the configuration says where that was.
         source = getattr(self.config, "_name_or_path", "")
-        return self.get_state_dict(source if source and Path(source).is_dir() else self.model_path, self.config)
+        state = self.get_state_dict(source if source and Path(source).is_dir() else self.model_path, self.config)
+        fused = self.fused_spec_config
+        if fused is None:
+            return state
+        return fused_state_dict(state, draft_state_dict(fused.draft_model_path, fused.draft_config))
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """NxDI's; beside converted files of the target, which know no draft, a head is cut as it is loaded."""
+        fused = self.fused_spec_config
+        if fused is None or not self.neuron_config.save_sharded_checkpoint:
+            super().load_weights(*args, **kwargs)
+        else:
+            self._load_fused(fused, *args, **kwargs)
+
+    def _load_fused(
+        self,
+        fused: Any,
+        compiled_model_path: str,
+        start_rank_id: int | None = None,
+        local_ranks_size: int | None = None,
+    ) -> None:
+        neuron = self.neuron_config
+        first = neuron.start_rank_id if start_rank_id is None else start_rank_id
+        count = neuron.local_ranks_size if local_ranks_size is None else local_ranks_size
+        head = draft_state_dict(fused.draft_model_path, fused.draft_config)
+        files = Path(compiled_model_path, "weights")
+        weights = [
+            fused_state_dict(
+                load_file(files / f"tp{rank}_sharded_checkpoint.safetensors"), of_rank(head, rank, neuron.tp_degree)
+            )
+            for rank in range(first, first + count)
+        ]
+        self.traced_model.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:

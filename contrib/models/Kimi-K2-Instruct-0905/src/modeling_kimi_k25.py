@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.media_rows import MediaRows
-from kimi_k2.errors import MediaError
+from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.vision_config import Grid, VisionConfig
 
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM, NeuronKimiK2Model
@@ -50,8 +50,10 @@ class NeuronKimiK25ForConditionalGeneration(NeuronKimiK2ForCausalLM):
         """Load the tower in CPU mode over the text model's ranks.
 
         Raises:
-            ConfigError: the tower cannot be cut into so many.
+            ConfigError: the tower cannot be cut into so many; or drafts are on, beside which NxDI takes no images.
         """
+        if self.neuron_config.enable_fused_speculation:
+            raise ConfigError("expected False with images: NxDI hands a draft none", field="enable_fused_speculation")
         # NxDI's configuration is the language model's alone.
         config = KimiK2Config.from_pretrained(self.model_path)
         self.vision = NeuronKimiK25VisionEncoder(self.model_path, config, buckets, self.neuron_config.torch_dtype)

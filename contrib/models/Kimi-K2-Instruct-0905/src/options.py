@@ -24,7 +24,8 @@ _LOG = logging.getLogger(__name__)
 TESTED = frozenset((
     "apply_seq_ids_mask", "async_mode", "batch_size", "blockwise_matmul_config", "buckets",
     "context_encoding_buckets", "ctx_batch_size", "disable_argmax_kernel", "enable_bucketing",
-    "flash_decoding_enabled", "is_block_kv_layout", "is_continuous_batching", "is_prefix_caching",
+    "enable_eagle_speculation", "enable_fused_speculation", "flash_decoding_enabled", "is_block_kv_layout",
+    "is_continuous_batching", "is_eagle3", "is_eagle_draft", "is_prefix_caching",
     "kv_cache_batch_size", "lora_config", "max_batch_size", "max_context_length", "max_length",
     "modules_to_not_convert", "moe_ep_degree", "moe_tp_degree", "n_active_tokens", "n_positions",
     "normalize_top_k_affinities", "on_cpu", "on_device_sampling_config", "output_logits", "pa_block_size",
@@ -55,10 +56,7 @@ INHERITED = frozenset((
 
 _KERNEL = "the model has no such NKI kernel"
 _CACHE = "the compressed cache is one line a sequence, whole on every rank"
-_DRAFT = (
-    "a draft inside the graph needs a second checkpoint in the state dict (models/application_base.py:660), which the"
-    " loader does not stream; a draft beside it works, see speculation_length"
-)
+_DRAFT = "drafts come from an Eagle3 head inside the graph (is_eagle3), or beside it (speculation_length)"
 _ATTENTION = "the latent attention is split by heads only"
 _CHUNKED = (
     "NxDI 0.9 refuses it itself (NeuronBaseForCausalLM.__init__, models/model_base.py:3054); with is_prefix_caching a"
@@ -85,8 +83,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "eagle_rolling_buffer_kernel_enabled": ((False,), _DRAFT),
     "early_expert_affinity_modulation": ((False,), _EXPERT),
     "enable_eagle_draft_input_norm": ((False,), _DRAFT),
-    "enable_eagle_speculation": ((False,), _DRAFT),
-    "enable_fused_speculation": ((False,), _DRAFT),
     "enable_ve_data_parallel": ((False,), "the model has no vision encoder"),
     "ep_degree": ((1,), "experts are split by moe_ep_degree"),
     "ep_dispatch_cc_option": (("AR_AG",), "routed and shared experts share one all-reduce"),
@@ -101,8 +97,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act_scaling_factor": ((1, 1.0), _EXPERT),
     "hybrid_sharding_config": ((None,), "experts are split alike for prefill and decode"),
     "is_chunked_prefill": ((False,), _CHUNKED),
-    "is_eagle3": ((False,), _DRAFT),
-    "is_eagle_draft": ((False,), _DRAFT),
     "is_full_model_shuffled": ((False,), "there are no MXFP4 weights"),
     "is_medusa": ((False,), _DRAFT),
     "is_mxfp4_compute": ((False,), "there are no MXFP4 weights"),
@@ -235,6 +229,7 @@ def check_together(config: Any) -> None:
             field="apply_seq_ids_mask",
         )
     _check_several_tokens(config)
+    _check_drafts(config)
 
 
 def _check_sequence_parallel(config: Any) -> None:
@@ -313,6 +308,37 @@ def _check_several_tokens(config: Any) -> None:
             f"{length} is a bucket of context_encoding_buckets: its prompts would be taken for drafts",
             field="speculation_length",
         )
+
+
+# With a draft in the graph: field: (the values that are taken, why no other is).
+FUSED_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "async_mode": ((False,), "not tried with a draft in the graph"),
+    "enable_eagle_speculation": ((True,), "the draft in the graph is an Eagle3 head"),
+    "flash_decoding_enabled": ((False,), "the draft's cache is not split by positions"),
+    "is_eagle3": ((True,), "the draft in the graph is an Eagle3 head"),
+    "is_prefix_caching": ((False,), "NxDI has no EAGLE3 with it (models/model_base.py, NeuronFusedSpecModel)"),
+    "lora_config": ((None,), "NxDI takes the last outputs for hidden states (NeuronFusedSpecModel)"),
+    "output_logits": ((False,), "logits would be those of drafts too"),
+    "sequence_parallel_enabled": ((False,), "a draft reads hidden states of the whole prompt"),
+    "tensor_capture_config": ((None,), "NxDI takes outputs behind the tokens for caches (NeuronFusedSpecModel)"),
+}
+
+
+def _check_drafts(config: Any) -> None:
+    if config.is_eagle_draft:  # made from a target's, see draft_config.py
+        return
+    if not config.enable_fused_speculation:
+        if config.is_eagle3:
+            raise ConfigError("expected True with is_eagle3", field="enable_fused_speculation")
+        return
+    for name, (taken, reason) in FUSED_REFUSED.items():
+        if (value := getattr(config, name)) not in taken:
+            expected = f"{taken[0]!r} with enable_fused_speculation"
+            raise ConfigError(f"expected {expected}, got {value!r}: {reason}", field=name)
+    if config.speculation_length < 2:
+        raise ConfigError(f"expected at least 2, got {config.speculation_length}", field="speculation_length")
+    if config.on_device_sampling_config is None:
+        raise ConfigError("drafts are verified on the device", field="on_device_sampling_config")
 
 
 def check_decode(config: Any) -> None:

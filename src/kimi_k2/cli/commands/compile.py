@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,10 @@ def compile_model(
         str | None,
         typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
     ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False,
     hlo_only: Annotated[
         bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
@@ -48,7 +52,8 @@ def compile_model(
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))
     if chosen.torch_native is not None:
-        for flag, value in (("capture-layers", capture_layers), ("hlo-only", hlo_only), ("weights", weights)):
+        flags = {"capture-layers": capture_layers, "hlo-only": hlo_only, "weights": weights, "draft": draft}
+        for flag, value in flags.items():
             if value:
                 raise ConfigError(
                     "expected none: vllm-neuron compiles, and reads converted files as the model", field=flag
@@ -57,20 +62,20 @@ def compile_model(
         return
     if dry_run:
         return
+    options: dict[str, Any] = {} if draft is None else {"draft": str(draft), **job.draft_options(draft_tokens)}
     if hlo_only:
         from kimi_k2.neuron import standins
 
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         standins.install()
         with resumable():
-            job.lower_all(chosen, model, out, typer.echo)
+            job.lower_all(chosen, model, out, typer.echo, **options)
     else:
-        options = {}
         if capture_layers is not None:
             from kimi_k2.parity.nxdi import capture_options
 
             config = KimiK2Config.load(model)
-            options = capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
+            options |= capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
         job.check_sdk()
         if weights is not None:
             job.take_weights(weights, out)
@@ -97,6 +102,7 @@ COMMAND = Command(
     (
         "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-tp32-ep2 --out /presharded",
         "kimi-k2 compile kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --out /tmp/hlo --hlo-only",
+        "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --draft /models/head --out /presharded",
         "kimi-k2 compile /models/Kimi-K2-Instruct-0905 --preset trn2-native-tp32-ep2 --out /shared/neffs --dry-run",
     ),
 )

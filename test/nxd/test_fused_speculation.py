@@ -1,0 +1,309 @@
+"""NxDI's fused speculation with Eagle3 heads of both forms: the tokens are the plain model's, whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import environment
+import pytest
+import torch
+from harness import bf16_preset, launch, neuron_config, plain_model, run_executed
+from test_decode_layers import SIZES
+
+from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import DraftConfig, Form
+from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.drafts.names import head_shapes
+from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.drafters import DraftCache
+from kimi_k2.engine.generate import generate
+from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.neuron.compile import draft_options
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
+
+WORKER = Path(__file__).with_name("fused_worker.py")
+LOWERING = Path(__file__).with_name("fused_lowering_worker.py")
+PROMPTS = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "3"))
+DRAFTS, LENGTH = 3, 96
+SAMPLED, LINES_SAMPLED = int(os.environ.get("KIMI_K2_DRAFT_DRAWS", "640")), 16
+QUALITIES = {"random": None, "half": 0.5, "perfect": 0.0}
+PRESETS = {"xla": "trn2-tp32-ep2", "kernels": "trn2-tp32-ep2-nki", "layers": "trn2-tp32-ep2-nki-layers"}
+LINES: dict[str, Any] = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
+
+
+class Target(NamedTuple):
+    """A checkpoint, and the plain model of it."""
+
+    directory: Path
+    model: KimiK2ForCausalLM
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
+    """By the form of decode: kernels have sizes of their own, and are K2.5's, of which the text is drafted."""
+    made: dict[str, Target] = {}
+
+    def of(decode: str) -> Target:
+        kind = "xla" if decode == "xla" else "kernels"
+        if kind not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            member, sizes = ("kimi-k2-instruct-0905", {}) if kind == "xla" else ("kimi-k2.5", SIZES)
+            config = tiny_config(member, num_hidden_layers=4, **sizes)
+            write_synthetic_checkpoint(directory, with_format(config, "bf16"), seed=3)
+            made[kind] = Target(directory, plain_model(directory))
+        return made[kind]
+
+    return of
+
+
+def head_of(model: KimiK2ForCausalLM, form: Form, directory: Path) -> Path:
+    """A head that has what published heads may have."""
+    changes: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
+    changes |= {"draft_vocab_size": 96} if form == "llama" else {"fc_norm": True, "norm_output": True}
+    write_synthetic_head(directory / form, model.config, form, **changes)
+    return directory / form
+
+
+def drawn(count: int, vocabulary: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 3, 17, 40]))] for _ in range(count)]
+
+
+def batches_of(model: KimiK2ForCausalLM, batch: int, wrong: float | None) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Batches of drawn sizes and the plain model's replies; the oracle knows them and what follows."""
+    prompts, rng = drawn(PROMPTS, model.config.vocab_size), random.Random(2)
+    made, expected = [], []
+    while prompts:
+        some = [prompts.pop() for _ in range(min(rng.randint(1, batch), len(prompts)))]
+        replies = generate(model, some, SamplingParams(20 + DRAFTS, ignore_eos=True)).token_ids
+        params = {"max_new_tokens": rng.choice([1, 2, 9, 20]), "ignore_eos": True}
+        one: dict[str, Any] = {"prompts": some, "params": params}
+        if wrong is not None:
+            one |= {"oracle": [a + b for a, b in zip(some, replies, strict=True)], "wrong": wrong}
+        made.append(one)
+        expected.append([reply[: params["max_new_tokens"]] for reply in replies])
+    return made, expected
+
+
+def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed: list[int]) -> list[int]:
+    """What a head without a cache drafts behind a text, where after each it is told another token."""
+    states = HiddenStates(head.aux_layers)
+    model(torch.tensor([text]), states=states)
+    hidden, tokens, found = head.fuse(states.joined()[:, :-1]), list(text[1:]), []
+    for token in fed:
+        cache = PagedCache(model.config, 1, LENGTH)
+        own = DraftCache(cache, head.cache_dim, head.dtype)
+        places = torch.arange(len(tokens))[None]
+        normed, after = head(torch.tensor([tokens]), hidden, places, own, len(tokens))
+        found.append(int(head.to_target(head.logits(normed[0, -1]).argmax())))
+        hidden, tokens = torch.cat((hidden, after[:, -1:]), dim=1), [*tokens, token]
+    return found
+
+
+@pytest.mark.parametrize(("form", "ranks", "quality", "decode", "batch"), [
+    ("llama", 1, "half", "xla", 1), ("mla", 1, "half", "xla", 1), ("mla", 2, "half", "xla", 1),
+    ("llama", 2, "perfect", "xla", 1), ("mla", 2, "random", "xla", 1), ("llama", 1, "half", "xla", 4),
+    ("mla", 2, "half", "xla", 4), ("mla", 1, "half", "kernels", 1), ("llama", 2, "half", "kernels", 4),
+    ("mla", 2, "half", "layers", 1), ("llama", 2, "perfect", "layers", 4),
+])  # fmt: skip
+def test_tokens_are_the_plain_models(
+    targets: Callable[[str], Target], tmp_path: Path, form: Form, ranks: int, quality: str, decode: str, batch: int
+) -> None:
+    """One and two ranks, which are the presets' two groups of experts; with four lines each has its own."""
+    target = targets(decode)
+    made, expected = batches_of(target.model, batch, QUALITIES[quality])
+    head = head_of(target.model, form, tmp_path)
+    job = job_of(target, head, tmp_path, ranks, decode, batch)
+    *answers, last = launch({**job, "batches": made}, tmp_path, worker=WORKER, timeout=500)
+    plain = Eagle3Head.from_pretrained(head, target.model)
+    for one, answer, wanted in zip(made, answers, expected, strict=True):
+        assert answer["replies"] == wanted
+        assert quality != "perfect" or answer["accepted"] == answer["drafted"]
+        check_head(target.model, plain, one["prompts"], wanted, answer["notes"])
+    assert last["cut"] == []
+
+
+def job_of(target: Target, head: Path, directory: Path, ranks: int, decode: str, batch: int = 1) -> dict[str, Any]:
+    return {
+        "checkpoint": str(target.directory), "draft": str(head), "draft_tokens": DRAFTS,
+        "preset": bf16_preset(PRESETS[decode], directory), "neuron_config": {"tp_degree": ranks},
+        "deployment": {"length": LENGTH, "batch_size": batch}, "overrides": LINES if batch > 1 else {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "ranks", "decode"), [("llama", 1, "xla"), ("mla", 2, "kernels")])
+def test_executed_graphs(targets: Callable[[str], Target], tmp_path: Path, form: Form, ranks: int, decode: str) -> None:
+    """What the compiler would get but for kernels, which XLA does not execute, with NxDI's host code and ours."""
+    target = targets(decode)
+    made, expected = batches_of(target.model, 1, None)
+    job = job_of(target, head_of(target.model, form, tmp_path), tmp_path, ranks, decode)
+    output, path = tmp_path / "output.pt", tmp_path / "job.json"
+    path.write_text(json.dumps({**job, "batches": made, "executed": True, "output": str(output)}))
+    run_executed([str(WORKER), str(path)], ranks)
+    for answer, wanted in zip(torch.load(output), expected, strict=True):
+        assert answer["replies"] == wanted
+        # NxDI's adapter stops where a step might give too many tokens, or behind one that did.
+        assert all(one == other for one, other in zip(answer.get("adapted", []), wanted[0], strict=False))
+
+
+def test_sampled_tokens_have_the_targets_distribution(targets: Callable[[str], Target], tmp_path: Path) -> None:
+    """The first two tokens of a reply, where the target's likeliest second one is drafted: half of all are accepted."""
+    target, prompt, most = targets("xla"), [5, 6, 7], 4
+    head = head_of(target.model, "mla", tmp_path)
+    first = likeliest(target.model, prompt, most)
+    second = {token: likeliest(target.model, [*prompt, token], most) for token in first}
+    batch = {
+        "prompts": [prompt] * LINES_SAMPLED, "times": SAMPLED // LINES_SAMPLED,
+        "params": {"max_new_tokens": 2, "ignore_eos": True, "temperature": 1.5, "top_k": most},
+        "table": {str(token): max(own, key=own.__getitem__) for token, own in second.items()},
+    }  # fmt: skip
+    job = job_of(target, head, tmp_path, 1, "xla") | {
+        "sampling": {"do_sample": True, "dynamic": True, "global_topk": 64}
+    }
+    job |= {"draft_tokens": 1, "deployment": {"length": LENGTH, "batch_size": LINES_SAMPLED}}
+    answer, _ = launch({**job, "batches": [batch]}, tmp_path, worker=WORKER, timeout=500)
+    counts = Counter(map(tuple, answer["replies"]))
+    pairs = {(one, two): p * q for one, p in first.items() for two, q in second[one].items()}
+    assert set(counts) <= set(pairs)
+    total = len(answer["replies"])
+    squared = sum((counts[pair] - total * share) ** 2 / (total * share) for pair, share in pairs.items())
+    # Chi-square of 15 degrees of freedom: above 44.3 with a probability of 1e-4.
+    assert len(pairs) == 16 and squared < 44.3
+    accepted = sum(p * max(second[one].values()) for one, p in first.items())
+    assert abs(answer["accepted"] - total * accepted) < 4.5 * (total * accepted * (1 - accepted)) ** 0.5
+
+
+@pytest.mark.parametrize(("preset", "form", "kernels"), [
+    ("trn2-tp32-ep2", "llama", {}),
+])  # fmt: skip
+def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels: dict[str, int]) -> None:
+    """Four layers of the target beside the whole head: what a rank holds of it, and a step's sums over the ranks."""
+    config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=4)
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    changes: dict[str, Any] = layers | ({"draft_vocab_size": 32000} if form == "llama" else {})
+    fields = draft_fields(config, form, **changes)
+    write_json(tmp_path / "config.json", fields)
+    command = [sys.executable, str(LOWERING), preset, "4", str(tmp_path), str(DRAFTS), "fused_speculation_model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("COUNTS "))[7:])
+    draft = DraftConfig.from_dict(fields)
+    shapes = head_shapes(draft, config) | {"embed_tokens.weight": (draft.vocab_size, 7168)}
+    shapes |= {"lm_head.weight": (draft.draft_vocab_size, 7168)}
+    held = (
+        sum(math.prod(shape) * 2 // (64 if len(shape) > 1 else 1) for name, shape in shapes.items() if name != "d2t")
+        + 4 * draft.draft_vocab_size
+    )
+    assert counts["draft"]["held"] == pytest.approx(held, rel=1e-3)
+    assert counts["kernels"] == kernels
+    # Attention and MLP of a draft pass; the pass behind verification writes the cache alone.
+    sums = {one["bytes"]: one["times"] for one in counts["collectives"] if one["kind"] == "all-reduce"}
+    assert sums[7168 * 2] == 2 * DRAFTS
+    assert counts["states"]["hidden_state_rolling_buffer.hidden_states"] == [2, 2 * (DRAFTS + 1), 3 * 7168]
+
+
+def configured(head: Path, target: Target, **options: Any) -> Any:
+    """The inference config of a target with a draft."""
+    config = environment.contrib("config")
+    drafts = {**draft_options(DRAFTS), "on_device_sampling_config": {}}
+    neuron = config.KimiK2NeuronConfig(**{**neuron_config(1, 1, 1, seq_len=LENGTH), **drafts, **options})
+    made = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(target.directory))
+    return environment.contrib("draft_head").with_draft(made, head)
+
+
+def test_a_saved_configuration_is_the_same(targets: Callable[[str], Target], tmp_path: Path) -> None:
+    """As a compiled model's directory holds it, from which NxDI loads."""
+    target = targets("xla")
+    made = configured(head_of(target.model, "llama", tmp_path), target)
+    read = type(made).from_json_string(made.to_json_string())
+    fused = read.fused_spec_config
+    assert (fused.worker_cls, fused.draft_model_cls) == (
+        environment.contrib("modeling_kimi_k2").NeuronKimiK2Model,
+        environment.contrib("draft_head").NeuronKimiK2DraftForCausalLM,
+    )
+    assert read.aux_layers == fused.draft_config.aux_layers == [0, 2, 4]
+    assert fused.draft_config.draft == made.fused_spec_config.draft_config.draft
+    assert (fused.draft_config.hf.hidden_size, fused.draft_config.hf.num_hidden_layers) == (256, 1)
+    assert read.to_json_string() == made.to_json_string()
+
+
+@pytest.mark.parametrize(("changes", "options", "field"), [
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, {}, "eagle_aux_hidden_state_layer_ids"),
+    ({"num_key_value_heads": 1}, {"tp_degree": 2, "moe_tp_degree": 2}, "num_key_value_heads"),
+    ({"draft_vocab_size": 33}, {"tp_degree": 2, "moe_tp_degree": 2}, "draft_vocab_size"),
+    ({"hidden_size": 128}, {}, "hidden_size"),
+])  # fmt: skip
+def test_a_head_that_does_not_fit_is_refused(
+    targets: Callable[[str], Target], tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], field: str
+) -> None:
+    target = targets("xla")
+    eagle = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
+    write_synthetic_head(tmp_path, target.model.config, "llama", **{**eagle, **changes})
+    with pytest.raises(ConfigError, match=field):
+        configured(tmp_path, target, **options)
+
+
+def test_a_target_needs_its_draft(targets: Callable[[str], Target], tmp_path: Path) -> None:
+    target = targets("xla")
+    made = configured(head_of(target.model, "llama", tmp_path), target)
+    made.fused_spec_config = None
+    with pytest.raises(ConfigError, match="fused_spec_config"):
+        environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(target.directory), made)
+
+
+def test_a_head_is_cut_beside_converted_files(targets: Callable[[str], Target], tmp_path: Path) -> None:
+    """What a device is given by rank: all of a head, which has no embedding of its own, and the target's files."""
+    target = targets("xla")
+    ranks = {"tp_degree": 2, "moe_tp_degree": 1, "moe_ep_degree": 2, "save_sharded_checkpoint": True}
+    made = configured(head_of(target.model, "mla", tmp_path), target, **ranks)
+    app = environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(target.directory), made)
+    app.shard_weights(str(tmp_path))
+    given: list[list[dict[str, torch.Tensor]]] = []
+    device = SimpleNamespace(initialize=lambda weights, first: given.append(weights))
+    app.traced_model = SimpleNamespace(nxd_model=device)
+    app.load_weights(str(tmp_path))
+    (weights,) = given
+    whole = {name: one for name, one in app.checkpoint_loader_fn().items() if name.startswith("draft_model.")}
+    for rank in weights:
+        assert {name for name in rank if not name.startswith("target_model.")} == set(whole)
+    for name, tensor in whole.items():
+        parts = [rank[name] for rank in weights]
+        joined = (torch.cat(parts, dim=dim) for dim in range(tensor.dim()))
+        assert torch.equal(parts[0], tensor) or any(torch.equal(one, tensor) for one in joined), name
+
+
+def likeliest(model: KimiK2ForCausalLM, text: list[int], most: int) -> dict[int, float]:
+    """Probabilities at temperature 1.5 of the tokens that may come next."""
+    logits = model(torch.tensor([text]))[0, -1].double().topk(most)
+    return dict(zip(logits.indices.tolist(), (logits.values / 1.5).softmax(0).tolist(), strict=True))
+
+
+def check_head(
+    model: KimiK2ForCausalLM, head: Eagle3Head, prompts: list[list[int]], replies: list[list[int]], notes: list[Any]
+) -> None:
+    """Of each step the head's own drafts, whatever was accepted before."""
+    texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+    for step in range(0, len(notes), DRAFTS):
+        places, own, fed = zip(*notes[step : step + DRAFTS], strict=True)
+        for row, text in enumerate(texts):
+            begun = text[: places[0][row] + 2]
+            if len(begun) < places[0][row] + 2:  # an ended line, which is computed and ignored
+                continue
+            found = [tokens[row] for tokens in own]
+            assert found == head_drafts(model, head, begun, [tokens[row] for tokens in fed])
