@@ -131,7 +131,7 @@ vars(module)["next_step"] = refusing
 if current_platform.is_cpu():
     vars(collective)["dist"] = exchanges
     vars(module)["GraphRecorder"] = Recorder
-    vars(module)["reason_against"] = lambda runner, second: reason_against(runner.runner, second)
+    vars(module)["reason_against"] = lambda runner, *given: reason_against(runner.runner, *given)
     vars(module)["decode_steps"] = on_gpu  # the worker imports it late
     vars(torch.cuda)["synchronize"] = lambda *_: None
 

@@ -236,14 +236,16 @@ def deployment(kind: type[SimpleNamespace] = SimpleNamespace, /, **changed: Any)
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
         "decode_context_parallel_size": 1, "enable_expert_parallel": False, "enable_eplb": False,
         "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False, "dtype": torch.bfloat16,
-        "device_type": "cuda", "lora_config": None, "speculative_config": None, **changed,
+        "device_type": "cuda", "lora_config": None, "speculative_config": None, "kv_transfer_config": None,
+        "max_num_seqs": 1024, "enable_prefix_caching": True, **changed,
     }  # fmt: skip
     one = kind(**fields)
-    for part in ("parallel_config", "cache_config", "model_config", "device_config"):
+    for part in PARTS:
         setattr(one, part, one)
     return one
 
 
+PARTS = "parallel_config", "cache_config", "model_config", "device_config", "scheduler_config"
 FILTERED = {"tensor_parallel_size": 8, "enable_expert_parallel": True, "enable_ep_weight_filter": True}
 
 
@@ -355,12 +357,24 @@ def test_quantization_of_the_checkpoint(asked: str, reason: str | None) -> None:
     assert support.refusal(one, model()) == reason
 
 
-@pytest.mark.parametrize("name", support.VLLMS_VARIABLES)
-def test_variables_that_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = deployment(device_type="cpu", dtype=torch.float32)
-    for value, reason in (("0", None), ("1", f"{name}=1")):
-        monkeypatch.setenv(name, value)
-        assert support.refusal(one, model()) == reason
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        (support.MLA_DISABLE, {}, "VLLM_MLA_DISABLE=1"),
+        (support.BATCH_INVARIANT, {}, None),
+        (support.BATCH_INVARIANT, {"speculative_config": SimpleNamespace(method="ngram")}, "with drafts"),
+        (support.BATCH_INVARIANT, {"pipeline_parallel_size": 2}, "with pipeline parallelism"),
+        (support.BATCH_INVARIANT, {"kv_transfer_config": object()}, "with a transfer of caches"),
+        (support.BATCH_INVARIANT, {"max_num_seqs": 1025}, "with 1025 requests, more than 1024"),
+        (support.BATCH_INVARIANT, {"use_v2_model_runner": True}, "with vLLM's second model runner"),
+    ],
+)
+def test_vllms_variables(name: str, changed: dict[str, Any], reason: str | None, monkeypatch: Any) -> None:
+    one = deployment(device_type="cpu", dtype=torch.float32, **changed)
+    monkeypatch.setenv(name, "0")
+    assert support.refusal(one, model()) is None
+    monkeypatch.setenv(name, "1")
+    assert support.refusal(one, model()) == (f"{name} {reason}" if reason and "with" in reason else reason)
 
 
 @pytest.mark.parametrize(
@@ -448,16 +462,18 @@ class OfSecond(SimpleNamespace):
 
 
 def of_second(sizes: dict[str, int], **changed: Any) -> OfSecond:
-    fields = {"hf_text_config": model(**sizes), "enforce_eager": False, "kv_transfer_config": None, **changed}
+    fields = {"hf_text_config": model(**sizes), "enforce_eager": False, **changed}
     made: OfSecond = deployment(OfSecond, **fields)
     return made
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("invariant", ["0", "1"])
 def test_first_runner_where_the_second_would_be(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    invariant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_vllm(monkeypatch, without="")
+    monkeypatch.setenv(support.BATCH_INVARIANT, invariant)
     table = sys.modules["vllm.model_executor.models.config"]
     plugin.register()
     one = of_second({}, worker_cls="auto")
@@ -465,6 +481,7 @@ def test_first_runner_where_the_second_would_be(
         table.MODELS_CONFIG_MAP["DeepseekV3ForCausalLM"].verify_and_update_config(one)
     assert not one.use_v2_model_runner
     assert one.worker_cls == plugin.WORKER
+    assert one.enable_prefix_caching == (invariant == "0")
     assert caplog.text.count("VLLM_USE_V2_MODEL_RUNNER=1 keeps the second") == 1
 
 

@@ -85,6 +85,11 @@ def main(model: str, job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     if job.get("parts"):  # vLLM then takes pages of any size, prompts in parts and cached prefixes for MLA
         torch.cpu._is_amx_tile_supported = lambda: True
+    if os.environ.get("VLLM_BATCH_INVARIANT") and not torch.cuda.is_available():
+        # vLLM would put Triton kernels for GPUs in the place of PyTorch's functions, on a CPU too.
+        from vllm.model_executor.determinism import batch_invariant
+
+        batch_invariant.enable_batch_invariant_mode = lambda: None
     preempted = count_preempted()
     replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
     options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -96,6 +96,20 @@ class Batch:
         return Single(
             cos[:one], sin[:one], self.slots[:one], self.seq_lens[:one], None if table is None else table[:one]
         )
+
+    def phases(self) -> Iterator[tuple[slice, Batch]]:
+        """Decodes and chunks as batches of their own, with the rows of each, so that neither sees the other."""
+        one, (cos, sin) = self.decodes, self.rotation
+        if not self.chunks or not one:
+            yield slice(None), self
+            return
+        yield (
+            slice(0, one),
+            replace(self, tokens=one, slots=self.slots[:one], chunks=(), rotation=(cos[:one], sin[:one])),
+        )
+        chunks = [each._replace(rows=slice(each.rows.start - one, each.rows.stop - one)) for each in self.chunks]
+        rest = {"slots": self.slots[one:], "rotation": (cos[one:], sin[one:]), "chunks": chunks, "plan": None}
+        yield slice(one, None), replace(self, tokens=self.tokens - one, decodes=0, **rest)  # type: ignore[arg-type]
 
     @classmethod
     def of_sequences(

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.kernels.attention.mla_sizes import PAGE
+from kimi_k2.ops.registry import batch_invariant
 from kimi_k2.serving.vllm.connectors import LatentBatch
 
 NAME = "KIMI_K2_MLA"
@@ -37,10 +38,18 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
         self._held: tuple[Tensor, Tensor] | None = None
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Of vLLM's graphs: in batch-invariant mode none, as they take a prompt's last token alone for a decode."""
+        return AttentionCGSupport.NEVER if batch_invariant() else cls._cudagraph_support
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The batch of a step, for all layers."""
         common, most = common_attn_metadata, self.reorder_batch_threshold
-        decodes, _, rows, _ = split_decodes_and_prefills(common, decode_threshold=most)
+        # In batch-invariant mode a prompt's token is never a decode's, however the prompt was cut.
+        decodes, _, rows, _ = split_decodes_and_prefills(
+            common, decode_threshold=most, treat_short_extends_as_decodes=not batch_invariant()
+        )
         seq_lens, block_table = common.seq_lens, common.block_table_tensor
         lengths: list[int] = []
         if decodes < common.num_reqs:
@@ -106,6 +115,11 @@ class LatentBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def is_mla(cls) -> bool:
         """One entry a token for all heads."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """See `ops.registry`."""
         return True
 
     @staticmethod

@@ -102,7 +102,7 @@ class DecodeSteps:
             # The step before ended with this request's newest token, and nothing of it was taken back.
             if row is None or computed != lengths[row] or computed + 1 != state.num_tokens:
                 return None
-            if outputs < len(state.output_token_ids):
+            if outputs < len(state.output_token_ids) or computed < state.num_prompt_tokens:
                 return None
             rows.append(row)
         return rows
@@ -170,13 +170,12 @@ def _replaying(replay: Callable[[], Any], made: tuple[Tensor, Tensor]) -> Forwar
     return again
 
 
-def reason_against(runner: Any, second: bool) -> str | None:
+def reason_against(runner: Any, second: bool, mode: str) -> str | None:
     """Why vLLM is to prepare all steps; None if decode steps can be ours."""
     config = runner.vllm_config
     refused = against_decode_steps(config)
     if refused is not None:
         return refused
-    mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
     lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(runner, name)]
     for reason, holds in (
         ("its second model runner", second),
@@ -194,7 +193,7 @@ def reason_against(runner: Any, second: bool) -> str | None:
 
 def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
     """As a deployment allows them; a line says so. Every rank must call this: all have them, or none."""
-    reason = reason_against(runner, second)
+    reason = reason_against(runner, second, model.graph_mode)
     if not least_of_ranks(reason is None):
         logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason or "on another rank")
         return None

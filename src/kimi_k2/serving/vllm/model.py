@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,12 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
+from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.ops.registry import batch_invariant, decoding, set_batch_invariant
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
@@ -25,7 +28,7 @@ from kimi_k2.serving.vllm.data_parallel import Exchange
 from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
-from kimi_k2.serving.vllm.support import cache_dtype, layout_of, refusal
+from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, refusal
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -54,6 +57,9 @@ class _Ours:
         nn.Module.__init__(self)  # type: ignore[arg-type]
         model_config = vllm_config.model_config
         self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
+        set_batch_invariant(invariant())
+        # As asked: vLLM sets it to NONE where it may capture no attention of ours.
+        self.graph_mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
         config, tp, layout = config_of(self.config), get_tp_group(), layout_of(vllm_config)
         replica = vllm_config.parallel_config.data_parallel_rank if layout.replicas > 1 else 0
         self._pp = get_pp_group()
@@ -160,8 +166,11 @@ class _Ours:
             move_caches(batch, dict(zip(self.paged.layers, cast(Sequence[LatentAttention], self.held), strict=True)))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
-        if batch is not None and batch.chunks and self._graphs is not None and self._graphs.takes(len(x)):
-            hidden_states = self._graphs(x, batch, [one.cache for one in self.paged.held], states)
+        if batch is not None and batch_invariant():
+            return torch.cat([self._phase(x[rows], part) for rows, part in batch.phases()])
+        graphs = None if batch is None else self._graphs_of(x, batch)
+        if batch is not None and graphs is not None:
+            hidden_states = graphs(x, batch, [one.cache for one in self.paged.held], states)
         else:
             x, delta = self.paged.through(x, delta, batch, states)
             if not self._pp.is_last_rank:
@@ -169,6 +178,18 @@ class _Ours:
             hidden_states = self.paged.norm(x, delta)
         del reserved
         return hidden_states if states is None else (hidden_states, states.apart())
+
+    def _graphs_of(self, x: Tensor, batch: Batch) -> PromptGraphs | None:
+        """Those that hold a step with prompts."""
+        return self._graphs if batch.chunks and self._graphs is not None and self._graphs.takes(len(x)) else None
+
+    def _phase(self, x: Tensor, batch: Batch) -> Tensor:
+        """Normed hidden states of decodes alone, or of prompts alone, each kind by an arithmetic of its own."""
+        graphs = self._graphs_of(x, batch)
+        if graphs is not None:
+            return graphs(x, batch, [one.cache for one in self.paged.held])
+        with nullcontext() if batch.chunks else decoding():
+            return self.paged.run(x, batch)
 
     def _record(self, x: Tensor) -> Tensor | None:
         """Make the graphs of steps with prompts, once; memory of their size."""

@@ -11,6 +11,7 @@ from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_names
 from kimi_k2.serving.vllm import flags
 from kimi_k2.serving.vllm.runner import choose_runner
+from kimi_k2.serving.vllm.support import BATCH_INVARIANT, invariant, refusal
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
@@ -105,12 +106,25 @@ def _choose_worker(vllm_config: Any) -> None:
     try:
         config_of(vllm_config.model_config.hf_text_config)
         choose_runner(vllm_config)
+        _leave_prefixes(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER
     except KimiK2Error:
         return
     except AttributeError as error:
         logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
+
+
+def _leave_prefixes(vllm_config: Any) -> None:
+    """Have no request take another's entries in batch-invariant mode, as a reply's are not a prompt's to the bit."""
+    cache = vllm_config.cache_config
+    if (
+        invariant()
+        and cache.enable_prefix_caching
+        and not refusal(vllm_config, vllm_config.model_config.hf_text_config)
+    ):
+        cache.enable_prefix_caching = False
+        logger.info("kimi-k2: no prefix caching, since %s is set", BATCH_INVARIANT)
 
 
 def register_parsers() -> None:

@@ -24,11 +24,12 @@ def choose_runner(vllm_config: Any) -> None:
     if not getattr(vllm_config, "use_v2_model_runner", False) or against_decode_steps(vllm_config):
         return
     lacking: Any = getattr(vllm_config, "_get_v1_model_runner_unsupported_features", list)()
-    if lacking or refusal(vllm_config, vllm_config.model_config.hf_text_config) is not None:
+    if lacking:
         return
     os.environ[ENVIRONMENT] = "0"
     try:
         refused = bool(vllm_config.use_v2_model_runner)
+        refused = refused or refusal(vllm_config, vllm_config.model_config.hf_text_config) is not None
     except ValueError:  # a feature of the second runner alone
         refused = True
     if refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-# Of vLLM's, which change what its model computes or how.
-VLLMS_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE")
+# Of vLLM's: the first is obeyed (`ops.registry`), the second changes what its own model computes.
+BATCH_INVARIANT, MLA_DISABLE = "VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE"
+# Requests at once in batch-invariant mode, as many as a plan of attention takes on a GPU.
+MOST_INVARIANT = 1024
 # Methods of --speculative-config; None without one.
 DRAFTS = (None, "ngram", "suffix", "eagle3")
 # Backends of --all2all-backend; None for one replica.
@@ -62,7 +65,8 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
         ("LoRA", vllm_config.lora_config is not None),
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in DRAFTS),
-        *((f"{name}={os.environ.get(name)}", os.environ.get(name, "0") not in ("0", "")) for name in VLLMS_VARIABLES),
+        (f"{MLA_DISABLE}={os.environ.get(MLA_DISABLE)}", _is_set(MLA_DISABLE)),
+        *((f"{BATCH_INVARIANT} with {what}", holds) for what, holds in _varying(vllm_config)),
         *((argument, True) for argument in flags.noted(vllm_config, "vllm")),
     ):
         if holds:
@@ -80,6 +84,29 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         if method != own:
             return f"--quantization {method}"
     return None if str(vllm_config.device_config.device_type) == "cpu" else _refusal_of_gpu(vllm_config, config)
+
+
+def invariant() -> bool:
+    """Whether a request's bits may not depend on the others."""
+    return _is_set(BATCH_INVARIANT)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("0", "")
+
+
+def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
+    """With what batch-invariant mode has not been tried, or does not hold."""
+    if not invariant():
+        return
+    parallel, most = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_seqs
+    yield "drafts", _drafts(vllm_config) is not None
+    yield "data parallelism", parallel.data_parallel_size > 1
+    yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
+    yield "a transfer of caches", vllm_config.kv_transfer_config is not None
+    yield f"{most} requests, more than {MOST_INVARIANT}", most > MOST_INVARIANT
+    # It puts a prompt's last token among the decodes.
+    yield "vLLM's second model runner", bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def against_decode_steps(vllm_config: Any) -> str | None:
