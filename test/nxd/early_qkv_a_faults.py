@@ -45,9 +45,7 @@ FAULTS: dict[str, Fault] = {
     "gamma is not folded": (CHOSEN, lambda: edited(whole, "scaled_projections", ".mul_(gamma)", "")),
     "the layer's own projections are folded": (CHOSEN, lambda: edited(
         whole, "whole_state_dict", "layer + 1", "layer")),
-    "down_proj is not folded": (CHOSEN, lambda: edited(
-        weights, "fold", "source.dequantize(down, torch.float32).T",
-        "torch.ones_like(source.dequantize(down, torch.float32)).T")),
+    "down_proj is not folded": (CHOSEN, lambda: edited(weights, "fold", "down.T", "torch.ones_like(down).T")),
     "each rank goes on with its own summand": (CHOSEN, lambda: edited(
         M, "forward", "both = reduce_from_tensor_model_parallel_region(both, process_group=group)",
         "output = reduce_from_tensor_model_parallel_region(output, process_group=group);"
