@@ -38,7 +38,7 @@ class Accepted(NamedTuple):
 
 
 # Logits [B, rows] over a draft's vocabulary, and their place in the draft, to rows int64 [B] and what they were drawn
-# from [B, rows] on the CPU, None for the likeliest.
+# from [B, rows], None for the likeliest.
 Choose = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
@@ -197,7 +197,7 @@ class HeadDrafter:
         if self.head.tokens is None:
             return rows
         wide = rows.new_zeros(*rows.shape[:2], self.head.config.vocab_size)
-        wide[..., self.head.tokens.cpu()] = rows
+        wide[..., self.head.tokens] = rows
         return wide
 
     def _pass(

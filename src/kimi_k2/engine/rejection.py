@@ -21,7 +21,7 @@ class Proposal(NamedTuple):
     Attributes:
         tokens: int64 [B, K].
         counts: how many of the K each sequence has.
-        probabilities: what they were drawn from, float32 [B, K, vocab_size] on the CPU; None for 1 at each token.
+        probabilities: what they were drawn from, float32 [B, K, vocab_size]; None for 1 at each token.
     """
 
     tokens: Tensor
@@ -29,30 +29,46 @@ class Proposal(NamedTuple):
     probabilities: Tensor | None = None
 
 
-def keep(target: Tensor, drafted: list[int], draft: Tensor | None, generator: torch.Generator) -> list[int]:
-    """The drafted tokens that are kept, and one more.
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens int64 [B] with the probabilities of weights [B, V], by numbers float64 [B] from 0 up to 1."""
+    ends = weights.double().cumsum(dim=-1)
+    whole = ends[:, -1:]
+    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
+    return torch.searchsorted(ends, at, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)  # of NaN: the end
+
+
+def keep(
+    target: Tensor, drafted: Tensor, counts: Tensor, draft: Tensor | None, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many of each sequence's drafted tokens are kept, and the one after them. Nothing is read back.
 
     Args:
-        target: [K + 1 or more, V], the target's probabilities at each place, each row up to a factor.
-        drafted: K tokens.
-        draft: [K, V], what they were drawn from; None for 1 at each.
-        generator: of the sequence.
+        target: [B, K + 1, V], the target's probabilities at each place, each row up to a factor.
+        drafted: int64 [B, K].
+        counts: int64 [B], how many of the K each sequence has.
+        draft: [B, K, V], what they were drawn from; None for 1 at each.
+        uniform: float64 [B, K + 1], from 0 up to 1: one for each drafted token, and the last.
+
+    Returns:
+        int64 [B] and int64 [B].
     """
-    for place, token in enumerate(drafted):
-        row = target[place] / target[place].sum()
-        chance = 1.0 if draft is None else float(draft[place, token])
-        if float(torch.rand((), dtype=torch.float64, generator=generator)) * chance < float(row[token]):
-            continue
+    target = target / target.sum(dim=-1, keepdim=True)
+    there, tokens = torch.arange(drafted.shape[1], device=drafted.device) < counts[:, None], drafted.unsqueeze(2)
+    chance = 1.0 if draft is None else draft.gather(2, tokens).squeeze(2)
+    kept = uniform[:, :-1] * chance < target[:, :-1].gather(2, tokens).squeeze(2)
+    count = (kept & there).cumprod(dim=1).sum(dim=1)
+    rows = torch.arange(len(target), device=target.device)
+    row = target[rows, count]
+    if drafted.shape[1]:
+        refused = count.clamp(max=drafted.shape[1] - 1)
         if draft is None:
-            rest = row.clone()
-            rest[token] = 0
+            less = torch.zeros_like(row).scatter_(1, drafted[rows, refused, None], 1.0)
         else:
-            rest = (row - draft[place]).clamp_(min=0)
+            less = draft[rows, refused]
+        rest = (row - less * (count < counts)[:, None]).clamp_(min=0)
         # Rounding alone can leave nothing: then p and q are the same.
-        rest = rest if float(rest.sum()) > 0 else row
-        return [*drafted[:place], int(torch.multinomial(rest, 1, generator=generator))]
-    last = target[len(drafted)]
-    return [*drafted, int(torch.multinomial(last, 1, generator=generator))]
+        row = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, row)
+    return count, draw(row, uniform[:, -1])
 
 
 def verify(sampler: Sampler, logits: Tensor, proposal: Proposal, running: list[bool]) -> list[list[int]]:
@@ -79,11 +95,17 @@ def verify(sampler: Sampler, logits: Tensor, proposal: Proposal, running: list[b
             kept = next((place for place, token in enumerate(drafted) if token != chosen[place]), len(drafted))
             taken.append(chosen[: kept + 1] if alive else [])
         return taken
-    probabilities = sampler.probabilities(processed.float().cpu().flatten(0, 1)).unflatten(0, logits.shape[:2])
-    for number, drafted in enumerate(drafts.tolist()):
-        count, own = proposal.counts[number], None
-        if proposal.probabilities is not None:
-            own = proposal.probabilities[number]
-        given = probabilities[number], drafted[:count], own, sampler.generators[number]
-        taken.append(keep(*given) if running[number] else [])
-    return taken
+    probabilities = sampler.probabilities(processed.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
+    uniform = torch.zeros(len(running), drafts.shape[1] + 1, dtype=torch.float64)
+    for own, count, generator, alive in zip(uniform, proposal.counts, sampler.generators, running, strict=True):
+        if alive:
+            drawn = torch.rand(count + 1, dtype=torch.float64, generator=generator)
+            own[:count], own[-1] = drawn[:-1], drawn[-1]
+    counts = torch.tensor(proposal.counts)
+    counts, uniform = counts.to(logits.device), uniform.to(logits.device)
+    accepted, following = keep(probabilities, drafts, counts, proposal.probabilities, uniform)
+    both = torch.cat((accepted[:, None], following[:, None], drafts), dim=1).tolist()
+    return [
+        [*drafted[:count], token] if alive else []
+        for (count, token, *drafted), alive in zip(both, running, strict=True)
+    ]

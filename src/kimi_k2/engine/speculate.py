@@ -16,7 +16,7 @@ from torch import Tensor
 from kimi_k2.engine.draft_length import DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.rejection import verify
+from kimi_k2.engine.rejection import draw, verify
 from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 from kimi_k2.engine.step import Step
 from kimi_k2.errors import KimiK2Warning
@@ -141,16 +141,16 @@ def _chooser(sampler: Sampler, wanted: Sequence[int]) -> Choose:
     if sampler.params.temperature == 0:
         return lambda logits, place: (logits.argmax(dim=-1), None)
 
-    def draw(logits: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
-        probabilities = sampler.probabilities(logits.float().cpu())
+    def drawn(logits: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
+        probabilities = sampler.probabilities(logits.float())
         probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-        drawn = torch.zeros(len(wanted), dtype=torch.int64)
+        uniform = torch.zeros(len(wanted), dtype=torch.float64)
         for row, count in enumerate(wanted):
             if place < count:
-                drawn[row] = torch.multinomial(probabilities[row], 1, generator=sampler.generators[row])
-        return drawn.to(logits.device), probabilities
+                uniform[row] = torch.rand((), dtype=torch.float64, generator=sampler.generators[row])
+        return draw(probabilities, uniform.to(logits.device)), probabilities
 
-    return draw
+    return drawn
 
 
 def _logprobs(logits: Tensor, taken: list[list[int]], count: int | None) -> list[tuple[TokenLogprobs, ...]]:
