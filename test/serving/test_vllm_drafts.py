@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
-from itertools import pairwise
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from heads import write_following_head
 from plain_tokens import expected
+from scripted import write_random_checkpoint
 from vllm_engine import OURS, WIDE, requests, serve
 
 from kimi_k2.drafts.config import Form
@@ -19,7 +20,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
-from kimi_k2.synthetic.draft import write_synthetic_head
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
@@ -30,7 +31,6 @@ DRAFTS = 3
 def check(answer: dict[str, Any], log: str) -> None:
     """Our operations ran, with several new tokens of a request in a decode."""
     assert OURS in log
-    assert "decode steps are prepared by vLLM: drafts" in log
     calls = {name: sum(entries.values()) for name, entries in answer["calls"].items()}
     assert calls["mla_decode"] == calls["value_rows"] > 3 * answer["steps"] / 2
     assert calls["next_step"] == 0
@@ -47,18 +47,9 @@ def test_ngram(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     answer, log = serve(checkpoints["bf16"], "float32", job, tmp_path, parts=True, speculative_config=drafts, **options)
     assert answer["tokens"] == expected(checkpoints["bf16"], "float32", job)
     check(answer, log)
+    assert "decode steps are prepared by vLLM: drafts by ngram" in log
+    assert answer["verified"] == answer["drafted"] == 0
     assert 0 < answer["accepted"] < answer["draft"]
-
-
-def following(answers: list[list[int]], words: int) -> list[int]:
-    """A permutation of the vocabulary that puts what often follows a token in its place."""
-    pairs = Counter(pair for tokens in answers for pair in pairwise(tokens))
-    found: dict[int, int] = {}
-    for (token, then), _ in pairs.most_common():
-        if token not in found and then not in found.values():
-            found[token] = then
-    left = [token for token in range(words) if token not in found.values()]
-    return [found[token] if token in found else left.pop() for token in range(words)]
 
 
 def accepted(tokens: list[int], follows: list[int], needed: int) -> int:
@@ -71,38 +62,53 @@ def accepted(tokens: list[int], follows: list[int], needed: int) -> int:
     return taken
 
 
-@pytest.mark.parametrize("form", ["llama", "mla"])
-def test_eagle3(form: Form, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "ahead"), [("llama", False), ("llama", True), ("mla", True)])
+def test_eagle3(form: Form, ahead: bool, tmp_path: Path) -> None:
     """A head that knows what often follows a token: what the target's last layer makes tells it which.
 
-    Embeddings are the target's. With a Llama head prompts come in parts; vLLM's MLA on a CPU takes them whole.
+    With a Llama head prompts come in parts; vLLM's MLA on a CPU takes them whole.
     """
     directory, head, job = tmp_path / "wide", tmp_path / "head", requests(seed=22)
     config = with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16")
     write_synthetic_checkpoint(directory, config, seed=3)
     longer = [{**one, "new_tokens": one["new_tokens"] + DRAFTS} for one in job]
     wanted, target = expected(directory, "float32", longer), KimiK2ForCausalLM.from_pretrained(directory)
-    follows, hidden = following(wanted, config.vocab_size), config.hidden_size
-    rows = torch.empty(config.vocab_size, hidden)
-    rows[follows] = target.lm_head.weight.detach()
-    nothing = torch.zeros(hidden, hidden)
-    write_synthetic_head(
-        head, config, form, dtype=torch.float32, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-        tensors={
-            "fc.weight": torch.cat((nothing, nothing, torch.eye(hidden)), dim=1), "lm_head.weight": rows,
-            "norm.weight": target.model.norm.weight.detach(),
-            "midlayer.self_attn.o_proj.weight": torch.zeros(hidden, config.num_attention_heads * config.v_head_dim),
-            "midlayer.mlp.down_proj.weight": torch.zeros(hidden, config.intermediate_size),
-        },
-    )  # fmt: skip
+    follows = write_following_head(head, target, wanted, form, dtype=torch.float32)
     parts = form == "llama"
     options: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 64} if parts else {}
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
-    answer, log = serve(directory, "float32", job, tmp_path, parts=parts, speculative_config=drafts, **options)
+    answer, log = serve(
+        directory, "float32", job, tmp_path, parts=parts, ahead=ahead, speculative_config=drafts, **options
+    )
     check(answer, log)
+    assert answer["verified"] == answer["drafted"] > answer["steps"] / 2  # the others have prompts
     assert answer["tokens"] == [tokens[: one["new_tokens"]] for one, tokens in zip(job, wanted, strict=True)]
     taken = sum(accepted(tokens, follows, one["new_tokens"]) for one, tokens in zip(job, wanted, strict=True))
     assert answer["accepted"] == taken > answer["draft"] / 20
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_structured_output(ahead: bool, tmp_path: Path) -> None:
+    """Of every second request, with drafts that its grammar refuses: the tokens without drafts, all of them allowed."""
+    directory, head, job = tmp_path / "model", tmp_path / "head", requests(seed=23)
+    write_random_checkpoint(directory)
+    for one in job[::2]:
+        one["sampling"] = {"structured_outputs": {"regex": "([a-z]{1,3} )*"}}
+    options: dict[str, Any] = {"skip_tokenizer_init": False, "max_num_batched_tokens": 64, "block_size": 32}
+    plain, _ = serve(directory, "float32", job, tmp_path, parts=True, **options)
+    target = KimiK2ForCausalLM.from_pretrained(directory)
+    write_following_head(head, target, plain["tokens"], dtype=torch.float32, head_dim=64)
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
+    answer, log = serve(
+        directory, "float32", job, tmp_path, parts=True, ahead=ahead, speculative_config=drafts, **options
+    )
+    check(answer, log)
+    assert answer["tokens"] == plain["tokens"]
+    assert 0 < answer["accepted"] < answer["draft"]
+    assert answer["verified"] > 0
+    tokenizer = KimiTokenizer.from_pretrained(directory)
+    for tokens in answer["tokens"][::2]:
+        assert re.fullmatch("([a-z]{1,3} )*[a-z]{0,3}", tokenizer.decode(tokens))
 
 
 def test_layers_that_the_target_lacks() -> None:

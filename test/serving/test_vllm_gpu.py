@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from heads import write_following_head
 from judge import ROUNDING, Judge, write_slice
 from sampling import PROCESSORS, SAMPLING, forced
 from torch import Tensor
 
+from kimi_k2.drafts.config import Form
 from kimi_k2.kernels.common.build import find_nvcc
 
 if importlib.util.find_spec("vllm") is None:
@@ -174,6 +176,32 @@ def test_every_way_of_sampling(ahead: bool, judged: tuple[Path, Judge], tmp_path
     print(f"{followed} captured, {ours['preempted']} preempted, {ours['steps']} steps")
     assert (ours["tokens"], ours["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
     assert ours["preempted"] == theirs["preempted"] > 0
+
+
+@pytest.mark.parametrize(("form", "ahead"), [("llama", True), ("llama", False), ("mla", True)])
+def test_drafts(form: Form, ahead: bool, judged: tuple[Path, Judge], tmp_path: Path) -> None:
+    """Of a head that knows what often follows a token: verified and drafted in graphs of ours as in vLLM's steps."""
+    (directory, judge), job = judged, requests()
+    plain = serve(directory, job, tmp_path, {})
+    write_following_head(tmp_path / "head", judge.model, plain["tokens"], form, intermediate_size=512)
+    drafts = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"speculative_config": drafts, "async_scheduling": ahead}
+    options["compilation_config"] = {"cudagraph_capture_sizes": list(range(4, 49, 4))}
+    made = []
+    for switch in ("1", "0"):
+        answer = serve(directory, job, tmp_path, {"KIMI_K2_VLLM_DECODE_GRAPHS": switch}, **options)
+        check(judge, job, answer)
+        print(f"{answer['verified']} of {answer['steps']} steps ours, {answer['drafted']} passes launched, "
+              f"{answer['accepted']} of {answer['draft']} accepted")  # fmt: skip
+        made.append(answer)
+    ours, theirs = made
+    print(f"{sum(map(list.__eq__, ours['tokens'], theirs['tokens']))} of {len(job)} answers the same")
+    assert "prepared by vLLM" not in ours["log"]
+    assert ours["verified"] > ours["steps"] / 3
+    assert ours["drafted"] <= 24  # in graphs
+    assert theirs["verified"] == 0
+    assert ours["accepted"] > ours["draft"] / 20
+    assert abs(ours["accepted"] / ours["draft"] - theirs["accepted"] / theirs["draft"]) < 0.1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -40,6 +40,7 @@ def serve(
     pieces: int = 0,
     parts: bool = False,
     steps: int = 0,
+    ahead: bool = False,
     swaps: Sequence[tuple[str, str]] = (),
     environment: dict[str, str] | None = None,
     timeout: float = 600,
@@ -48,7 +49,7 @@ def serve(
     """What vllm_requests.py answers, and its log."""
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
     about = {"dtype": dtype, "requests": job, "options": options, "pieces": pieces, "parts": parts, "swaps": swaps}
-    about["steps"] = steps
+    about |= {"steps": steps, "ahead": ahead}
     asked.write_text(json.dumps(about))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {})}
     if plugins is not None:

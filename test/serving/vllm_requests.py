@@ -6,7 +6,8 @@ the workers make them. With `pieces`, steps of so many new tokens at
 most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages
 were taken back. With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each;
 `again` has these tokens. With `steps` the engine is asked so many times. With `parts` prompts may come in parts.
-`draft` and `accepted` count drafts' tokens.
+`draft` and `accepted` count drafts' tokens, `verified` and `drafted` steps and drafts of ours. With `ahead` the
+scheduler does not wait for a step's end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,52 @@ def run_in_pieces(widest: int) -> list[int]:
 
     model.KimiK2ForVllm.forward = first  # type: ignore[method-assign]
     return count
+
+
+def count_verified() -> Counter[str]:
+    """Steps that ours prepare for drafts, and drafts that follow them from our buffers, from now on."""
+    from kimi_k2.serving.vllm import draft_passes, verify_steps
+
+    counts = Counter({"verified": 0, "drafted": 0})
+
+    class Verify(verify_steps.VerifySteps):
+        def run(self, *given: Any) -> None:
+            counts["verified"] += 1
+            super().run(*given)
+
+    class Passes(draft_passes.DraftPasses):
+        def work(self, *given: Any) -> Any:
+            counts["drafted"] += 1
+            return super().work(*given)
+
+    vars(verify_steps).update(VerifySteps=Verify, DraftPasses=Passes)
+    return counts
+
+
+class Now:
+    """A stream or an event of a CPU, where what is copied is there at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self, *_: Any) -> None:
+        """As of a stream or an event."""
+
+    wait_stream = wait_event = record = wait = synchronize
+
+
+def ahead() -> None:
+    """Have vLLM schedule a step before the one before it has ended, which it does not on CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: Any, vllm_config: Any) -> None:
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+    vars(torch.cuda).update(stream=lambda _: nullcontext(), current_stream=Now, Stream=Now)
+    vars(torch)["Event"] = Now
 
 
 def count_preempted() -> list[str]:
@@ -91,9 +140,12 @@ def main(model: str, job_file: str, result_file: str) -> None:
 
         batch_invariant.enable_batch_invariant_mode = lambda: None
     preempted = count_preempted()
+    verified = count_verified()
+    if job.get("ahead"):
+        ahead()
     replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
-    options = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, **job["options"]}
-    arguments = EngineArgs(model=model, skip_tokenizer_init=True, dtype=job["dtype"], **options)
+    usual = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
+    arguments = EngineArgs(model=model, dtype=job["dtype"], **{**usual, **job["options"]})
     engine = LLMEngine.from_engine_args(arguments)
     result = serve(engine, job["requests"], job.get("steps", 0)) | {
         "replays": replays[0],
@@ -109,12 +161,13 @@ def main(model: str, job_file: str, result_file: str) -> None:
     for name in ("draft", "accepted"):
         result[name] = counts.get(f"vllm:spec_decode_num_{name}_tokens", 0)
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
-    Path(result_file).write_text(json.dumps(result | {"calls": calls}))
+    Path(result_file).write_text(json.dumps({**result, "calls": calls, **verified}))
 
 
 def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
     """Tokens and their log-probabilities by request, and the number of steps."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(requests))
     tokens: dict[str, list[int]] = {}
@@ -126,6 +179,8 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
             drawn = {"temperature": 0, "logprobs": 0, **one.get("sampling", {})}
             if "logit_bias" in drawn:  # JSON's keys are text
                 drawn["logit_bias"] = {int(token): bias for token, bias in drawn["logit_bias"].items()}
+            if "structured_outputs" in drawn:
+                drawn["structured_outputs"] = StructuredOutputsParams(**drawn["structured_outputs"])
             sampling = SamplingParams(max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, **drawn)
             engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
         # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests.

@@ -43,7 +43,7 @@ STATE = (
     "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings",
 )  # fmt: skip
 
-Forward = Callable[[], tuple[Tensor, Tensor]]
+Forward = Callable[[], tuple[Tensor, ...]]
 
 
 class DecodeSteps:
@@ -53,7 +53,12 @@ class DecodeSteps:
         runner: vLLM's first model runner, its cache in place.
         model: ours in it.
         sizes: of batches to which others are padded, ascending.
+
+    Attributes:
+        width: new tokens of each request.
     """
+
+    width = 1
 
     def __init__(self, runner: Any, model: Any, sizes: Sequence[int]) -> None:
         self.runner, self.model, self.sizes = runner, model, list(sizes)
@@ -63,7 +68,7 @@ class DecodeSteps:
     def capture(self, record: Recorder) -> list[Recorded]:
         """Make a graph of each size, the largest first, whose memory the others then use. Every rank must call this."""
         paged = self.model.paged
-        connect(paged.exchanges(), paged.plain.lm_head.weight.device, self.sizes)
+        connect(paged.exchanges(), paged.plain.lm_head.weight.device, [size * self.width for size in self.sizes])
         # Rows of no sequence: nothing is stored, and the kernels have been built and tuned by vLLM's own runs.
         self.runner.seq_lens.zero_()
         self.runner.optimistic_seq_lens_cpu.zero_()
@@ -74,10 +79,17 @@ class DecodeSteps:
                 with paged.alone():
                     work()
             recorded = record(work)
-            hidden, logits = map(record.let_go, recorded.made)
-            self._replays[size] = _replaying(recorded.replay, (hidden, logits))
-            graphs.append(recorded)
+            graphs += [recorded._replace(made=()), *self._more(size, recorded, record)]
+            self._replays[size] = replaying(recorded.replay, tuple(map(record.let_go, recorded.made)))
         return graphs
+
+    def _more(self, size: int, recorded: Recorded, record: Recorder) -> list[Recorded]:
+        """Graphs of what follows a step of so many requests."""
+        return []
+
+    def size(self, count: int) -> int:
+        """Of the batch to which `count` requests are padded."""
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def rows(self, scheduled: Any) -> list[int] | None:
         """Where in the batch each of the step's requests is; None where vLLM's runner must prepare the step."""
@@ -138,7 +150,7 @@ class DecodeSteps:
             runner.input_ids.gpu[:count].copy_(sampled[:count, 0], non_blocking=True)
         if event is not None and (grown or sampled is None):
             event.record()
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self.size(count)
         hidden, logits = (self._replays.get(size) or self._work(size))()
         made = {"scheduler_output": scheduled, "logits": logits[:count], "hidden_states": hidden[:count]}
         made["sample_hidden_states"] = made["hidden_states"]
@@ -153,7 +165,7 @@ class DecodeSteps:
         batch = Batch(size, size, seq_lens, slots, pages)
         metadata = {held.name: batch for held in self.model.held}
 
-        def work() -> tuple[Tensor, Tensor]:
+        def work() -> tuple[Tensor, ...]:
             next_step(seq_lens, ids, positions, slots, pages, table.block_size)
             with set_forward_context(metadata, runner.vllm_config, num_tokens=size):
                 hidden = self.model(input_ids=ids, positions=positions)
@@ -162,8 +174,10 @@ class DecodeSteps:
         return work
 
 
-def _replaying(replay: Callable[[], Any], made: tuple[Tensor, Tensor]) -> Forward:
-    def again() -> tuple[Tensor, Tensor]:
+def replaying(replay: Callable[[], Any], made: tuple[Tensor, ...]) -> Forward:
+    """What repeats a step, and gives what it makes."""
+
+    def again() -> tuple[Tensor, ...]:
         replay()
         return made
 
@@ -191,19 +205,21 @@ def reason_against(runner: Any, second: bool, mode: str) -> str | None:
     return None
 
 
-def decode_steps(runner: Any, model: Any, second: bool) -> DecodeSteps | None:
-    """As a deployment allows them; a line says so. Every rank must call this: all have them, or none."""
+def decode_steps(runner: Any, model: Any, second: bool, kind: type[DecodeSteps] = DecodeSteps) -> DecodeSteps | None:
+    """Of a kind, as a deployment allows them; a line says so. Every rank must call this: all have them, or none."""
     reason = reason_against(runner, second, model.graph_mode)
     if not least_of_ranks(reason is None):
         logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason or "on another rank")
         return None
-    most = min(MOST, runner.scheduler_config.max_num_seqs)
+    width = 1 + getattr(runner, "num_spec_tokens", 0)
+    most = min(MOST // width, runner.scheduler_config.max_num_seqs)
     if runner.device.type != "cuda":
-        return DecodeSteps(runner, model, range(1, most + 1))
-    sizes = sorted({size for size in runner.compilation_config.cudagraph_capture_sizes or () if size <= most})
+        return kind(runner, model, range(1, most + 1))
+    captured = runner.compilation_config.cudagraph_capture_sizes or ()  # in tokens
+    sizes = sorted({size // width for size in captured if 0 < size // width <= most})
     if not sizes:
         return None
-    began, steps, record = time.monotonic(), DecodeSteps(runner, model, sizes), GraphRecorder(weak_ref_tensor)
+    began, steps, record = time.monotonic(), kind(runner, model, sizes), GraphRecorder(weak_ref_tensor)
     made, because = on_all_ranks(lambda: steps.capture(record), lambda here: bool(least_of_ranks(here)))
     if not made:
         logger.warning("kimi-k2: decode steps are prepared by vLLM: no graph of them: %s", because)

@@ -115,7 +115,8 @@ def against_decode_steps(vllm_config: Any) -> str | None:
     for reason, holds in (
         (f"{DECODE_GRAPHS}=0", os.environ.get(DECODE_GRAPHS) == "0"),
         ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
-        ("drafts", vllm_config.speculative_config is not None),
+        # Others draft as many tokens as they find, another number for each request.
+        (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in (None, "eagle3")),
         ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
         ("pipeline parallelism", vllm_config.parallel_config.pipeline_parallel_size > 1),
         ("a transfer of caches", vllm_config.kv_transfer_config is not None),

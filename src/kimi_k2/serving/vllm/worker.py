@@ -25,15 +25,20 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         """Behind vLLM's own graphs, those of decode steps."""
         done = super().compile_or_warm_up_model()
         try:
-            from kimi_k2.serving.vllm.decode_steps import decode_steps
+            from kimi_k2.serving.vllm.decode_steps import DecodeSteps, decode_steps
             from kimi_k2.serving.vllm.model import _Ours
 
             modules = self.model_runner.get_model().modules()
             ours = next((module for module in modules if isinstance(module, _Ours)), None)
+            kind = DecodeSteps
+            if getattr(self.model_runner, "num_spec_tokens", 0):
+                from kimi_k2.serving.vllm.verify_steps import VerifySteps
+
+                kind = VerifySteps
             if ours is not None:
                 with torch.inference_mode():
-                    self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner)
-        except (ImportError, AttributeError) as error:
+                    self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner, kind)
+        except (ImportError, AttributeError, TypeError) as error:
             logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return done
 
