@@ -3,7 +3,8 @@
 Run it once for each, and compare: `VLLM_PLUGINS=kimi_k2_parsers vllm_slice.py fp8 stock.json` is vLLM's own model,
 `VLLM_PLUGINS=kimi_k2 vllm_slice.py fp8 ours.json` ours; `vllm_table.py` runs both in turns. The engine runs in a
 process of its own, as `vllm serve` has it, and CUDA graphs are on. Steps are timed by the engine's own stamps. Figures
-are written as they come.
+are written as they come. With vLLM's variables of a data-parallel rank (`VLLM_DP_SIZE` and others) it is one of those
+that share the routed experts of a model of whole width.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SLICE = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256, "intermediate_size": 2304,
     "vocab_size": 20480, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
 }  # fmt: skip
+OF = 8  # the ranks that it is one of
 LAYERS, CHUNK, CONTEXTS, CONCURRENCY = 12, 8192, (1024, 8192), (1, 4, 16, 64)
 PROMPTS = {1024: 5, 8192: 5, 32768: 3}  # tokens: repetitions
 PAGES = 8500  # of 64 tokens: 64 requests of 8k
@@ -126,13 +128,15 @@ def write_model(kind: str, layers: int, ranks: int = 1) -> tuple[Path, KimiK2Con
     return directory, config
 
 
-def engine_arguments(config: KimiK2Config, pages: int) -> dict[str, Any]:
+def engine_arguments(config: KimiK2Config, pages: int, requests: Sequence[int] = CONCURRENCY) -> dict[str, Any]:
     """Of vLLM's engine: a cache of so many pages, graphs of the batches that are timed."""
+    sizes = sorted({*CONCURRENCY, *requests})
     return {
         "load_format": "dummy", "dtype": "bfloat16", "trust_remote_code": True, "enable_prefix_caching": False,
-        "max_model_len": 33024, "max_num_seqs": 64, "max_num_batched_tokens": CHUNK, "gpu_memory_utilization": 0.1,
+        "max_model_len": 33024, "max_num_seqs": sizes[-1], "max_num_batched_tokens": CHUNK,
+        "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": pages * 64 * config.cache_dim * 2 * config.num_hidden_layers,
-        "compilation_config": {"cudagraph_capture_sizes": list(CONCURRENCY)},
+        "compilation_config": {"cudagraph_capture_sizes": sizes},
     }  # fmt: skip
 
 
@@ -144,6 +148,7 @@ def start(
     traces: str | None = None,
     ranks: int = 1,
     more: Mapping[str, Any] | None = None,
+    requests: Sequence[int] = CONCURRENCY,
 ) -> Any:
     """An engine with random weights of `layers` layers of a rank's slice.
 
@@ -155,17 +160,18 @@ def start(
         traces: directory for torch's profiler; None for no profiler.
         ranks: GPUs, each of which has a rank's slice.
         more: other arguments of vLLM's engine.
+        requests: at once, at most the largest of them.
     """
     from vllm import EngineArgs, LLMEngine
     from vllm.config import ProfilerConfig
 
     replace_loader()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
-    directory, config = write_model(kind, layers, ranks)
+    directory, config = write_model(kind, layers, ranks if int(os.environ.get("VLLM_DP_SIZE", "1")) == 1 else OF)
     arguments = EngineArgs(
         model=str(directory), skip_tokenizer_init=True, distributed_executor_backend=executor,
-        tensor_parallel_size=ranks, **engine_arguments(config, pages),
-        **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}), **(more or {}),
+        tensor_parallel_size=ranks, **{**engine_arguments(config, pages, requests), **(more or {})},
+        **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}),
     )  # fmt: skip
     return LLMEngine.from_engine_args(arguments)
 
@@ -253,7 +259,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engine = start(given.experts, given.layers, given.pages, given.executor, given.traces, given.ranks, given.engine)
+    options = given.pages, given.executor, given.traces, given.ranks, given.engine, given.requests
+    engine = start(given.experts, given.layers, *options)
     timer = Timer(engine)
     warm(timer, given.requests, given.prompts)
     if given.by_line:

@@ -3,15 +3,19 @@
     python scripts/vllm_table.py DIRECTORY --pairs fp8 --layers 12
     python scripts/vllm_table.py DIRECTORY --pairs fp8 int4 fp8-1 fp8-6-tp2 --devices 0 1 1 0,1 --runner
     python scripts/vllm_table.py DIRECTORY --pairs fp8-61 --devices 0/1
+    python scripts/vllm_table.py DIRECTORY --pairs fp8-6-dp2-alone --devices 0,1 --requests 64 128 256 --contexts 1024 \
+        --prompts --temperatures
 
 A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-6` for six layers (one layer is what the
 engine takes by itself; 61 layers have a smaller cache), `-v2` for vLLM's second model runner, `-tp2` for two ranks,
-`-ep2` for two with experts shared out. With `0/1` stock has GPU 0 and ours GPU 1, and both are timed at once. Needs
-vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64 requests of 8k, 61
-layers: 125). FP8 linears of stock vLLM are compiled meanwhile, several at once (`warm_deep_gemm.py`). Logs and figures
-go to DIRECTORY; figures are printed and written as they come, the ones that matter most first. Whatever else runs on
-the host is in the figures of few requests: engines that are not being timed are stopped, and after a figure stands how
-many cores were busy meanwhile.
+`-ep2` for two with experts shared out, `-dp2` for two data-parallel ones, which share out experts of a model of whole
+width (each has all the requests: tokens a second a GPU are requests by TPOT), `-kv8` for a cache in e4m3, `-alone` for
+engines that come up one after the other, as both do not fit. With `0/1` stock has GPU 0 and ours GPU 1, and both are
+timed at once. Needs vLLM, this package and Hopper GPUs that hold the models (12 layers: 33 GB each with the cache of 64
+requests of 8k, 61 layers: 125). FP8 linears of stock vLLM are compiled meanwhile, several at once
+(`warm_deep_gemm.py`). Logs and figures go to DIRECTORY; figures are printed and written as they come, the ones that
+matter most first. Whatever else runs on the host is in the figures of few requests: engines that are not being timed
+are stopped, and after a figure stands how many cores were busy meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +50,8 @@ def say(what: str) -> None:
 
 BEGAN = time.monotonic()
 DEEP = "61"  # layers: all of the model
+# As `warm_deep_gemm.LINEARS`, of whole width.
+WHOLE = ["2112x7168", "12288x1536", "16384x512", "7168x8192", "36864x7168", "7168x18432", "4096x7168", "7168x2048"]
 
 
 def busy() -> tuple[float, float]:
@@ -66,60 +73,84 @@ class Engine:
         directory: for its log and figures.
         options: of `vllm_slice.py`.
         environment: added to this process's.
+        replicas: data-parallel ranks, each of which is asked the same at the same time; the slowest is heard.
     """
 
-    def __init__(self, name: str, directory: Path, options: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name, self.directory, self.asked = name, directory, 0
-        self.ready = directory / f"{name}.ready"
-        self.ready.unlink(missing_ok=True)
-        experts, *rest = options
-        command = [sys.executable, str(HERE / "vllm_slice.py"), experts, str(self.ready), *rest, "--by-line"]
-        plugins = PLUGINS[name.partition("-")[0]]
-        with (directory / f"{name}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-                env={**os.environ, **SETTINGS, "VLLM_PLUGINS": plugins, **environment}, start_new_session=True,
-            )  # fmt: skip
+    def __init__(
+        self, name: str, directory: Path, options: Sequence[str], environment: Mapping[str, str], replicas: int = 1
+    ) -> None:
+        self.name, self.directory, self.options, self.environment = name, directory, options, environment
+        self.asked, self.processes = 0, list[subprocess.Popen[str]]()
+        self.ready = [directory / f"{name}.{replica}.ready" for replica in range(replicas)]
 
-    def is_ready(self) -> bool:
-        """Warm; or ended, which `ask` will say."""
-        return self.ready.exists() or self.process.poll() is not None
+    def start(self) -> None:
+        """Begin to come up."""
+        experts, *rest = self.options
+        environment = {**os.environ, **SETTINGS, "VLLM_PLUGINS": PLUGINS[self.name.partition("-")[0]]}
+        port = free_port()
+        for replica, ready in enumerate(self.ready):
+            ready.unlink(missing_ok=True)
+            command = [sys.executable, str(HERE / "vllm_slice.py"), experts, str(ready), *rest, "--by-line"]
+            place = {"RANK": replica, "RANK_LOCAL": replica, "SIZE": len(self.ready), "MASTER_PORT": port}
+            place["MASTER_IP"] = "127.0.0.1"
+            named = {f"VLLM_DP_{what}": str(value) for what, value in place.items()} if len(self.ready) > 1 else {}
+            with (self.directory / f"{self.name}.{replica}.log").open("w") as log:
+                self.processes.append(subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
+                    env={**environment, **self.environment, **named}, start_new_session=True,
+                ))  # fmt: skip
+
+    def ended(self) -> list[int | None]:
+        """Statuses of its processes, if one of them has ended."""
+        statuses = [process.poll() for process in self.processes]
+        return statuses if any(status is not None for status in statuses) else []
+
+    def is_warm(self) -> bool:
+        """Whether it can be asked."""
+        return bool(self.processes) and all(ready.exists() for ready in self.ready)
 
     def stop(self) -> None:
         """Take the cores away from all of its processes, until it is asked."""
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def begin(self, **asked: Any) -> bool:
         """Have it time something; False if it cannot."""
         self.asked += 1
-        self.result = self.directory / f"{self.name}-{self.asked}.json"
-        self.partial = self.result.with_suffix(".so-far")
-        for left in (self.result, self.partial):  # by another run
-            left.unlink(missing_ok=True)
-        if self.process.poll() is not None or not self.ready.exists():
-            say(f"{self.name}: {self.process.poll()}, not timed")
+        self.results = [
+            self.directory / f"{self.name}-{self.asked}.{replica}.json" for replica in range(len(self.ready))
+        ]
+        for result in self.results:
+            for left in (result, result.with_suffix(".so-far")):  # by another run
+                left.unlink(missing_ok=True)
+        if self.ended() or not self.is_warm():
+            say(f"{self.name}: {self.ended()}, not timed")
             return False
-        assert self.process.stdin is not None
         self._signal(signal.SIGCONT)
         self.began, self.busy_before = time.monotonic(), busy()
-        wanted = {"requests": [], "contexts": [], "prompts": [], **asked, "result": str(self.result)}
-        self.process.stdin.write(json.dumps(wanted) + "\n")
-        self.process.stdin.flush()
+        for process, result in zip(self.processes, self.results, strict=True):
+            assert process.stdin is not None
+            wanted = {"requests": [], "contexts": [], "prompts": [], **asked, "result": str(result)}
+            process.stdin.write(json.dumps(wanted) + "\n")
+            process.stdin.flush()
         return True
 
     def end_of(self, limit: float) -> dict[str, float]:
         """Milliseconds by what was asked for; what is there after `limit` seconds."""
         until = time.monotonic() + limit
-        while not self.result.exists() and time.monotonic() < until and self.process.poll() is None:
+        while not all(result.exists() for result in self.results) and time.monotonic() < until and not self.ended():
             time.sleep(0.02)
         took, cores = time.monotonic() - self.began, zip(busy(), self.busy_before, strict=True)
         self.stop()
-        found = next((path for path in (self.result, self.partial) if path.exists()), None)
-        figures: dict[str, float] = json.loads(found.read_text()) if found else {}
+        figures: dict[str, float] = {}
+        for result in self.results:
+            found = next((path for path in (result, result.with_suffix(".so-far")) if path.exists()), None)
+            for what, figure in (json.loads(found.read_text()) if found else {}).items():
+                figures[what] = max(figure, figures.get(what, 0.0))
         own, taken = ((now - before) / took for now, before in cores)
         listed = ", ".join(f"{what} {figure:.3f}" for what, figure in figures.items())
         say(f"{self.name}: {listed} (busy cores {own:.1f}, {taken:.1f} taken away)")
@@ -132,30 +163,41 @@ class Engine:
     def close(self) -> None:
         """Close its input, which ends it."""
         self._signal(signal.SIGCONT)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        for process in self.processes:
+            if process.stdin is not None:
+                process.stdin.close()
 
     def end(self) -> None:
         """Wait until it has ended."""
         try:
-            self.process.wait(20)
+            for process in self.processes:
+                process.wait(20)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
         """End all of its processes at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def free_port() -> int:
+    """One at which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def wait(engines: Sequence[Engine], until: float) -> None:
     """Until all are warm, or the time is reached."""
     waiting = list(engines)
     while waiting and time.monotonic() < until:
-        for engine in [one for one in waiting if one.is_ready()]:
+        for engine in [one for one in waiting if one.is_warm() or one.ended()]:
             waiting.remove(engine)
             engine.stop()
-            say(f"{engine.name} {'warm' if engine.ready.exists() else 'ended: ' + str(engine.process.poll())}")
+            say(f"{engine.name} {'warm' if engine.is_warm() else 'ended: ' + str(engine.ended())}")
         time.sleep(0.2)
 
 
@@ -169,11 +211,11 @@ def table(stock: Mapping[str, float], ours: Mapping[str, float]) -> str:
     return "\n".join(rows)
 
 
-def warm_deep_gemm(directory: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Started, not waited for."""
+def warm_deep_gemm(directory: Path, linears: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Started, not waited for; of these linears, or of a slice's."""
     with (directory / "deep-gemm.log").open("w") as log:
-        command = [sys.executable, str(HERE / "warm_deep_gemm.py")]
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        command = [sys.executable, str(HERE / "warm_deep_gemm.py"), *(["--linears", *linears] if linears else [])]
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -228,6 +270,7 @@ class Pair:
             for all that a small cache holds.
         device: of ours.
         at_once: each has a GPU of its own.
+        alone: they come up one after the other.
     """
 
     def __init__(self, what: str, devices: str, given: argparse.Namespace) -> None:
@@ -237,7 +280,7 @@ class Pair:
         self.experts, *marks = what.split("-")
         requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
         environment, executor = {}, given.executor
-        ranks = "1"
+        ranks, replicas, self.alone = "1", 1, False
         for mark in marks:
             if mark in ("1", "v2"):
                 self.kind, requests, prompts, pages = "few", requests[:2], prompts[:1], "600"
@@ -247,16 +290,25 @@ class Pair:
                 layers = mark
             elif mark == "v2":
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+            elif mark == "alone":
+                self.alone = True
+            elif mark == "kv8":
+                engine |= {"kv_cache_dtype": "fp8"}
+            elif mark.startswith("dp"):
+                self.kind, replicas = "ranks", int(mark[2:])
+                engine |= {"enable_expert_parallel": True}
             elif mark[:2] in ("tp", "ep"):
                 self.kind, ranks, pages, prompts = "ranks", mark[2:], "2000", prompts[:1]
-                engine = {"enable_expert_parallel": True} if mark.startswith("ep") else {}
+                engine |= {"enable_expert_parallel": True} if mark.startswith("ep") else {}
             else:
                 raise SystemExit(f"{what}: no mark {mark}")
         options = [self.experts, "--layers", layers, "--pages", pages, "--ranks", ranks, "--engine", json.dumps(engine)]
         options += ["--requests", *map(str, requests), "--prompts", *map(str, prompts)]
         options += ["--executor", executor] if executor else []
         self.stock, self.ours = (
-            Engine(f"{name}-{what}", given.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device})
+            Engine(
+                f"{name}-{what}", given.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device}, replicas
+            )
             for name, device in zip(PLUGINS, (of_stock, self.device), strict=True)
         )
 
@@ -267,11 +319,13 @@ class Pair:
             yield from ((engine, engine.end_of(limit) if engine.name in begun else {}) for engine in together)
 
 
-def measure(pairs: Sequence[Pair], given: argparse.Namespace) -> None:
-    """Ask all that is to be timed, write it as it comes, print the table."""
-    found: dict[str, dict[str, float]] = {engine.name: {} for pair in pairs for engine in (pair.stock, pair.ours)}
+def measure(
+    pairs: Sequence[Pair], engines: Sequence[Engine], found: dict[str, dict[str, float]], given: argparse.Namespace
+) -> None:
+    """Ask these engines of the pairs all that is to be timed, and write it as it comes."""
+    found |= {engine.name: {} for engine in engines}
     asked = [
-        (pair, [pair.stock, pair.ours], row)
+        (pair, [engine for engine in (pair.stock, pair.ours) if engine in engines], row)
         for kinds, row in rows(given)
         for pair in pairs
         if pair.kind in kinds.split() and ((row.get("requests") and row.get("contexts")) or row.get("prompts"))
@@ -291,9 +345,30 @@ def measure(pairs: Sequence[Pair], given: argparse.Namespace) -> None:
     for pair in (pair for pair in pairs if given.runner and pair.kind == "whole"):
         found[pair.ours.name] |= own_runner(pair.experts, given.layers, pair.device)
         (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
-    for pair in pairs:
-        sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
-    sys.stdout.flush()
+
+
+def run(
+    pairs: Sequence[Pair], engines: Sequence[Engine], found: dict[str, dict[str, float]], given: argparse.Namespace
+) -> None:
+    """Bring these engines of the pairs up together, time them, end them."""
+    linears = WHOLE if any(len(engine.ready) > 1 for engine in engines) else []
+    stock = any(engine.name.startswith("stock-fp8") for engine in engines)
+    compiling = warm_deep_gemm(given.directory, linears) if stock else None
+    try:
+        for engine in engines:
+            engine.start()
+        wait(engines, time.monotonic() + given.ready)
+        if compiling is not None:
+            say(f"DeepGEMM compiled: {compiling.wait()}")
+        measure(pairs, engines, found, given)
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
+    for engine in engines:
+        engine.close()
+    for engine in engines:
+        engine.end()
 
 
 def main() -> None:
@@ -314,23 +389,18 @@ def main() -> None:
     parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
-    compiling = warm_deep_gemm(given.directory, {}) if any("fp8" in what for what in given.pairs) else None
     pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
-    engines = [engine for pair in pairs for engine in (pair.stock, pair.ours)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # by `timeout`, say: no engine is left behind
-    try:
-        wait(engines, BEGAN + given.ready)
-        if compiling is not None:
-            say(f"DeepGEMM compiled: {compiling.wait()}")
-        measure(pairs, given)
-    except BaseException:
-        for engine in engines:
-            engine.kill()
-        raise
-    for engine in engines:
-        engine.close()
-    for engine in engines:
-        engine.end()
+    found: dict[str, dict[str, float]] = {}
+    together = [pair for pair in pairs if not pair.alone]
+    if together:
+        run(together, [engine for pair in together for engine in (pair.stock, pair.ours)], found, given)
+    for pair in (pair for pair in pairs if pair.alone):
+        for engine in (pair.stock, pair.ours):
+            run([pair], [engine], found, given)
+    for pair in pairs:
+        sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

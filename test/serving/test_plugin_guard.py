@@ -246,6 +246,10 @@ def deployment(kind: type[SimpleNamespace] = SimpleNamespace, /, **changed: Any)
 
 
 PARTS = "parallel_config", "cache_config", "model_config", "device_config", "scheduler_config"
+BALANCED = {
+    "tensor_parallel_size": 8, "enable_expert_parallel": True, "enable_eplb": True,
+    "eplb_config": SimpleNamespace(num_redundant_experts=0),
+}  # fmt: skip
 FILTERED = {"tensor_parallel_size": 8, "enable_expert_parallel": True, "enable_ep_weight_filter": True}
 
 
@@ -322,7 +326,18 @@ def test_gpus_that_are_ours() -> None:
         ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, {}, "context parallelism"),
         ({"use_ubatching": True}, {}, "microbatches"),
-        ({"enable_eplb": True}, {}, "expert load balancing"),
+        ({**BALANCED, "eplb_config": SimpleNamespace(num_redundant_experts=16)}, {}, None),
+        (
+            {**BALANCED, "eplb_config": SimpleNamespace(num_redundant_experts=4)},
+            {},
+            "4 redundant experts, which do not divide among the ranks",
+        ),
+        ({**BALANCED, "pipeline_parallel_size": 2}, {}, "expert load balancing in a pipeline"),
+        (
+            {**BALANCED, "enable_ep_weight_filter": True},
+            {},
+            "a loader that leaves out other experts than ours",
+        ),
         (
             {**FILTERED, "expert_placement_strategy": "round_robin"},
             {},

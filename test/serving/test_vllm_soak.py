@@ -2,8 +2,10 @@
 
 KIMI_K2_SOAK_SECONDS sets how long (30), KIMI_K2_SOAK_WARM how long before anything is compared (a sixth of it, at most
 300), KIMI_K2_SOAK_RATE the most requests a second (no limit): a long run beside other work. KIMI_K2_SOAK_WITHIN is for
-the whole test, the server's start and end included: the run is as long as it leaves. With -s a line a minute says what
-was met and held, and at the end what the server's log has of tracebacks. On a GPU the server runs there.
+the whole test, the server's start and end included: the run is as long as it leaves. KIMI_K2_SOAK_REPLICAS=2 has two
+data-parallel ranks with experts shared out; KIMI_K2_SOAK_PAGES gives each rank a cache of so many pages, few enough
+for requests to lose theirs. With -s a line a minute says what was met and held, and at the end what the log has of
+tracebacks. On a GPU the server runs there.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ WARM_SECONDS = float(os.environ.get("KIMI_K2_SOAK_WARM", min(SECONDS / 6, 300)))
 WITHIN = float(os.environ.get("KIMI_K2_SOAK_WITHIN", "inf"))
 ENDING = 15.0  # seconds of WITHIN that the last checks and the server's end may take
 RATE = float(os.environ.get("KIMI_K2_SOAK_RATE", "inf"))
-CLIENTS = 6
+REPLICAS = int(os.environ.get("KIMI_K2_SOAK_REPLICAS", "1"))
+PAGES = os.environ.get("KIMI_K2_SOAK_PAGES")
+CLIENTS = 6 * REPLICAS
 LONGEST = 2048  # --max-model-len of the server
-LEAK = 64 * 2**20  # bytes that a server may have grown by, after warming up
+LEAK = 64 * 2**20 * REPLICAS  # bytes that a server may have grown by, after warming up
 FILES, THREADS = CLIENTS, 8  # connections that a server may still be closing; threads that pools start late
 REFUSED = (400, 404, 422)
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] )?")  # of a line of vLLM's log
@@ -262,6 +266,11 @@ def tracebacks(log: str) -> Counter[str]:
     return found
 
 
+def ours(log: Path) -> int:
+    """Engines that say so."""
+    return log.read_text().count("kimi-k2: operations are ours")
+
+
 def test_random_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scripted import write_hf_tokenizer, write_random_checkpoint
     from vllm_server import serving
@@ -278,7 +287,12 @@ def test_random_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         write_random_checkpoint(directory)
         known = references(directory)
 
-    with serving(directory, tmp_path / "log", "--worker-extension-cls", "vllm_memory.Memory") as url:
+    options = ["--worker-extension-cls", "vllm_memory.Memory"]
+    if REPLICAS > 1:
+        options += ["--data-parallel-size", str(REPLICAS), "--enable-expert-parallel"]
+    if PAGES is not None:
+        options += ["--num-gpu-blocks-override", PAGES]
+    with serving(directory, tmp_path / "log", *options) as url:
 
         def new(seconds: float) -> Soak:
             until = time.monotonic() + seconds
@@ -302,6 +316,10 @@ def test_random_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         after = Held.by_children_of(os.getpid(), url, release=True)
         print(f"{sum(soak.met.values())} requests in {seconds:.0f} s: {dict(soak.met)}")
         print(f"before: {before}; at the end: {busy}; after: {after}")
+        preempted = metric(url, "vllm:num_preemptions_total")
+        print(f"{preempted:.0f} preempted; operations are ours in {ours(tmp_path / 'log')} engines")
+        assert ours(tmp_path / "log") == REPLICAS
+        assert preempted > 0 or PAGES is None
         print(f"tracebacks: {dict(tracebacks((tmp_path / 'log').read_text()))}")
         if isinstance(soak, JudgedSoak):
             print(f"{soak.best} of {soak.judged} tokens are float32's best; largest mean gap {soak.largest:.4f}")

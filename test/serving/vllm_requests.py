@@ -116,7 +116,10 @@ def count_preempted() -> list[str]:
 
 def swap(engine: Any, way: str, directory: str) -> None:
     """Other weights: by vLLM's own reload, or by the model's method, whole or in parts of any tensors."""
-    if way == "reload":
+    if way == "sleep":  # weights go to the host and come back
+        engine.sleep(1)
+        engine.wake_up()
+    elif way == "reload":
         engine.collective_rpc("reload_weights", kwargs={"weights_path": directory})
     else:
         tensors = [one for file in sorted(Path(directory).glob("*.safetensors")) for one in load_file(file).items()]

@@ -27,6 +27,8 @@ from kimi_k2.ops.router import add_norm_route
 
 Reduce = Callable[[Tensor], Tensor]
 Routing = tuple[Tensor, Tensor]
+# Of experts chosen, numbers of the model's, the numbers by which ranks hold them.
+Place = Callable[[Tensor], Tensor]
 
 
 def alone(x: Tensor) -> Tensor:
@@ -53,10 +55,14 @@ class LayerStep:
         layer: of the plain model, whole or a rank's part, prepared (`KimiK2ForCausalLM.prepare`).
         reduce: sum over ranks after each half.
         exchange: of tokens among replicas; None without.
+        place: where experts are held, if not by their own numbers.
     """
 
-    def __init__(self, layer: DecoderLayer, reduce: Reduce, exchange: Exchange | None = None) -> None:
-        self.layer, self.attention, self.reduce, self.exchange = layer, layer.self_attn, reduce, exchange
+    def __init__(
+        self, layer: DecoderLayer, reduce: Reduce, exchange: Exchange | None = None, place: Place | None = None
+    ) -> None:
+        self.layer, self.attention, self.reduce = layer, layer.self_attn, reduce
+        self.exchange, self.place = exchange, place
         attention, config = self.attention, layer.self_attn.config
         assert isinstance(attention, MultiHeadLatentAttention)
         dtype = layer.input_layernorm.weight.dtype
@@ -229,6 +235,8 @@ class LayerStep:
             assert self.dense is not None
             return swiglu(x, *self.dense)
         indices, weights = routing or self.moe.gate(x)
+        if self.place is not None:
+            indices = self.place(indices)
         if self.exchange is not None:
             gathered = self.exchange.gather([x, indices, weights])
             routed = self.exchange.scatter(routed_experts(gathered[0], self.experts, *gathered[1:]))

@@ -45,6 +45,7 @@ def parallelize(
     group: dist.ProcessGroup | None = None,
     communicate: bool = True,
     layers: range | None = None,
+    redundant: int = 0,
 ) -> KimiK2ForCausalLM:
     """Cut a model made on the meta device to the part of `rank`; its weights are then uninitialised, on `device`.
 
@@ -57,6 +58,7 @@ def parallelize(
         group: of all ranks, of this one's replica; None for the default one.
         layers: those of a pipeline's stage; others stay on the meta device. None for all.
         communicate: False leaves the sums out: one rank stands for many in a benchmark, with meaningless results.
+        redundant: routed experts that a layer's ranks hold beyond the model's, shared out as those are.
 
     Returns:
         The same model.
@@ -69,15 +71,17 @@ def parallelize(
     communicate = communicate and layout.dense > 1  # one rank needs no process group
     if communicate and dist.get_world_size(group) != layout.dense:
         raise ConfigError(f"{layout.dense} ranks, but the group has {dist.get_world_size(group)}", field="moe_tp")
+    if redundant % layout.moe_ep:
+        raise ConfigError(f"{redundant} do not divide among {layout.moe_ep} ranks", field="redundant")
     for planned in make_plan(model.config, layout).of_layers(layers):
-        _replace(model, planned, device)
+        _replace(model, planned, device, redundant // layout.moe_ep if ".experts." in planned.name else 0)
     reduce = AllReduce(group, communicate)
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         layer.self_attn.register_forward_hook(_summed(reduce))
         layer.mlp.register_forward_hook(_summed(reduce))
         if isinstance(layer.mlp, MoE):
-            _cut_experts(layer.mlp.experts, layout, rank)
+            _cut_experts(layer.mlp.experts, layout, rank, redundant)
     rows = model.model.embed_tokens.weight
     model.model.embed_tokens = VocabParallelEmbedding(rows, rank % layout.dense * rows.shape[0], reduce)
     if reduce.active:
@@ -85,13 +89,14 @@ def parallelize(
     return model
 
 
-def _replace(model: nn.Module, planned: PlannedTensor, device: torch.device | str) -> None:
+def _replace(model: nn.Module, planned: PlannedTensor, device: torch.device | str, more: int) -> None:
     module, _, name = planned.name.rpartition(".")
     owner = model.get_submodule(module)
     old = getattr(owner, name, None)
     if old is None:
         raise ConfigError(f"{planned.name} is planned, but the model lacks it: keep_quantized differs from the layout")
-    local = torch.empty(planned.local_shape, dtype=old.dtype, device=device)
+    rows, *sizes = planned.local_shape
+    local = torch.empty(rows + more, *sizes, dtype=old.dtype, device=device)
     if tuple(old.shape) != planned.shape:
         raise ConfigError(
             f"{planned.name} is {list(old.shape)}, planned {list(planned.shape)}: keep_quantized differs?"
@@ -103,8 +108,9 @@ def _summed(reduce: AllReduce) -> Any:
     return lambda module, arguments, output: reduce(output)
 
 
-def _cut_experts(experts: Experts, layout: Layout, rank: int) -> None:
-    experts.num_experts //= layout.moe_ep
+def _cut_experts(experts: Experts, layout: Layout, rank: int, redundant: int) -> None:
+    experts.total_experts += redundant
+    experts.num_experts = experts.total_experts // layout.moe_ep
     experts.first_expert = rank // layout.moe_tp * experts.num_experts
     width, hidden = experts.shapes["gate_up_proj"]
     experts.shapes = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.decode_step import through
-from kimi_k2.engine.layer_step import Exchange, LayerStep
+from kimi_k2.engine.layer_step import Exchange, LayerStep, Place
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.ops import registry
@@ -57,6 +57,10 @@ class PagedModel:
         device: of the weights.
         exchange: of tokens among replicas, where the layout has some.
         layers: those of a pipeline's stage, whose caches are `held`; every stage holds embedding and head. None is all.
+        redundant: routed experts of a layer that are held beside the model's.
+
+    Attributes:
+        places: by layer where its experts are held, if not by their own numbers; before the layers are made.
     """
 
     def __init__(
@@ -71,16 +75,19 @@ class PagedModel:
         device: torch.device,
         exchange: Exchange | None = None,
         layers: range | None = None,
+        redundant: int = 0,
     ) -> None:
         with torch.device("meta"):
             plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
         self.layers = layers or range(config.num_hidden_layers)
-        self.plain = parallelize(plain, layout, rank, device=device, group=group, layers=layers).eval()
+        options = {"device": device, "group": group, "layers": layers, "redundant": redundant}
+        self.plain = parallelize(plain, layout, rank, **options).eval()  # type: ignore[arg-type]
         for number in set(range(config.num_hidden_layers)).difference(self.layers):
             self.plain.model.layers[number] = nn.Identity()
         self.loader = RankLoader(self.plain, make_plan(config, layout), rank, layers)
         self.group, self.held, self.positions = group, held, positions
         self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
+        self.places: Mapping[int, Place] = {}
         self._steps: list[LayerStep] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -129,7 +136,7 @@ class PagedModel:
         for number in self.layers:
             layer = self.plain.model.layers[number]
             assert isinstance(layer, DecoderLayer)
-            step = LayerStep(layer, self.reduce, self.exchange)
+            step = LayerStep(layer, self.reduce, self.exchange, self.places.get(number))
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
             if heads is not None:
                 pad_heads(step, heads)

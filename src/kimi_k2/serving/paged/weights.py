@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class RankLoader:
 
     Attributes:
         touched: layers some of whose weights have been replaced; whoever renews them clears it.
+        held: the experts that this rank holds of a stacked tensor, by their rows.
     """
 
     def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int, layers: range | None = None) -> None:
@@ -37,6 +38,8 @@ class RankLoader:
         self.elsewhere = {tensor.name for tensor in plan.tensors} - self.planned.keys()
         self.filled: dict[str, int] = dict.fromkeys(self.planned, 0)
         self.touched: set[int] = set()
+        self.held: Callable[[PlannedTensor], Sequence[int]] = lambda planned: planned.experts_of(rank)
+        self._rows: dict[int, dict[int, list[int]]] = {}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors by their names in the checkpoint.
@@ -47,6 +50,7 @@ class RankLoader:
         Raises:
             CheckpointError: (subclasses) a tensor that the model lacks, or of another shape or dtype.
         """
+        self._rows.clear()  # they may have been moved
         for name, tensor in weights:
             plain = name.removeprefix(PREFIX)
             if IGNORED.search(plain) or plain in self.elsewhere:
@@ -69,7 +73,7 @@ class RankLoader:
             return
         for name, planned in self.planned.items():
             # Experts come one by one, gate and up apart.
-            parts = planned.local_shape[0] * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
+            parts = len(self.held(planned)) * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
             if self.filled[name] < parts:
                 raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
 
@@ -103,20 +107,30 @@ class RankLoader:
                 return
             raise CheckpointError("no such tensor in this model", tensor=name)
         planned, expert = self.planned[stacked], int(match["expert"])
-        held = planned.experts_of(self.rank)
-        if expert not in held:
+        held = self._rows_of(planned).get(expert)
+        if held is None:
             return
         module = self.model.get_submodule(stacked.rpartition(".")[0])
         assert isinstance(module, Experts)
         module.restore()
-        rows = self._local(stacked)[expert - held.start]
-        half = rows.shape[0] // 2
-        rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]
         if planned.dim is not None:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts
             tensor = tensor.narrow(dim, self.rank % parts * width, width)
-        self._copy(name, rows, tensor, stacked)
+        for row in held:
+            rows = self._local(stacked)[row]
+            half = rows.shape[0] // 2
+            rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]
+            self._copy(name, rows, tensor, stacked)
+
+    def _rows_of(self, planned: PlannedTensor) -> dict[int, list[int]]:
+        """By expert that is here its rows in the stacked tensors of a layer."""
+        rows = self._rows.get(planned.layer)
+        if rows is None:
+            rows = self._rows[planned.layer] = {}
+            for row, expert in enumerate(self.held(planned)):
+                rows.setdefault(expert, []).append(row)
+        return rows
 
 
 def _cut(planned: PlannedTensor, tensor: Tensor, rank: int, name: str) -> Tensor:

@@ -17,18 +17,20 @@ from vllm.sequence import IntermediateTensors
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.moe import MoE
 from kimi_k2.ops.registry import batch_invariant, decoding, set_batch_invariant
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
+from kimi_k2.serving.vllm.balance import Placed
 from kimi_k2.serving.vllm.connectors import move_caches
 from kimi_k2.serving.vllm.data_parallel import Exchange
 from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
-from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, refusal
+from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -79,8 +81,10 @@ class _Ours:
             # Positions that vLLM can ask for, its own trial runs included.
             max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens),
             model_config.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
-            stage if self._pp.world_size > 1 else None,
+            stage if self._pp.world_size > 1 else None, redundant_experts(vllm_config),
         )  # fmt: skip
+        if vllm_config.parallel_config.enable_eplb:
+            self._let_experts_be_moved()
         if vllm_config.load_config.load_format == "dummy":
             self.paged.randomize()
         self._vllm_config, self._recorded = vllm_config, False
@@ -94,6 +98,30 @@ class _Ours:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors of a checkpoint, also while others serve; see `PagedModel.load`."""
         return self.paged.load(weights)
+
+    def _let_experts_be_moved(self) -> None:
+        """Have what vLLM asks of a mixture of experts whose load it evens; see `balance`."""
+        config, plain = self.paged.plain.config, self.paged.plain.model
+        places = {
+            number: Placed(layer.mlp.experts, config.n_routed_experts, config.num_experts_per_tok)
+            for number, layer in enumerate(plain.layers)
+            if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)
+        }
+        self.paged.places = places
+        self.paged.loader.held = lambda planned: places[planned.layer].held()
+        held = next(iter(places.values())).experts
+        self.moe_layers, self.num_moe_layers = list(places.values()), len(places)
+        self.expert_weights: list[list[Tensor]] = []
+        self.num_logical_experts = self.num_routed_experts = config.n_routed_experts
+        self.num_physical_experts, self.num_local_physical_experts = held.total_experts, held.num_experts
+        self.num_redundant_experts = held.total_experts - config.n_routed_experts
+        self.num_shared_experts, self.num_expert_groups = config.n_shared_experts, 1
+
+    def set_eplb_state(self, *maps: Tensor, **named: Tensor) -> None:
+        """Take vLLM's maps of experts, and give it the rows that it may move, in the kernels' order from here on."""
+        with torch.inference_mode():
+            self.paged.make_steps()
+        super().set_eplb_state(*maps, **named)  # type: ignore[misc]  # of the class that this one stands in for
 
     @property
     def plain(self) -> KimiK2ForCausalLM:

@@ -45,6 +45,12 @@ def layout_of(vllm_config: Any) -> Layout:
     return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED, replicas=replicas)
 
 
+def redundant_experts(vllm_config: Any) -> int:
+    """Routed experts of a layer that are held twice, so that no rank has more tokens than others."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.eplb_config.num_redundant_experts) if parallel.enable_eplb else 0
+
+
 def cache_dtype(vllm_config: Any, config: KimiK2Config) -> torch.dtype | None:
     """Of the entries: as asked, else the checkpoint's own, else the model's; None for what ours does not write."""
     name = vllm_config.cache_config.cache_dtype
@@ -61,7 +67,11 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
         (f"an exchange of tokens by {_exchange(parallel)}", _exchange(parallel) not in EXCHANGES),
         ("context parallelism", _along_the_context(parallel) > 1),
         ("microbatches", bool(getattr(parallel, "use_ubatching", False))),
-        ("expert load balancing", bool(getattr(parallel, "enable_eplb", False))),
+        ("expert load balancing in a pipeline", parallel.enable_eplb and parallel.pipeline_parallel_size > 1),
+        (
+            f"{redundant_experts(vllm_config)} redundant experts, which do not divide among the ranks",
+            redundant_experts(vllm_config) % layout_of(vllm_config).moe_ep > 0,
+        ),
         ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
         ("LoRA", vllm_config.lora_config is not None),
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in DRAFTS),
@@ -119,6 +129,7 @@ def against_decode_steps(vllm_config: Any) -> str | None:
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in (None, "eagle3")),
         ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
         ("pipeline parallelism", vllm_config.parallel_config.pipeline_parallel_size > 1),
+        ("expert load balancing", vllm_config.parallel_config.enable_eplb),
         ("a transfer of caches", vllm_config.kv_transfer_config is not None),
         ("a transfer of encoders' outputs", getattr(vllm_config, "ec_transfer_config", None) is not None),
     ):
@@ -145,9 +156,9 @@ def _along_the_context(parallel: Any) -> int:
 
 
 def _loads_other_experts(parallel: Any) -> bool:
-    """Whether vLLM's loader gives a rank others than the consecutive experts that it holds here."""
-    given = getattr(parallel, "expert_placement_strategy", "linear")
-    return parallel.enable_expert_parallel and given != "linear" and getattr(parallel, "enable_ep_weight_filter", False)
+    """Whether vLLM's loader gives a rank others than the consecutive experts that it holds here at first."""
+    others = getattr(parallel, "expert_placement_strategy", "linear") != "linear" or parallel.enable_eplb
+    return parallel.enable_expert_parallel and others and getattr(parallel, "enable_ep_weight_filter", False)
 
 
 def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:

@@ -1,0 +1,23 @@
+"""Experts that vLLM's own balancer moves between two ranks: layers compute what they did, wherever experts are."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run_together
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+
+WORKER = Path(__file__).with_name("balance_worker.py")
+
+
+@pytest.mark.parametrize(("name", "redundant"), [("thinking", 0), ("thinking", 2), ("wide", 2)])
+def test_experts_moved(name: str, redundant: int, checkpoints: dict[str, Path], wide: Path, tmp_path: Path) -> None:
+    """INT4 and FP8 blocks; some experts held twice."""
+    directory = {**checkpoints, "wide": wide}[name]
+    given = directory, tmp_path / "meeting", redundant
+    run_together([[sys.executable, WORKER, rank, *given] for rank in range(2)], timeout=300)
