@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, MissingTensorError, TensorShapeError
+from kimi_k2.errors import CheckpointError, ConfigError, MissingTensorError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.serving.paged.weights import PREFIX, RankLoader
@@ -29,10 +29,11 @@ def tensors(directory: Path, config: KimiK2Config) -> list[tuple[str, Tensor]]:
     return found
 
 
-def new_loader(config: KimiK2Config, layout: Layout, rank: int) -> RankLoader:
+def new_loader(config: KimiK2Config, layout: Layout, rank: int, redundant: int = 0) -> RankLoader:
     with torch.device("meta"):
         model = KimiK2ForCausalLM(config, dtype=torch.bfloat16, keep_quantized=True)
-    return RankLoader(parallelize(model, layout, rank, communicate=False), make_plan(config, layout), rank)
+    part = parallelize(model, layout, rank, communicate=False, redundant=redundant)
+    return RankLoader(part, make_plan(config, layout), rank)
 
 
 def same(found: KimiK2ForCausalLM, wanted: KimiK2ForCausalLM) -> None:
@@ -66,6 +67,26 @@ def test_each_rank_holds_what_a_conversion_writes(
             module, _, suffix = name.rpartition(".")
             getattr(other.get_submodule(module), suffix).copy_(tensor)
         same(loader.model, other)
+
+
+def test_experts_in_any_rows(checkpoints: dict[str, Path]) -> None:
+    """As an engine has moved them by layer, some held twice; the model's numbers of a rank's rows follow each other."""
+    config = KimiK2Config.from_pretrained(checkpoints["thinking"])
+    whole = new_loader(config, Layout(1, target="cuda", experts=STORED), 0)
+    loader = new_loader(config, Layout(1, 2, target="cuda", experts=STORED), 1, redundant=4)
+    count = config.n_routed_experts // 2 + 2
+    rows = {layer: [(7 * row + layer) % (count - 3) for row in range(count)] for layer in (1, 2)}
+    loader.held = lambda planned: rows[planned.layer]
+    for one in (whole, loader):
+        one.load(tensors(checkpoints["thinking"], config))
+        one.check()
+    for layer, experts in rows.items():
+        held, of = (one.model.get_submodule(f"model.layers.{layer}.mlp.experts") for one in (loader, whole))
+        assert (held.first_expert, held.num_experts, held.total_experts) == (count, count, 2 * count)
+        for name, tensor in held.named_buffers():
+            assert torch.equal(tensor, of.get_buffer(name)[experts]), name
+    with pytest.raises(ConfigError, match="3 do not divide among 2 ranks"):
+        new_loader(config, loader.plan.layout, 0, redundant=3)
 
 
 def test_tensors_that_do_not_fit_are_named(checkpoints: dict[str, Path]) -> None:

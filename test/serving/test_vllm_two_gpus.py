@@ -33,16 +33,16 @@ AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 STEPS = 300  # of each data-parallel rank: all ask each other as often
 EPLB = {"window_size": 16, "step_interval": 32, "num_redundant_experts": 2}
 TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+REPLICAS = {"replicas": 2, "enable_expert_parallel": True, "distributed_executor_backend": "uni"}
 FORMS: dict[str, dict[str, Any]] = {
     # That connector stores whole prompts, so none may come in parts, and by whole pages, of which all need one.
     "caches moved": {"kv_transfer_config": TRANSFER, "max_num_batched_tokens": 8192},
-    "data parallel": {"replicas": 2, "enable_expert_parallel": True},
+    "data parallel": {**REPLICAS},
     "FP8 cache": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
     "pipeline": {"pipeline_parallel_size": 2},
     "experts moved": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True,
                       "eplb_config": {**EPLB, "use_async": False}},
-    "experts moved beside steps": {"replicas": 2, "enable_expert_parallel": True, "enable_eplb": True,
-                                   "eplb_config": {**EPLB, "use_async": True}},
+    "experts moved beside steps": {**REPLICAS, "enable_eplb": True, "eplb_config": {**EPLB, "use_async": True}},
     "asleep": {"enable_sleep_mode": True, "swaps": [("sleep", "")]},
 }  # fmt: skip
 OURS = "kimi-k2: operations are ours ("
