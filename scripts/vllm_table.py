@@ -91,8 +91,8 @@ class Engine:
         for replica, ready in enumerate(self.ready):
             ready.unlink(missing_ok=True)
             command = [sys.executable, str(HERE / "vllm_slice.py"), experts, str(ready), *rest, "--by-line"]
-            place = {"RANK": replica, "RANK_LOCAL": replica, "SIZE": len(self.ready), "MASTER_PORT": port}
-            place["MASTER_IP"] = "127.0.0.1"
+            place: dict[str, Any] = {"RANK": replica, "RANK_LOCAL": replica, "SIZE": len(self.ready)}
+            place |= {"MASTER_PORT": port, "MASTER_IP": "127.0.0.1"}
             named = {f"VLLM_DP_{what}": str(value) for what, value in place.items()} if len(self.ready) > 1 else {}
             with (self.directory / f"{self.name}.{replica}.log").open("w") as log:
                 self.processes.append(subprocess.Popen(
@@ -278,7 +278,8 @@ class Pair:
         of_stock, _, of_ours = devices.partition("/")
         self.device = of_ours or of_stock
         self.experts, *marks = what.split("-")
-        requests, prompts, pages, layers, engine = given.requests, given.prompts, given.pages, given.layers, {}
+        requests, prompts, pages, layers = given.requests, given.prompts, given.pages, given.layers
+        engine: dict[str, Any] = {}
         environment, executor = {}, given.executor
         ranks, replicas, self.alone = "1", 1, False
         for mark in marks:
