@@ -53,7 +53,7 @@ class Event:
 
 def ours(directory: Path, rank: int, redundant: int) -> Any:
     """The model as vLLM's engine has it, without caches."""
-    config, group = KimiK2Config.from_pretrained(directory), dist.GroupMember.WORLD
+    config, group = KimiK2Config.from_pretrained(directory), cast(Any, dist.GroupMember.WORLD)
     model: Any = object.__new__(KimiK2ForVllm)
     nn.Module.__init__(model)
     model.paged = PagedModel(

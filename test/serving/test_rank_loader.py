@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingTensorError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.serving.paged.weights import PREFIX, RankLoader
 from kimi_k2.sharding.layout import STORED, Layout
@@ -81,7 +83,8 @@ def test_experts_in_any_rows(checkpoints: dict[str, Path]) -> None:
         one.load(tensors(checkpoints["thinking"], config))
         one.check()
     for layer, experts in rows.items():
-        held, of = (one.model.get_submodule(f"model.layers.{layer}.mlp.experts") for one in (loader, whole))
+        name = f"model.layers.{layer}.mlp.experts"
+        held, of = (cast(Experts, one.model.get_submodule(name)) for one in (loader, whole))
         assert (held.first_expert, held.num_experts, held.total_experts) == (count, count, 2 * count)
         for name, tensor in held.named_buffers():
             assert torch.equal(tensor, of.get_buffer(name)[experts]), name

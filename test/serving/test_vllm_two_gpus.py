@@ -110,7 +110,7 @@ Running = dict[tuple[str, str, bool], Future[Any]]
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """All engines that the tests here ask for, by experts, form and whether they are ours."""
     wanted = [
-        (item.callspec.params["experts"], item.callspec.params["form"])
+        (str(item.callspec.params["experts"]), str(item.callspec.params["form"]))
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module
     ]
