@@ -113,6 +113,7 @@ def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     yield "drafts", _drafts(vllm_config) is not None
     yield "data parallelism", parallel.data_parallel_size > 1
     yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
+    yield "expert load balancing", parallel.enable_eplb  # which copy of an expert serves goes by a token's place
     yield "a transfer of caches", vllm_config.kv_transfer_config is not None
     yield f"{most} requests, more than {MOST_INVARIANT}", most > MOST_INVARIANT
     # It puts a prompt's last token among the decodes.
