@@ -191,9 +191,14 @@ def test_sampled_tokens_have_the_targets_distribution(targets: Callable[[str], T
 
 @pytest.mark.parametrize(("preset", "form", "kernels"), [
     ("trn2-tp32-ep2", "llama", {}),
+    ("trn2-tp32-ep2-nki", "mla", {"noaux_tc_choice": 3, "mla_decode": 4, "selective_experts": 3}),
+    ("trn2-tp32-ep2-nki-layers", "llama", {"decode_layers": 3, "mla_decode": 1}),
 ])  # fmt: skip
 def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels: dict[str, int]) -> None:
-    """Four layers of the target beside the whole head: what a rank holds of it, and a step's sums over the ranks."""
+    """Four layers of the target beside the whole head: what a rank holds of it, and a step's sums over the ranks.
+
+    The kernel of whole layers is called between the layers that the head reads.
+    """
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=4)
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
     changes: dict[str, Any] = layers | ({"draft_vocab_size": 32000} if form == "llama" else {})
@@ -209,6 +214,7 @@ def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels
     held = (
         sum(math.prod(shape) * 2 // (64 if len(shape) > 1 else 1) for name, shape in shapes.items() if name != "d2t")
         + 4 * draft.draft_vocab_size
+        + 2 * sum(math.prod(shape) for name, shape in counts["states"].items() if name.startswith("draft_model."))
     )
     assert counts["draft"]["held"] == pytest.approx(held, rel=1e-3)
     assert counts["kernels"] == kernels

@@ -201,7 +201,8 @@ class KimiK2Attention(nn.Module):
         """
         sums, log_past = past
         log_present = present.logsumexp(dim=-1, keepdim=True)
-        total = torch.logaddexp(log_past, log_present)
+        # Not logaddexp: torch_xla has none, and would compute it on the host, amid the trace.
+        total = torch.cat((log_past, log_present), dim=-1).logsumexp(dim=-1, keepdim=True)
         weights = (present - total).exp().to(latent.dtype)
         summed = sums * (log_past - total).exp() + over_positions(weights, latent, 1)
         return combine(summed, total) if self.flash_decoding else summed
