@@ -186,7 +186,8 @@ def _by_plan(
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
     # The largest score is found before it is multiplied.
-    if cache.dtype != q.dtype and (rounded or softmax_scale * cache_scale > 0):
+    two_terms = q.shape[1] in mla_plan.TWO_TERMS and softmax_scale * cache_scale > 0
+    if cache.dtype != q.dtype and (rounded or two_terms):
         return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2)
     return mla_cuda.run_planned(*given, whole=whole)
 
