@@ -76,10 +76,14 @@ def replace_loader() -> None:
 
 
 class Timer:
-    """Requests of random tokens, timed step by step."""
+    """Requests of random tokens, timed step by step.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.draw, self.count = engine, random.Random(0), 0
+    Attributes:
+        new: tokens of a request that are timed; None for 128, of 16 requests and more 80.
+    """
+
+    def __init__(self, engine: Any, new: int | None = None) -> None:
+        self.engine, self.new, self.draw, self.count = engine, new, random.Random(0), 0
         self.stamp, self.receive = 0.0, engine.engine_core.get_output
         engine.engine_core.get_output = self.stamped
 
@@ -196,7 +200,7 @@ def figures(
     how = f", temperature {temperature:g}" if temperature else ""
     for length in contexts:
         for requests in concurrency:
-            new = -(-requests * length // CHUNK) + (128 if requests < 16 else 80)
+            new = -(-requests * length // CHUNK) + (timer.new or (128 if requests < 16 else 80))
             times = 2 if requests * length <= 8 * CHUNK else 1  # long prompts take longer than what is timed
             each = (timer.run(requests, length, new, temperature)[1] for _ in range(times))
             yield f"TPOT of {requests} at {length}{how}", min(each)
@@ -245,10 +249,11 @@ if __name__ == "__main__":
     parser.add_argument("experts", choices=NAMES)
     parser.add_argument("result", type=Path, help="JSON file to write: milliseconds by what was timed")
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="at once, of 1 4 16 64")
+    parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="at once, up to 64")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens before those that are timed")
     parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="tokens until the first answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    parser.add_argument("--new", type=int, help="tokens of a request that are timed")
     parser.add_argument("--pages", type=int, default=PAGES, help="of the cache, 64 tokens each")
     parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
@@ -261,7 +266,7 @@ if __name__ == "__main__":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = given.pages, given.executor, given.traces, given.ranks, given.engine, given.requests
     engine = start(given.experts, given.layers, *options)
-    timer = Timer(engine)
+    timer = Timer(engine, given.new)
     warm(timer, given.requests, given.prompts)
     if given.by_line:
         given.result.write_text("{}")

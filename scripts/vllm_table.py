@@ -5,6 +5,7 @@
     python scripts/vllm_table.py DIRECTORY --pairs fp8-61 --devices 0/1
     python scripts/vllm_table.py DIRECTORY --pairs fp8-6-dp2-alone --devices 0,1 --requests 64 128 256 --contexts 1024 \
         --prompts --temperatures
+    python scripts/vllm_table.py DIRECTORY --pairs int4 --requests 2 40 --contexts 10240 --prompts 10240 --new 512
 
 A pair is stock and ours of a form of experts, `fp8` or `int4`, then marks: `-6` for six layers (one layer is what the
 engine takes by itself; 61 layers have a smaller cache), `-v2` for vLLM's second model runner, `-tp2` for two ranks,
@@ -306,6 +307,7 @@ class Pair:
         options = [self.experts, "--layers", layers, "--pages", pages, "--ranks", ranks, "--engine", json.dumps(engine)]
         options += ["--requests", *map(str, requests), "--prompts", *map(str, prompts)]
         options += ["--executor", executor] if executor else []
+        options += ["--new", str(given.new)] if given.new else []
         self.stock, self.ours = (
             Engine(
                 f"{name}-{what}", given.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device}, replicas
@@ -382,6 +384,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192, 32768])
+    parser.add_argument("--new", type=int, help="tokens of a request that are timed; few if not given")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="timed beside greedy, context 1k")
     parser.add_argument("--pages", default="8500", help="of the cache, 64 tokens each")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")

@@ -53,6 +53,16 @@ def test_matches_float64(tokens: int, experts: int, top_k: int, strategy: str) -
     assert_gate(logits, bias, top_k, strategy, normalize=False)
 
 
+@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("top_k", [6, 8])
+@pytest.mark.parametrize("scale", [2.872, 1.0])
+def test_most_tokens_with_and_without_the_factor(scale: float, top_k: int, strategy: str) -> None:
+    """Sizes of SGLang's own test; 1 is without its `apply_routed_scaling_factor_on_output`."""
+    torch.manual_seed(top_k)
+    logits, bias = torch.randn(65536, 384, device="cuda"), torch.rand(384, device="cuda")
+    assert_gate(logits, bias, top_k, strategy, scale=scale)
+
+
 @pytest.mark.parametrize("experts", [4, 8, 60, 64, 128, 160, 300, 512])
 def test_other_numbers_of_experts(experts: int) -> None:
     torch.manual_seed(experts)

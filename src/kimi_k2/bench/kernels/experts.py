@@ -37,6 +37,9 @@ from kimi_k2.bench.kernels.tune import Case, cases
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 
+# Beside a rank's parts of the model: what FlyDSL's benchmark of W4A16 and BF16 experts has, by its number of experts
+# (tests/kernels/bench_moe_w4a16.py of ROCm/FlyDSL: 7168 x 512, 8 a token; published for 512 to 16,384 tokens).
+FLYDSL = {f"E{count}": Case(count, 512, 8) for count in (64, 128, 384)}
 LAYOUTS = ("TP8", "EP8", "TP4", "EP4", "TP2", "TP1")
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same")
 TOKENS = tuple(2**power for power in range(17))
@@ -218,7 +221,7 @@ def comparisons(
         begin: told of each case before it is timed.
         without: cases left out.
     """
-    shapes = cases(config)
+    shapes = cases(config) | FLYDSL
     for name, layout, left in sections(wanted, have):
         if time.monotonic() > deadline:
             return
@@ -263,7 +266,7 @@ def run(
         ConfigError: no such routing.
     """
     begun = time.monotonic()
-    for kind, given, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, cases(config))):
+    for kind, given, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, cases(config) | FLYDSL)):
         if unknown := sorted(set(given) - set(known)):
             raise KernelError(f"{kind}: {', '.join(unknown)} not among {', '.join(known)}")
     for routing in wanted.routings:

@@ -82,7 +82,10 @@ def experts(
         str | None, typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16; all if not given.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Ranks' parts; TP1 to TP8, EP4 and EP8 if not given.")
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Ranks' parts; TP1 to TP8, EP4 and EP8 if not given. FlyDSL's: E64, E128, E384."
+        ),
     ] = None,
     routing: Annotated[
         str | None, typer.Option(metavar="A,B", help="uniform, same or zipf:EXPONENT; five of them if not given.")
