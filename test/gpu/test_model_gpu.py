@@ -29,12 +29,13 @@ from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_bf16_down
+from kimi_k2.synthetic.config import tiny_config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HOPPER else "cpu"
 FP8, INT4 = "kimi-k2-instruct-0905", "kimi-k2-thinking"
 TP8 = Layout(8, target="cuda", experts="stored")
+W2_BF16 = Layout(1, target="cuda", experts="w2_bf16")
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -109,7 +110,10 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
     if mixed and preset == FP8:
         pytest.skip("FP8 checkpoints quantize both projections")
     config = small(preset)
-    model = rank_of_many(with_bf16_down(config) if mixed else config, Layout(1, target="cuda", experts="stored"))
+    model = rank_of_many(
+        W2_BF16.held(config) if mixed else config,
+        Layout(1, target="cuda", experts="stored"),
+    )
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         ours, plain, _ = decode_errors(model, 3, steps=3, context=20, cache_dtype=dtype)
         print(f"\n{preset}, {dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
@@ -194,7 +198,7 @@ def test_decode_is_no_further_from_float64_than_plain_bfloat16(preset: str, mixe
     if mixed and preset == FP8:
         pytest.skip("FP8 checkpoints quantize both projections")
     config = real(preset)
-    ours, plain, used = decode_errors(rank_of_many(with_bf16_down(config) if mixed else config), batch)
+    ours, plain, used = decode_errors(rank_of_many(W2_BF16.held(config) if mixed else config), batch)
     print(f"\n{preset}, batch {batch}: ours {ours:.2e}, plain bfloat16 {plain:.2e}\n{used}")
     assert "plain (" not in next(line for line in used.splitlines() if line.startswith("routed_experts:"))
     assert ours < 1.2 * plain
@@ -312,7 +316,7 @@ def test_prefill_in_chunks_with_kernels() -> None:
 @torch.inference_mode()
 def test_a_converted_checkpoint(source: str, tmp_path: Path) -> None:
     """The rank's file that `convert --target cuda` writes, loaded to the GPU, against the checkpoint in float64."""
-    config = with_bf16_down(small(INT4)) if source == "mixed" else small(source)
+    config = W2_BF16.held(small(INT4)) if source == "mixed" else small(source)
     layout = Layout(1, target="cuda", experts="stored")
     write_synthetic_checkpoint(tmp_path / "source", config)
     Presharder(tmp_path / "source", tmp_path / "ranks", layout).run()

@@ -21,13 +21,14 @@ from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_bf16_down
+from kimi_k2.synthetic.config import tiny_config
 
 
 def config_of(mixed: bool) -> KimiK2Config:
     config = tiny_config("kimi-k2-thinking", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=2)
-    return with_bf16_down(config) if mixed else config
+    return Layout(1, target="cuda", experts="w2_bf16").held(config) if mixed else config
 
 
 def experts_of(model: KimiK2ForCausalLM) -> Experts:

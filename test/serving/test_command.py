@@ -42,6 +42,22 @@ def test_members_get_their_flags(checkpoints: dict[str, Path], monkeypatch: pyte
         assert words[-2:] == ["--port", "9000"]
 
 
+def test_second_matrices_in_bf16_take_room(checkpoints: dict[str, Path]) -> None:
+    made = command.vllm_command(checkpoints["thinking"], "cpu", experts="w2_bf16")
+    assert (
+        made.environment == {"KIMI_K2_EXPERTS": "w2_bf16"}
+        and command.vllm_command(checkpoints["thinking"], "cpu").environment == {}
+    )
+    config = KimiK2Config.load("kimi-k2-thinking")
+    with pytest.raises(DoesNotFitError):
+        command.gpu_lengths(config, 8, H200, None, "w2_bf16")
+    assert command.gpu_lengths(config, 16, H200, None, "w2_bf16")[0] == 16
+    for name, backend, named in (("fp8", "cpu", "quantization_config"), ("thinking", "neuron", "experts")):
+        with pytest.raises(ConfigError) as refused:
+            command.vllm_command(checkpoints[name], backend, experts="w2_bf16")
+        assert refused.value.field == named
+
+
 def test_neuron_takes_the_presets_sizes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     made = command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-tp64-ep1-b8", compiled=tmp_path)
     assert value(made.words, "--tensor-parallel-size") == "64"

@@ -39,9 +39,9 @@ def _known_model(name: str) -> str:
 def expert_names() -> list[str]:
     """Formats of routed experts that `convert` writes."""
     from kimi_k2.sharding.experts.format import expert_formats
-    from kimi_k2.sharding.layout import STORED
+    from kimi_k2.sharding.layout import STORED, W2_BF16
 
-    return [*expert_formats(), STORED]
+    return [*expert_formats(), STORED, W2_BF16]
 
 
 def format_names() -> list[str]:
@@ -130,7 +130,7 @@ ExpertsOption = Annotated[
         callback=_known_experts,
         autocompletion=expert_names,
         metavar="FORMAT",
-        help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default).",
+        help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default), w2_bf16.",
     ),
 ]
 StoredFormatOption = Annotated[

@@ -42,7 +42,7 @@ def load_rank(
     """
     check_made_for(directory, config, layout)
     with torch.device("meta"):
-        model = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=layout.experts == "stored")
+        model = KimiK2ForCausalLM(layout.held(config), dtype=dtype, keep_quantized=layout.keeps)
     parallelize(model, layout, rank, device=device)
     path = Path(directory) / WEIGHTS / rank_file_name(rank)
     with open_rank_file(Path(directory), rank) as read:

@@ -16,7 +16,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
 from kimi_k2.plan.deployment import Deployment
 from kimi_k2.plan.memory import local_bytes
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import SERVED_EXPERTS, STORED, Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -53,7 +53,9 @@ class Command:
         os.execvpe(self.words[0], self.words, {**os.environ, **self.environment})
 
 
-def gpu_lengths(config: KimiK2Config, gpus: int, memory: int, asked: int | None) -> tuple[int, int]:
+def gpu_lengths(
+    config: KimiK2Config, gpus: int, memory: int, asked: int | None, experts: str = STORED
+) -> tuple[int, int]:
     """Ranks of tensor parallelism, the most that share the heads, and tokens a sequence.
 
     Args:
@@ -61,17 +63,18 @@ def gpu_lengths(config: KimiK2Config, gpus: int, memory: int, asked: int | None)
         gpus: that are there.
         memory: bytes of one.
         asked: tokens a sequence; None for as many as fit, at most the model's positions.
+        experts: what routed experts are held in.
 
     Raises:
         DoesNotFitError: the weights, or as many tokens beside them, do not fit; how many such GPUs would hold them.
     """
     heads = config.num_attention_heads
     divisors = [one for one in range(min(gpus, heads), 0, -1) if heads % one == 0]
-    ranks, found = next((one, room) for one in divisors if (room := _tokens(config, one, memory)) is not None)
+    ranks, found = next((one, room) for one in divisors if (room := _tokens(config, one, memory, experts)) is not None)
     wanted = asked or STEP
     if found < wanted:
         wider = (one for one in range(ranks + 1, heads + 1) if heads % one == 0)
-        enough = next((one for one in wider if (_tokens(config, one, memory) or 0) >= wanted), None)
+        enough = next((one for one in wider if (_tokens(config, one, memory, experts) or 0) >= wanted), None)
         hint = f"{enough} such GPUs would hold them" if enough else "no number of such GPUs holds them"
         raise DoesNotFitError(
             f"{ranks} GPUs of {memory / 1e9:.0f} GB: weights and {wanted:,} tokens of cache do not fit; {hint}"
@@ -79,13 +82,13 @@ def gpu_lengths(config: KimiK2Config, gpus: int, memory: int, asked: int | None)
     return ranks, asked or min(config.max_position_embeddings, found // STEP * STEP)
 
 
-def _tokens(config: KimiK2Config, ranks: int, memory: int) -> int | None:
+def _tokens(config: KimiK2Config, ranks: int, memory: int, experts: str) -> int | None:
     """Of cache, which every rank holds whole, beside a rank's weights; negative if not even these fit.
 
     None if so many ranks would cut a block of scales.
     """
     try:
-        plan = make_plan(config, Layout(ranks, 1, "cuda", "stored"))
+        plan = make_plan(config, Layout(ranks, 1, "cuda", experts))
     except ConfigError:
         return None
     weights = sum(local_bytes(tensor) for tensor in plan.tensors)
@@ -101,6 +104,7 @@ def vllm_command(
     preset: str = "trn2-tp32-ep2",
     compiled: Path | None = None,
     compiling: bool = False,
+    experts: str = STORED,
     extra: Sequence[str] = (),
 ) -> Command:
     """vLLM with the flags that Kimi needs.
@@ -113,18 +117,23 @@ def vllm_command(
         preset: deployment (neuron).
         compiled: what `compile` wrote for it (neuron).
         compiling: write that, on a machine without a Neuron device (vllm-neuron's torch-native line).
+        experts: what routed experts are held in, `stored` or `w2_bf16` (not neuron).
         extra: flags of vLLM's own behind ours, of which the last of a name counts.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
         DoesNotFitError: see `gpu_lengths`.
-        ConfigError: there is no such preset.
+        ConfigError: there is no such preset, or the experts cannot be held so.
     """
     config = KimiK2Config.from_pretrained(checkpoint)
     flags = ["--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2_stream"]
     if KimiTokenizer.from_pretrained(checkpoint).chat_style is not ChatStyle.INSTRUCT:
         flags += ["--reasoning-parser", "kimi_k2_stream"]
-    environment = {}
+    environment = {} if experts == STORED else {SERVED_EXPERTS: experts}
+    if environment and backend == "neuron":
+        raise ConfigError(f"expected {STORED} on Trainium, whose preset says the experts' format", field="experts")
+    if environment:
+        Layout(1, 1, "cuda", experts).held(config)
     if backend == "neuron":
         chosen = Deployment.load(preset)
         flags += ["--tensor-parallel-size", str(chosen.tp_degree), "--max-num-seqs", str(chosen.batch_size)]
@@ -143,7 +152,7 @@ def vllm_command(
             if line is not None:
                 environment = {"NEURON_LIBTORCH_REMOTE_CACHE": str(compiled)} | (COMPILING if compiling else COMPILED)
     elif backend == "cuda":
-        ranks, length = gpu_lengths(config, *gpus, max_model_len)
+        ranks, length = gpu_lengths(config, *gpus, max_model_len, experts)
         flags += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(length)]
         flags += ["--gpu-memory-utilization", str(UTILIZATION)]
         if config.vision is not None and ranks > 1:

@@ -18,7 +18,7 @@ from kimi_k2.sharding import attention_tiles, early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats, input_first
-from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.planned import PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -109,7 +109,8 @@ class Converter:
     ) -> None:
         self.config, self.layout, self.planned, self.report = config, layout, planned, report
         self.experts, self.following, self.ranks = experts, following, ranks or layout.ranks
-        if experts is None and layout.experts != STORED:
+        self.held = layout.held(config)
+        if experts is None and not layout.keeps:
             self.experts = expert_formats()[layout.experts].for_layout(config, layout)
 
     @property
@@ -244,6 +245,8 @@ class Converter:
     def _matrix(self, module: str, stored: Stored, held: ExpertFormat | None, error: ConversionError | None) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
         source = self._format(module)
+        if held is None and source.method is not None and format_of(self.held.quantization, module).method is None:
+            return {"weight": source.dequantize(stored, self.layout.dtype)}
         if held is None:
             return source.hold(stored)
         return held.convert(Matrix(stored, source, *self._shape(module)), self.layout.dtype, error)

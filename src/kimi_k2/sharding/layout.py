@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.experts.format import expert_formats
 
@@ -19,6 +21,11 @@ Target = Literal["neuron", "cuda"]
 Decode = Literal["xla", "kernels", "layers"]
 AttentionTiles = Literal["", "bf16", "fp8"]
 STORED = "stored"  # experts in the checkpoint's own format
+# Likewise, but the routed experts' down_proj, INT4 in groups of 32, dequantized to the model's dtype: the second of an
+# expert's GEMMs then unpacks nothing, and has four times the bytes.
+W2_BF16 = "w2_bf16"
+GROUP = 32  # of INT4 that has a kernel for it
+SERVED_EXPERTS = "KIMI_K2_EXPERTS"
 GLOBAL_LAYER = -1  # embedding, final norm and head
 
 
@@ -31,7 +38,7 @@ class Layout:
         moe_ep: groups that the experts are divided among.
         target: whose names and layouts.
         experts: format of the routed experts, one of `experts.format.expert_formats`; for cuda `bf16`, or `stored`: the
-            whole model keeps the checkpoint's.
+            whole model keeps the checkpoint's, or `w2_bf16`: all but the experts' down_proj.
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
         decode: form of a decode step, for whose kernels further weights are written; neuron only. With kernels the
@@ -57,7 +64,7 @@ class Layout:
                 raise ConfigError(f"expected a positive number, got {getattr(self, field)}", field=field)
         if self.ranks % self.replicas or (self.replicas > 1 and self.target != "cuda"):
             raise ConfigError(f"{self.replicas} do not share {self.ranks} ranks of {self.target}", field="replicas")
-        allowed = ("bf16", STORED) if self.target == "cuda" else tuple(expert_formats())
+        allowed = ("bf16", STORED, W2_BF16) if self.target == "cuda" else tuple(expert_formats())
         if self.experts not in allowed:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
         held = expert_formats().get(self.experts)
@@ -72,6 +79,25 @@ class Layout:
         if self.query_group and (self.decode != "layers" or self.query_group % 2):
             expected = "an even number" if self.decode == "layers" else "0 without decode 'layers'"
             raise ConfigError(f"expected {expected}, got {self.query_group}", field="query_group")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether weights keep the checkpoint's format, but for what `held` says."""
+        return self.experts in (STORED, W2_BF16)
+
+    def held(self, config: KimiK2Config) -> KimiK2Config:
+        """The configuration of what ranks hold: with `w2_bf16` the routed experts' down_proj is not quantized.
+
+        Raises:
+            ConfigError: with it, the experts are not INT4 in groups of 32.
+        """
+        scheme = config.quantization
+        if self.experts != W2_BF16:
+            return config
+        if not isinstance(scheme, Int4GroupFormat) or scheme.group_size != GROUP:
+            raise ConfigError(f"{W2_BF16}: expected INT4 in groups of {GROUP}", field="quantization_config")
+        ignore = *scheme.ignore, r"re:.*\.mlp\.experts\.\d+\.down_proj$"
+        return config.model_copy(update={"quantization": scheme.model_copy(update={"ignore": ignore})})
 
     @property
     def kernels(self) -> bool:
@@ -104,3 +130,25 @@ class Layout:
     def has_spmd_rank(self) -> bool:
         """Whether expert MLPs hold their rank."""
         return self.target == "neuron" and (self.moe_ep > 1 if self.spmd_rank is None else self.spmd_rank)
+
+
+def served_experts() -> str:
+    """What an engine is asked by KIMI_K2_EXPERTS to hold routed experts in: `stored`, or `w2_bf16`.
+
+    Raises:
+        ConfigError: something else.
+    """
+    asked = os.environ.get(SERVED_EXPERTS, STORED)
+    if asked not in (STORED, W2_BF16):
+        raise ConfigError(f"expected {STORED} or {W2_BF16}, got {asked!r}", field=SERVED_EXPERTS)
+    return asked
+
+
+def engine_serves(reason: str) -> None:
+    """An engine's own model is to serve; it holds experts as they are stored.
+
+    Raises:
+        ConfigError: another form of experts is asked for.
+    """
+    if served_experts() != STORED:
+        raise ConfigError(f"{served_experts()}, but the engine's own model is to serve: {reason}", field=SERVED_EXPERTS)

@@ -31,7 +31,7 @@ from kimi_k2.sharding.attention_tiles import (
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
-from kimi_k2.sharding.layout import GLOBAL_LAYER, STORED, Layout
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
 
@@ -56,8 +56,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
             expected = f"one head a rank ({layout.ranks}) with query_group"
             raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
+    held = layout.held(config)
     for layer in range(config.num_hidden_layers):
-        tensors += _neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(config, layout, layer)
+        tensors += _neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(held, layout, layer)
     plan = ShardingPlan(config, layout, tuple(tensors))
     for tensor in plan.tensors:
         if tensor.dim is not None and tensor.shape[tensor.dim] % (tensor.stride * tensor.parts):
@@ -188,7 +189,7 @@ def _held(
     held: StoredFormat, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
 ) -> Iterator[TensorSpec]:
     """A Linear's tensors, each cut along `dim` with its weight."""
-    if layout.experts == STORED:
+    if layout.keeps:
         yield from held.cut(module, *shape, dim, parts)
     else:
         yield TensorSpec(f"{module}.weight", layout.dtype, shape)
@@ -226,7 +227,7 @@ def _cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pl
         ("gate_up_proj", "gate_proj", (width, hidden), 0, 2),
         ("down_proj", "down_proj", (hidden, width), 1, 1),
     ):
-        held = routed_format(config, f"{root}.mlp.experts", name) if layout.experts == STORED else unquantized()
+        held = routed_format(config, f"{root}.mlp.experts", name) if layout.keeps else unquantized()
         for spec in _held(held, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
             fused = f"{root}.mlp.experts.{name}{spec.name.rpartition('.')[2].removeprefix('weight')}"
             stacked = (experts, stride * spec.shape[0], spec.shape[1])

@@ -6,7 +6,6 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import formats
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
 
@@ -63,19 +62,6 @@ def with_format(config: KimiK2Config, fmt: str) -> KimiK2Config:
         raise ConfigError(f"expected one of {', '.join(formats())}, got {fmt!r}", field="format")
     chosen = formats()[fmt]
     return config.model_copy(update={"quantization": chosen() if chosen.method else None})
-
-
-def with_bf16_down(config: KimiK2Config) -> KimiK2Config:
-    """The same INT4 model, whose `ignore` list leaves the routed experts' down_proj in BF16.
-
-    Raises:
-        ConfigError: the model is not stored in INT4.
-    """
-    quantization = config.quantization
-    if not isinstance(quantization, Int4GroupFormat):
-        raise ConfigError("expected INT4 groups", field="quantization_config")
-    ignore = (*quantization.ignore, r"re:.*mlp\.experts\.\d+\.down_proj")
-    return config.model_copy(update={"quantization": quantization.model_copy(update={"ignore": ignore})})
 
 
 def hf_config(config: KimiK2Config) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def synthetic_rank(
 ) -> KimiK2ForCausalLM:
     """One rank's part with random weights."""
     with torch.device("meta"):
-        model = KimiK2ForCausalLM(config, dtype=torch.bfloat16, keep_quantized=layout.experts == "stored")
+        model = KimiK2ForCausalLM(layout.held(config), dtype=torch.bfloat16, keep_quantized=layout.keeps)
     parallelize(model, layout, rank, device=device, communicate=communicate)
     # What the plan does not cut is on the meta device no more.
     left = [name for name, tensor in model.named_parameters() if tensor.is_meta]

@@ -22,6 +22,10 @@ def serve(
         typer.Option(help="auto: neuron where there are Neuron devices, cuda where there are GPUs, else cpu."),
     ] = "auto",
     max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None,
+    experts: Annotated[
+        Literal["stored", "w2_bf16"],
+        typer.Option(help="w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron)."),
+    ] = "stored",
     preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = DEFAULT_DEPLOYMENT,
     compiled: Annotated[
         Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)
@@ -50,7 +54,7 @@ def serve(
         gpus = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
     command = vllm_command(
         resolve_checkpoint(checkpoint, download=download), backend, gpus=gpus, max_model_len=max_model_len,
-        preset=preset, compiled=compiled, extra=extra or (),
+        preset=preset, compiled=compiled, experts=experts, extra=extra or (),
     )  # fmt: skip
     typer.echo(command.line)
     sys.stdout.flush()

@@ -78,7 +78,7 @@ class PagedModel:
         redundant: int = 0,
     ) -> None:
         with torch.device("meta"):
-            plain = KimiK2ForCausalLM(config, dtype=dtype, keep_quantized=True)
+            plain = KimiK2ForCausalLM(layout.held(config), dtype=dtype, keep_quantized=True)
         self.layers = layers or range(config.num_hidden_layers)
         options = {"device": device, "group": group, "layers": layers, "redundant": redundant}
         self.plain = parallelize(plain, layout, rank, **options).eval()  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ class RankLoader:
         self.touched: set[int] = set()
         self.held: Callable[[PlannedTensor], Sequence[int]] = lambda planned: planned.experts_of(rank)
         self._rows: dict[int, dict[int, list[int]]] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of matrices that come quantized and are held in BF16
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors by their names in the checkpoint.
@@ -101,7 +102,14 @@ class RankLoader:
         match = EXPERT.match(name)
         assert match is not None
         target = "down_proj" if match["proj"] == "down_proj" else "gate_up_proj"
-        stacked = f"{match['moe']}.experts.{target}{match['kind'].removeprefix('weight')}"
+        module, _, kind = name.rpartition(".")
+        source = format_of(self.plan.config.quantization, module)
+        dequantized = source.method is not None and format_of(self.model.config.quantization, module).method is None
+        if dequantized:
+            if kind in source.implied:
+                return
+            kind = "weight"
+        stacked = f"{match['moe']}.experts.{target}{kind.removeprefix('weight')}"
         if stacked not in self.planned:
             if stacked in self.elsewhere or self._implied(name):
                 return
@@ -110,9 +118,15 @@ class RankLoader:
         held = self._rows_of(planned).get(expert)
         if held is None:
             return
-        module = self.model.get_submodule(stacked.rpartition(".")[0])
-        assert isinstance(module, Experts)
-        module.restore()
+        if dequantized:
+            came = self._parts.setdefault(module, {})
+            came[match["kind"]] = tensor
+            if set(source.suffixes).difference(source.implied, came):
+                return
+            tensor = source.dequantize(self._parts.pop(module), planned.dtype)
+        experts = self.model.get_submodule(stacked.rpartition(".")[0])
+        assert isinstance(experts, Experts)
+        experts.restore()
         if planned.dim is not None:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts

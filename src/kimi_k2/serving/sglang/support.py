@@ -11,7 +11,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
-from kimi_k2.sharding.layout import STORED, Layout
+from kimi_k2.sharding.layout import Layout, engine_serves, served_experts
 from kimi_k2.sharding.plan import make_plan
 
 logger = logging.getLogger("sglang.kimi_k2")
@@ -86,7 +86,7 @@ def changed() -> list[str]:
 def layout_of(parallel: Any) -> Layout:
     """How the ranks share the model: experts shared out over `ep_size` groups of ranks, cut within each."""
     groups = parallel.ep_size
-    return Layout(moe_tp=parallel.tp_size // groups, moe_ep=groups, target="cuda", experts=STORED)
+    return Layout(moe_tp=parallel.tp_size // groups, moe_ep=groups, target="cuda", experts=served_experts())
 
 
 def refusal(settings: Any, hf_config: Any) -> str | None:
@@ -139,6 +139,7 @@ def overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     else:
         reason = refusal(settings, hf_config)
     if reason is not None:
+        engine_serves(reason)
         logger.info("kimi-k2: all operations are SGLang's: %s", reason)
         return {}
     os.environ[PACKAGE_VARIABLE] = PACKAGE  # read by the processes that serve, which are started later

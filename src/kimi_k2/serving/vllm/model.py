@@ -31,6 +31,7 @@ from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
+from kimi_k2.sharding.layout import engine_serves
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -52,6 +53,7 @@ class _Ours:
             reason = f"its configuration has changed: {error}"
         if reason is None:
             return super().__new__(cls)
+        engine_serves(reason)
         logger.info("kimi-k2: all operations are vLLM's: %s", reason)
         return cls.stock(vllm_config=vllm_config, prefix=prefix)
 

@@ -13,7 +13,7 @@ from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.serving.vllm import flags
-from kimi_k2.sharding.layout import STORED, Layout
+from kimi_k2.sharding.layout import Layout, served_experts
 from kimi_k2.sharding.plan import make_plan
 
 ON_GPU = "KIMI_K2_VLLM_GPU"
@@ -42,7 +42,7 @@ def layout_of(vllm_config: Any) -> Layout:
     replicas = parallel.data_parallel_size
     ranks = parallel.tensor_parallel_size * replicas
     groups = ranks if parallel.enable_expert_parallel else 1
-    return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=STORED, replicas=replicas)
+    return Layout(moe_tp=ranks // groups, moe_ep=groups, target="cuda", experts=served_experts(), replicas=replicas)
 
 
 def redundant_experts(vllm_config: Any) -> int:
