@@ -23,8 +23,10 @@ from kimi_k2.kernels.experts.w4a16_layout import GROUP
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
 PART = 32
-# DeepGEMM's pipeline counts the bytes of its rows in 32 bits and ends in an illegal access beyond.
+# DeepGEMM's pipeline counts the bytes of its rows in 32 bits and ends in an illegal access beyond; an expert's rows are
+# padded to a multiple of 128.
 DEEP_GEMM_PAIRS = (2**31 - 1) // HIDDEN
+PADDING = 127
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def peers(experts: RandomExperts) -> Iterator[Peer]:
     if isinstance(experts, Fp8Experts):
         known = [
             ("vLLM Triton", partial(triton_fp8, experts), 1, None),
-            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512, DEEP_GEMM_PAIRS),
+            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512, DEEP_GEMM_PAIRS - PADDING * experts.shape[0]),
         ]
     elif isinstance(experts, Int4Experts):
         known = [("Marlin", partial(marlin, experts), 1, None)]

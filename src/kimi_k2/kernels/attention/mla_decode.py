@@ -141,7 +141,7 @@ def mla_decode(
             which block takes which rows, so that lengths may differ; None splits every context into the same number
             of parts. With it `block_table` must not be written after the plan's launch.
         rounded: over an e4m3 cache by a plan, queries and weights are rounded to e4m3 too: about 3.7 % off instead of
-            0.2 %. The plan should be one for that.
+            0.2 to 0.3 %. The plan should be one for that.
 
     Returns:
         bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
@@ -185,9 +185,8 @@ def _by_plan(
 ) -> Tensor:  # fmt: skip
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
-    # The largest score is found before it is multiplied.
-    two_terms = q.shape[1] in mla_plan.TWO_TERMS and softmax_scale * cache_scale > 0
-    if cache.dtype != q.dtype and (rounded or two_terms):
+    # Short contexts, which no plan cuts, are converted as fast. The largest score is found before it is multiplied.
+    if cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole)):
         return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2)
     return mla_cuda.run_planned(*given, whole=whole)
 

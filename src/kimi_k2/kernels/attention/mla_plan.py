@@ -49,19 +49,12 @@ class Costs:
     part: float
 
 
-# (8 or 16 heads, e4m3 cache) -> costs.
+# (8 or 16 heads, e4m3 cache) -> costs; over such a cache those of two terms (mla_fp8.py).
 COSTS = {
     (True, False): Costs(1.55, 0.0164, 1.2, 0.0075, 1.5, 0.03),
     (False, False): Costs(1.9, 0.0164, 3.0, 0.03, 2.0, 0.05),
-    (True, True): Costs(1.8, 0.0082, 1.2, 0.0075, 1.5, 0.03),
-    (False, True): Costs(2.7, 0.0082, 3.0, 0.03, 2.0, 0.05),
-}
-# Heads of which queries and weights over an e4m3 cache are two terms each (mla_fp8.py), by a plan. None until the times
-# of an H100 say which.
-TWO_TERMS: set[int] = set()
-TWO_TERM_COSTS = {
-    True: Costs(1.4, 0.0084, 1.5, 0.006, 1.5, 0.03),
-    False: Costs(1.8, 0.0084, 3.0, 0.015, 2.0, 0.05),
+    (True, True): Costs(1.4, 0.0084, 1.5, 0.006, 1.5, 0.03),
+    (False, True): Costs(1.8, 0.0084, 3.0, 0.015, 2.0, 0.05),
 }
 
 # 8 or 16 heads -> costs over an e4m3 cache with rounded queries (mla_fp8.py).
@@ -115,9 +108,7 @@ def check(seq_lens: Tensor, heads: int) -> None:
 def costs_of(batch: int, capacity: int, heads: int, quantized: bool, rounded: bool = False) -> Costs:
     """What a plan is chosen by; where no context is to be cut a merge costs too much for any plan that cuts one."""
     few = heads <= MOST_FEW_HEADS
-    costs = COSTS[few, quantized]
-    if quantized and (rounded or heads in TWO_TERMS):
-        costs = (ROUNDED_COSTS if rounded else TWO_TERM_COSTS)[few]
+    costs = ROUNDED_COSTS[few] if quantized and rounded else COSTS[few, quantized]
     return replace(costs, merge=math.inf) if uncut(batch, capacity, heads) else costs
 
 

@@ -57,29 +57,36 @@ __device__ __forceinline__ void take_values(uint32_t (&left)[2][4], uint32_t sta
   }
 }
 
-// Asks the tensor cores for a tile's columns of all heads. Small terms first.
+// So many parts have the heads: with 64 one part's sums are added up while the tensor cores have the other's, for which
+// there are registers.
 template <class M>
-__device__ __forceinline__ void ask_values(float (&sum)[M::kHeads / 2], const uint32_t (&left)[2][4],
-                                           uint32_t weights) {
+constexpr int kParts = M::kHeads > 32 ? 2 : 1;
+template <class M>
+constexpr int kSums = M::kHeads / 2 / kParts<M>;
+
+// Asks the tensor cores for a tile's columns of a part of the heads. Small terms first.
+template <class M>
+__device__ __forceinline__ void ask_values(float (&sum)[kSums<M>], const uint32_t (&left)[2][4], uint32_t weights) {
   fence_regs(sum);
   wgmma_fence();
 #pragma unroll
   for (int term = M::kTerms - 1; term >= 0; --term)
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      Fp8Values<M::kHeads>::go(sum, left[k], weights + term * (M::kWeights / 16) + k * 2,
-                               k > 0 || term < M::kTerms - 1);
+      Fp8Values<2 * kSums<M>>::go(sum, left[k], weights + term * (M::kWeights / 16) + k * 2,
+                                  k > 0 || term < M::kTerms - 1);
   wgmma_commit();
 }
 
-// acc = acc * shrink + sum in float32: the tensor cores' own sums over e4m3 keep fewer bits.
-template <int HEADS>
-__device__ __forceinline__ void add_up(const float* shrinks, float (&acc)[HEADS / 2], float (&sum)[HEADS / 2]) {
-  wgmma_wait<0>();
+// acc = acc * shrink + sum in float32, once no more than so many parts are asked for: the tensor cores' own sums over
+// e4m3 keep fewer bits.
+template <int PENDING, int SUMS>
+__device__ __forceinline__ void add_up(const float* shrinks, float (&acc)[SUMS], float (&sum)[SUMS]) {
+  wgmma_wait<PENDING>();
   fence_regs(sum);
   const float* shrink = shrinks + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int eight = 0; eight < HEADS / 8; ++eight) {
+  for (int eight = 0; eight < SUMS / 4; ++eight) {
     const float2 two = *reinterpret_cast<const float2*>(shrink + eight * 8);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -90,9 +97,10 @@ __device__ __forceinline__ void add_up(const float* shrinks, float (&acc)[HEADS 
 
 // An item's values of this warpgroup's half: the result in bfloat16, or a part, normalised and so below 448, in
 // float16.
-template <int HEADS>
-__device__ __forceinline__ void store_values(const Arguments& a, const float (&acc)[4][HEADS / 2], const float* inverse,
-                                             int half, int request, int64_t item, bool alone) {
+template <class M>
+__device__ __forceinline__ void store_values(const Arguments& a, const float (&acc)[4][kParts<M>][kSums<M>],
+                                             const float* inverse, int half, int request, int64_t item, bool alone) {
+  constexpr int HEADS = M::kHeads, kEights = kSums<M> / 4;
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
   const int64_t place = (alone ? request : item) * HEADS * kLatent + half * 256 + warp * 16 + lane / 4 * 2;
   uint32_t* const to = alone ? reinterpret_cast<uint32_t*>(a.out + place)
@@ -105,7 +113,8 @@ __device__ __forceinline__ void store_values(const Arguments& a, const float (&a
       const float factor = inverse[head];
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile) {
-        const float x = acc[tile][4 * eight + j] * factor, y = acc[tile][4 * eight + 2 + j] * factor;
+        const float* sums = acc[tile][eight / kEights] + eight % kEights * 4 + j;
+        const float x = sums[0] * factor, y = sums[2] * factor;
         to[(head * kLatent + tile * 64) / 2] = alone ? pack_bf16(x, y) : pack_f16(x, y);
       }
     }
@@ -113,32 +122,36 @@ __device__ __forceinline__ void store_values(const Arguments& a, const float (&a
 
 template <class M>
 __device__ __forceinline__ void value_items(M& m, const Arguments& a, const Items& items, int half) {
-  constexpr int HEADS = M::kHeads;
+  constexpr int kLast = kParts<M> - 1;
   const int lane = threadIdx.x % 32;
   for (int number = items.begin, n = 0; number < items.end; ++number) {
     // Read again behind the steps: registers are short in between.
     const Part part(item_of(a, number));
     const int count = part.count, rows = part.length - part.first * kRows;
-    float acc[4][HEADS / 2] = {};
+    float acc[4][kParts<M>][kSums<M>] = {};
     for (int i = 0; i < count; ++i, ++n) {
       const int stage = n % M::kDepth, from = n % 2;
       mbar_wait(&m.full[stage], n / M::kDepth & 1);
       const uint32_t values = smem_u32(m.stage[stage]), weights = lower_half(m.weights[from]);
       uint32_t left[2][2][4];
-      float sum[HEADS / 2];
+      float sum[kParts<M>][kSums<M>];
       take_values(left[0], values, half, 0, rows - i * kRows);
       mbar_wait(&m.weights_full[from], n / 2 & 1);
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile) {
-        ask_values<M>(sum, left[tile % 2], weights);
+        ask_values<M>(sum[0], left[tile % 2], weights);
+        // The tile before has been taken now: its fragments' registers are free.
+        if (kLast && tile > 0) add_up<1>(m.shrink[from] + 32 * kLast, acc[tile - 1][kLast], sum[kLast]);
+        if (kLast) ask_values<M>(sum[kLast], left[tile % 2], weights + kLast * 32 * kRows / 16);
         if (tile < 3) take_values(left[(tile + 1) % 2], values, half, tile + 1, rows - i * kRows);
         // The last fragments are in registers: their values have been asked for.
         if (tile == 3 && lane == 0) mbar_arrive(&m.empty[stage]);
-        add_up<HEADS>(m.shrink[from], acc[tile], sum);
+        add_up<kLast>(m.shrink[from], acc[tile][0], sum[0]);
       }
+      if (kLast) add_up<0>(m.shrink[from] + 32 * kLast, acc[3][kLast], sum[kLast]);
       if (i + 1 == count) {
         const PlannedItem item = item_of(a, number);
-        store_values<HEADS>(a, acc, m.inverse[from], half, item.request, number, Work<true>(number, item).alone(a));
+        store_values<M>(a, acc, m.inverse[from], half, item.request, number, Work<true>(number, item).alone(a));
       }
       __syncwarp();
       if (lane == 0) mbar_arrive(&m.weights_empty[from]);
