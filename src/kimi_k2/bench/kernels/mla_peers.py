@@ -147,6 +147,8 @@ class TritonMla(Scheduled):
 
     def run(self, one: Inputs, plan: Any) -> Tensor:
         """One query a sequence, as vLLM's backend calls it, its scratch memory made anew."""
+        if one.cache.numel() >= 2**31:
+            raise RuntimeError("its offsets into the cache have 32 bits")
         batch, heads = one.q.shape[:2]
         out, sums = one.q.new_zeros(batch, heads, LATENT), one.q.new_zeros(batch, heads)
         parts = torch.empty(batch, heads, plan, LATENT + 1, device=one.q.device)
