@@ -88,6 +88,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "parts": lambda: attention.test_float32_beside_fp8_weights_is_not_rounded(3, 256, 2, 1),
     "grouped": lambda: layers.test_layers_in_float32(1, 2, 2),
     "columns": lambda: experts.test_early_down_projections(32, 2, 3, "float32", 12, True),
+    "divided": lambda: experts.test_early_down_projections(32, 2, 4, "float8_e4m3", 12, True),
     "part": lambda: attention.test_a_part_of_the_cache_is_read(2),
     "early": lambda: attention.test_early_router(4, 2, 64, 2, torch.float32),
 }
@@ -140,6 +141,9 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("experts", "factors = _spread(weights, self.spread_out).reshape",
         "factors = _spread(self.out_scales[:, 0:1], self.spread_out).reshape", "columns"),
     ("experts", "tile = self.early_tiles[group]", "tile = self.early_tiles[0]", "columns"),
+    ("early_qkv_a", "token = self.begin + token", "token = token", "divided"),
+    ("exchange", "other = tokens - self.begin", "other = self.begin", "divided"),
+    ("exchange", "mine, theirs = nl.program_id() * half", "mine, theirs = (1 - nl.program_id()) * half", "divided"),
     ("attention", "latents.shape[1] if attended == None else attended", "latents.shape[1]", "part"),
 )  # fmt: skip
 

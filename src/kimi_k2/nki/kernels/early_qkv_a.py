@@ -17,12 +17,14 @@ from kimi_k2.nki.kernels.linear import load_weight
 
 
 class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
-    """This core's columns of the folded weights, and the output that they are summed into.
+    """This core's columns of the folded weights, or all for its own tokens, and the output that they are summed into.
 
     Args:
         routed: [E_local, I, N] in HBM, N even at LNC=2.
         shared: [I_shared, N] in HBM, or None.
         tokens: T.
+        divided: the other core has other tokens.
+        begin: this core's first token.
 
     Attributes:
         first, count: this core's columns.
@@ -33,10 +35,12 @@ class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
     shared: Any
     shared_inner: Any
 
-    def __init__(self, routed: Any, shared: Any, tokens: int) -> None:
+    def __init__(self, routed: Any, shared: Any, tokens: int, divided: bool = False, begin: int = 0) -> None:
         columns = routed.shape[2]
         first, count = share_of(columns)
-        self.first, self.count = first, count
+        if divided:
+            first, count = 0, columns
+        self.first, self.count, self.begin = first, count, begin
         self.routed = routed
         self.shared = None
         if shared != None:
@@ -48,11 +52,12 @@ class EarlyColumns(nl.NKIObject):  # type: ignore[misc]
         """Sum a token's values over its experts.
 
         Args:
-            token: its number.
+            token: its number among this core's.
             tiles: of each group of experts [128, count] in SBUF.
             inner: [128, groups], what goes into their down projections, weighted, in the tiles' dtype.
         """
         last = None
+        token = self.begin + token
         if self.shared != None:
             last = self.shared_inner[:, token : token + 1]
             if last.dtype != self.shared.dtype:

@@ -15,7 +15,7 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
 from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
-from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+from kimi_k2.nki.kernels.exchange import OwnTokens, add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 from kimi_k2.nki.kernels.views import bytes_of, repeated
@@ -72,35 +72,43 @@ def selective_experts(
     """
     tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
     out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    first, count = share_of(blocks)
+    held = gate_up_tiles.shape[0] == num_experts
+    own = OwnTokens(tokens, blocks, held, gate_up_tiles.shape[3], parts_of(hidden, gate_up_tiles))
+    first, count = own.first, own.count
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
     early = None
     if early_weight != None:
-        early = EarlyColumns(early_weight, shared_early_weight, tokens)
+        early = EarlyColumns(early_weight, shared_early_weight, tokens, own.divided, own.begin)
     routed = RoutedExperts(
-        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early
-    )
+        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early,
+        divided=own.divided,
+    )  # fmt: skip
 
     # On its way before anything that a collective brings.
     shared_expert = None
+    half, size = share_of(blocks)
     if shared_gate_up_tiles != None:
         shared_expert = SharedExpert(
-            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
+            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, half, size
         )
 
-    index = nl.ndarray(expert_index.shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=index, src=expert_index)
-    weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=weights, src=expert_weights)
-    columns = load_columns(hidden, identity)[:, first : first + count, :]
+    begin, end = own.begin, own.begin + own.tokens
+    index = nl.ndarray((own.tokens, expert_index.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=index, src=expert_index[begin:end])
+    weights = nl.ndarray((own.tokens, expert_weights.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=weights, src=expert_weights[begin:end])
+    columns = load_columns(hidden, identity)
     shared = None
     if shared_expert != None:
-        shared = shared_expert.apply(columns)
+        shared = shared_expert.apply(columns[:, half : half + size, :])
         if early != None:
             early.shared_inner = shared_expert.inner
+        if own.divided:
+            shared = own.all_blocks(shared)
     places, kept = routed.places(index, weights, first_expert)
-    store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
+    sums = routed.sum(columns[:, first : first + count, begin:end], places, kept, shared, exact)
+    store_columns(out, sums, begin * blocks + first, exact)
     if early == None:
         return out
     return out, early.sums
@@ -139,6 +147,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         slots: of a token's experts that this core adds up.
         apart: the other core adds up other experts, and this one all blocks: the cores' sums are to be added.
         beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
+        divided: the other core has other tokens, and this one all blocks, which it adds up as two cores' halves.
     """
 
     early_tiles: Any
@@ -148,10 +157,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
         num_experts: int, slots: int = 8, early: Any = None, apart: bool = False, beside: Any = None,
+        divided: bool = False,
     ) -> None:  # fmt: skip
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
         self.apart, self.beside, self.early, self.local = apart, beside, early, local
+        self.divided = divided
         self.width, self.count, self.slots = width, count, slots
         self.skips = local < num_experts
         self.per, self.stack = max(1, BLOCK // double), BLOCK // width
@@ -322,11 +333,17 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     accumulate=False,
                 )
         scales = repeated(_spread(self.row_scales, self.spread_rows), parts)
+        halves = 2 if self.divided else 1
         scaled = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-        both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=both, op=nl.add, data=scaled.reshape((BLOCK, pairs, count * parts)), axis=2)
-        if not self.apart:
+        sums = nl.ndarray((BLOCK, pairs, halves), dtype=nl.float32, buffer=nl.sbuf)
+        by_half = scaled.reshape((BLOCK, pairs, halves, count // halves * parts))
+        nisa.tensor_reduce(dst=sums, op=nl.add, data=by_half, axis=3)
+        both = sums.reshape((BLOCK, pairs * halves))
+        if self.divided:
+            both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=both, data1=sums[:, :, 0], data2=sums[:, :, 1], op=nl.add)
+        elif not self.apart:
             add_over_cores(both)
         # Expert pair * per + s = g * stack + k: to the partitions that down's rows lie on.
         gate = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
