@@ -25,7 +25,8 @@ RELEASE = None  # kernels that show what the emulator takes
 def test_stored_counts_are_those_of_the_kernels() -> None:
     """At 4,096 slots; `python -m kimi_k2.nki.step_counts` after a change of a kernel or a rate."""
     stored = step_counts.stored()["presets"]["trn2-tp64-ep1"]["folded_kernels"]["4096"]
-    shape, form = step_counts.EXPERT_SHAPES["trn2-tp64-ep1"], step_counts.FORMS["folded_kernels"]
+    form = step_counts.FORMS["folded_kernels"]
+    shape = step_counts.expert_shape("trn2-tp64-ep1", form)
     found = step_counts.kernel_counts(step_counts.kernel_stages(4096, shape, form))
     assert found == stored
     # The experts' kernel follows no collective.
@@ -38,7 +39,8 @@ def test_stored_counts_are_those_of_the_kernels() -> None:
 
 def test_stored_counts_are_those_of_the_whole_layer_kernel() -> None:
     stored = step_counts.stored()["presets"]["trn2-tp64-ep1"]["folded"]["4096"]
-    layers = step_counts.whole_layers(4096, 1, step_counts.EXPERT_SHAPES["trn2-tp64-ep1"], step_counts.FORMS["folded"])
+    form = step_counts.FORMS["folded"]
+    layers = step_counts.whole_layers(4096, 1, step_counts.expert_shape("trn2-tp64-ep1", form), form)
     found = described(layers.counts(TRAINIUM2))
     assert {name: stored[name] for name in found} == found
     assert layers.sbuf_bytes() == stored["sbuf_bytes"]

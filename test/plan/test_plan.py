@@ -17,8 +17,9 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import against_hlo
-from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.cost import decode_counts, expert_blocks, prefill_counts
 from kimi_k2.plan.host import read_index
+from kimi_k2.plan.instructions import prefill_instructions
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.report import plan
@@ -266,3 +267,18 @@ def test_wrong_requests_are_named(
         target = load_target(preset, config)
         target = target.with_lengths(lengths.get("context"), lengths.get("batch"), lengths.get("prompt"))
         memory_plan(config, target)
+
+
+def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) -> None:
+    """An instruction multiplies 128 x 128 by at most 512 columns; where every tile is full it does no more."""
+    for name in ("trn2-tp32-ep2", "trn2-tp64-ep1-32k", "trn2-tp64-ep1-nki-layers"):
+        target = load_target(name, config)
+        plan = target.sharding(config)
+        counted = prefill_instructions(config, target, plan)
+        assert counted is not None
+        assert counted["total"] > prefill_counts(config, target, plan).flops / (2 * 128 * 128 * 512)
+        # Blocks of 128 tokens, 2 x 64 and 2 x 32 columns: 56 instructions of gate and up, 56 of down.
+        blocks = expert_blocks(config, target, target.prompt)
+        assert counted["matmuls"]["routed experts"] == 60 * 112 * blocks
+        assert ("more than the compiler takes" in counted["follows"]) == (target.prompt == 8192)
+    assert prefill_instructions(config, load_target("h200-tp8", config), plan) is None

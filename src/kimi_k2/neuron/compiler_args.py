@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, Deployment
 
@@ -63,6 +64,8 @@ def compile_digest(deployment: Deployment) -> str:
     """Changes when anything that compilation depends on does."""
     arguments = {stage: compiler_args(deployment, stage) for stage in STAGES}
     # Deployments keep the digest that they had before there were these fields.
-    absent = {field for field in ("vision", "torch_native") if getattr(deployment, field) is None}
+    absent: dict[str, Any] = {field: True for field in ("vision", "torch_native") if getattr(deployment, field) is None}
+    if deployment.neuron_config.speculation_length is None:
+        absent["neuron_config"] = {"speculation_length"}
     content = [deployment.model_dump(exclude=absent), arguments, environment(deployment)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -23,19 +23,28 @@ from nki_emulator.rates import TRAINIUM2
 
 FILE = Path(__file__).with_name("step_counts.json")
 SCHEMA = "kimi-k2/nki-step/3"
-# TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest core of all adds up about 3 of its 4 slots.
-EXPERT_SHAPES = {
-    "trn2-tp64-ep1": ExpertShape(32, tuple(range(8)), False),
-    "trn2-tp32-ep2": ExpertShape(64, (0, 1, 2, 4, 5, 6), True),
-}
+# TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest core of all adds up 3 of its 4 slots (3.1
+# expected of uniform routing), and 10 of the 16 of 4 tokens (10.3).
+_ALL, _THREE, _TWO = tuple(range(8)), (0, 1, 2, 4, 5, 6), (0, 1, 4, 5)
+_CHOSEN = {1: (_THREE,), 4: (_THREE, _TWO, _THREE, _TWO)}
+PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 # Cache slots, and the ranks that share them.
 CONTEXTS = {4096: 1, 131072: 16}
 EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
 # Of the 8 slots, those that the kernels by themselves count at TP32/EP2.
-_AVERAGE = (4, 5, 6, 7)
-FORMS = {"folded_kernels": Form(), "folded": Form(), "folded_fp8": Form(attention="fp8")}
+_AVERAGE = ((4, 5, 6, 7),)
+FORMS = {
+    "folded_kernels": Form(), "folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4),
+}  # fmt: skip
 LAYERS = 4  # that the whole-layer kernel is run with
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
+
+
+def expert_shape(preset: str, form: Form) -> ExpertShape:
+    """Of a preset's layout, for as many tokens as a form has."""
+    if preset == "trn2-tp64-ep1":
+        return ExpertShape(32, (_ALL,) * form.tokens, False)
+    return ExpertShape(64, _CHOSEN[form.tokens], True)
 
 
 def kernel_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
@@ -50,9 +59,9 @@ def kernel_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
     attention(
         sizes.bfloat16((1, DOWNS)), *sizes.norms(), *sizes.queries(form), *sizes.values(form), torch.zeros(2, ROPE, 1),
         *sizes.cache(slots), sizes.lengths(slots), SCALE, EPS, None, sizes.bfloat16((1, sizes.OWN)),
-        *sizes.early_router(),
+        *sizes.early_router(shape),
     )  # fmt: skip
-    choice(torch.zeros(1, EXPERTS), shape.bias(), SCALING)
+    choice(torch.zeros(1, EXPERTS), sizes.float32((1, EXPERTS)), SCALING)
     experts(
         sizes.bfloat16((1, HIDDEN)), *sizes.routed(shape), shape.index(), sizes.ones((1, sizes.TOP_K)), 0,
         EXPERTS if shape.others else shape.count, *sizes.shared(),
@@ -66,7 +75,7 @@ def kernel_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
 
 
 def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:
-    """The whole-layer kernel of one token, on rank 0 of 64: what others bring is left out of its sums."""
+    """The whole-layer kernel of a sequence's tokens, on rank 0 of 64: what others bring is left out of its sums."""
     from kimi_k2.nki.kernels.layers import decode_layers
 
     kernel = decode_layers[2]
@@ -74,7 +83,8 @@ def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Laye
     layers = tuple(_layer(mine, ranks, shape, form, last=number == LAYERS - 1) for number in range(LAYERS))
     group = () if ranks == 1 else (((0,),), torch.ones(1, 1, dtype=torch.int32))
     kernel(
-        sizes.float32((1, HIDDEN)), sizes.float32((1, DOWNS)), layers, torch.zeros(2, ROPE, 1), sizes.lengths(mine),
+        shape.hidden(), sizes.float32((form.tokens, DOWNS)), layers, torch.zeros(2, ROPE, form.tokens),
+        sizes.lengths(mine),
         RANKS, ((0,),), 0, EXPERTS if shape.others else shape.count, SCALE, SCALING, EPS, *group,
     )  # fmt: skip
     exchange = () if ranks == 1 else ("all-to-all of the group's sums",)
@@ -99,8 +109,8 @@ def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form, last: bool) -
             sizes.bfloat16((sizes.SHARED, DOWNS)),
         )  # fmt: skip
     parts = [
-        *sizes.norms(), q_b, q_b_scales, w_uk, w_uk_scales, *sizes.values(form), *sizes.early_router(),
-        *sizes.cache(slots), sizes.bfloat16(HIDDEN), shape.bias(), *sizes.routed(shape), *sizes.shared(),
+        *sizes.norms(), q_b, q_b_scales, w_uk, w_uk_scales, *sizes.values(form), *sizes.early_router(shape),
+        *sizes.cache(slots), sizes.bfloat16(HIDDEN), sizes.float32((1, EXPERTS)), *sizes.routed(shape), *sizes.shared(),
     ]  # fmt: skip
     return (*parts, *following)
 
@@ -108,12 +118,14 @@ def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form, last: bool) -
 def counts() -> dict[str, Any]:
     """Everything that is stored."""
     install()
-    presets: dict[str, Any] = {preset: {} for preset in EXPERT_SHAPES}
+    presets: dict[str, Any] = {preset: {} for preset in PRESETS}
     for name, form in FORMS.items():
         for slots, group in CONTEXTS.items():
-            if name == "folded_kernels" and group > 1:  # the class's flash decoding has no kernels by themselves
+            # The class's flash decoding has no kernels by themselves, and was not counted for drafts.
+            if group > 1 and (name == "folded_kernels" or form.tokens > 1):
                 continue
-            for preset, shape in EXPERT_SHAPES.items():
+            for preset in PRESETS:
+                shape = expert_shape(preset, form)
                 if name == "folded_kernels":
                     found = kernel_counts(kernel_stages(slots, shape, form))
                 else:

@@ -29,9 +29,11 @@ class Form:
 
     Attributes:
         attention: "bfloat16", or "fp8" with the checkpoint's scales.
+        tokens: of the sequence: one, or drafts to be verified with it.
     """
 
     attention: str = "bfloat16"
+    tokens: int = 1
 
     def weight(self, *shape: int) -> Any:
         """Zeros of attention's type."""
@@ -48,33 +50,39 @@ class ExpertShape:
 
     Attributes:
         width: of one.
-        chosen: of the 8 slots, those whose expert the rank holds.
+        chosen: of each token's 8 slots, those whose expert the rank holds.
         others: whether other ranks hold some.
     """
 
     width: int
-    chosen: tuple[int, ...]
+    chosen: tuple[tuple[int, ...], ...]
     others: bool
 
     @property
     def count(self) -> int:
         """Experts that the rank is given."""
-        return len(self.chosen) if self.others else TOP_K
-
-    def bias(self) -> Any:
-        """A correction bias that makes the router choose expert n in slot n of `chosen`, and others elsewhere."""
-        bias = float32((1, EXPERTS))
-        held, other = 0, self.count
-        for slot in range(TOP_K):
-            number = held if slot in self.chosen else other
-            held, other = (held + 1, other) if slot in self.chosen else (held, other + 1)
-            bias[0, number] = 2.0 + TOP_K - slot
-        return bias
+        return max(map(len, self.chosen)) if self.others else TOP_K
 
     def index(self) -> Any:
-        """What such a bias makes the router choose: int32 [1, 8]."""
-        best = np.argsort(-self.bias()[0], kind="stable")[:TOP_K]
-        return np.ascontiguousarray(best[None].astype(np.int32))
+        """Expert n in the n-th of a token's `chosen`, and others elsewhere: int32 [T, 8]."""
+        index = np.empty((len(self.chosen), TOP_K), dtype=np.int32)
+        for token, chosen in enumerate(self.chosen):
+            held, other = iter(range(self.count)), iter(range(self.count, EXPERTS))
+            index[token] = [next(held if slot in chosen else other) for slot in range(TOP_K)]
+        return index
+
+    def hidden(self) -> Any:
+        """Residuals by which each token has logits of its own, float32 [T, H]."""
+        hidden = float32((len(self.chosen), HIDDEN))
+        np.fill_diagonal(hidden, 1.0)
+        return hidden
+
+    def early_residual(self) -> Any:
+        """The router's weights of the residual's columns, by which it chooses `index`, float32 [OWN, E]."""
+        weights = float32((OWN, EXPERTS))
+        for token, numbers in enumerate(self.index()):
+            weights[token, numbers] = np.arange(TOP_K, 0, -1) / 200  # the norm makes it 85 times as much
+        return weights
 
 
 def norms() -> tuple[Any, Any]:
@@ -98,9 +106,9 @@ def values(form: Form) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def early_router() -> tuple[Any, Any]:
+def early_router(shape: ExpertShape) -> tuple[Any, Any]:
     """Weights of the residual's columns and of the head."""
-    return float32((OWN, EXPERTS)), float32((VALUE, EXPERTS))
+    return shape.early_residual(), float32((VALUE, EXPERTS))
 
 
 def cache(slots: int) -> tuple[Any, Any]:

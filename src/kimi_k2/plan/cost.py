@@ -24,7 +24,7 @@ SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of it
 
 
 def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, context: int | None = None) -> GraphCounts:
-    """One token for each sequence.
+    """One token for each sequence, or several to be verified.
 
     Args:
         config: of the model.
@@ -33,20 +33,23 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
         context: cache slots that the graph reads; the target's whole cache if None. (On Neuron, the bucket.)
     """
     slots = target.context if context is None else context
-    tokens = target.batch
+    tokens = target.rows
     share = _expert_share(config, target, tokens)
     of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
     on_kernel = target.layout.kernels and of_all < 1
     if on_kernel:
         share = of_all  # on average: the kernel skips the experts of other ranks
-    plan = _of_stage(plan, target, decode=True)
+    plan = of_stage(plan, target, decode=True)
     counts = _weights(config, target, plan, tokens, share)
     if on_kernel:
+        divided = tokens % 2 == 0 and target.layout.moe_ep == 1 and not target.decode_layers  # tokens among cores
         for tensor in plan.tensors:  # the kernel reads a scale once for each partition that it multiplies
             if tensor.name.endswith(".shared_experts.gate_up_proj.scale"):
                 counts.read[tensor.name] *= config.moe_intermediate_size * config.n_shared_experts // plan.layout.ranks
             elif tensor.name.endswith(".shared_experts.down_proj.scale"):
                 counts.read[tensor.name] *= PARTITIONS
+            elif divided and tensor.name.endswith(".shared_experts.early_qkv_a.weight"):
+                counts.read[tensor.name] *= CORES
     for tensor in plan.tensors:
         counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
@@ -56,7 +59,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
-    counts.flops += _attention_flops(config, target, tokens * cores, slots // cores + 1)
+    counts.flops += _attention_flops(config, target, tokens * cores, slots // cores + target.positions)
     counts.collectives = _collectives(config, target, tokens, tokens, decode=True)
     counts.collectives |= _flash_decoding(config, target, tokens)
     return counts
@@ -68,7 +71,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     tokens = sequences * target.prompt
     blocks = expert_blocks(config, target, tokens)
     share = blocks / _local(config, target) if blocks else _expert_share(config, target, tokens)
-    plan = _of_stage(plan, target, decode=False)
+    plan = of_stage(plan, target, decode=False)
     counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
     keys = target.prompt
@@ -127,8 +130,8 @@ def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
     return min(tokens * config.num_experts_per_tok / local, 1.0)
 
 
-def _of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
-    """Without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
+def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
+    """A plan without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:

@@ -26,7 +26,7 @@ from kimi_k2.sharding.layout import Decode, Layout
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
 VISION_ENCODER = "vision_encoder_model"
-InstanceName = Literal["trn2.48xlarge", "h200"]
+InstanceName = Literal["trn2.48xlarge", "h200", "h100"]
 
 
 class _Part(BaseModel):
@@ -77,6 +77,7 @@ class NeuronOptions(_Part):
         decode_layers_per_kernel: with `layers`, so many MoE layers a call; all if None.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
+        speculation_length: tokens of a sequence in a decode step, the last one and drafts behind it; None for one.
     """
 
     logical_nc_config: PositiveInt = 2
@@ -93,6 +94,7 @@ class NeuronOptions(_Part):
     decode: Decode = "xla"
     decode_layers_per_kernel: PositiveInt | None = None
     prefill_rows_at_once: PositiveInt = 16384
+    speculation_length: Annotated[int, Field(ge=2)] | None = None
 
 
 class VisionOptions(_Part):

@@ -5,7 +5,8 @@ The counts come from the emulator (`python -m kimi_k2.nki.step_counts`); a test 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -14,20 +15,22 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
 from kimi_k2.plan.memory import local_bytes
+from kimi_k2.plan.roofline import TRN2_LNC2, Machine
+from kimi_k2.plan.scratch import FLOAT32
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import ShardingPlan
 from nki_emulator.rates import TRAINIUM2
 
-ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80, 15  # percent of the DMA engines' peak; microseconds of a collective
+ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80.0, 15.0  # percent of the DMA engines' peak; microseconds of a collective
 _OTHER_COLLECTIVES = 4  # of the embedding, the first layer's down projections, and sampling
 _CORES = 2
 ASSUMPTIONS = (
     "modelled, not measured; nothing here has run on Trainium",
     "engines by published rates, in the kernels' order, without semaphores; launches are not counted",
-    f"DMA at {ASSUMED_EFFICIENCY} % of 368 GB/s a core, shared by its rings, 512 bytes' worth a descriptor, 1.3 us from"
-    " trigger to data",
-    f"a collective takes {ASSUMED_LATENCY} us, whatever its size (docs/nki.md quotes what is published), and takes"
-    " nothing from the DMA engines; all cores and ranks arrive together",
+    "DMA at {efficiency:.0f} % of 368 GB/s a core ({efficiency_from}), shared by its rings, 512 bytes' worth a"
+    " descriptor, 1.3 us from trigger to data",
+    "a collective takes {latency:.1f} us ({latency_from}), whatever its size, and takes nothing from the DMA engines;"
+    " all cores and ranks arrive together",
     "routed experts in FP8 with scales of 128 x 128, attention in BF16",
     "131,072 tokens: the cache over groups of 16 ranks; at EP2 a rank holds 4 of 8 experts, in one kernel a layer the"
     " slowest core 3 of its 4",
@@ -38,6 +41,8 @@ _FORMS = {
     "folded_kernels": "kernels with early sums: as the class calls them with tiles; without XLA's operations between",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
+    "folded_4": "one kernel a layer, 4 tokens of a sequence: at EP2 the slowest core has 10 of its 16 experts (expected"
+    " 10.3 of uniform routing)",
 }
 # Which of them the class runs.
 _OF_THE_CLASS = (
@@ -47,10 +52,51 @@ _OF_THE_CLASS = (
 _NOT_OF_THE_CLASS = "one kernel a layer is what the class runs with decode: layers, which this deployment leaves out"
 
 
+class Rates(NamedTuple):
+    """DMA in percent of the engines' peak, a collective in microseconds, and where each is from."""
+
+    efficiency: float = ASSUMED_EFFICIENCY
+    latency: float = ASSUMED_LATENCY
+    efficiency_from: str = "assumed"
+    latency_from: str = "assumed, docs/nki.md quotes what is published"
+
+    @classmethod
+    def of(cls, machine: Machine, layer_bytes: int) -> Rates:
+        """Those of a machine; of its collectives that of a layer's all-reduce of so many bytes."""
+        found = cls()
+        if machine.bytes_per_second < TRN2_LNC2.bytes_per_second:
+            share = machine.bytes_per_second / (_CORES * TRAINIUM2.dma_bytes_a_second)
+            found = found._replace(efficiency=100 * share, efficiency_from="measured")
+        if machine.collectives:
+            time = machine.seconds_of(layer_bytes) * 1e6
+            found = found._replace(latency=time, latency_from=f"measured at {layer_bytes:,} bytes")
+        return found
+
+    def rest(self, other_bytes: int, collectives: int) -> float:
+        """Seconds of reads and collectives one after the other."""
+        read = other_bytes / (_CORES * TRAINIUM2.dma_bytes_a_second * self.efficiency / 100)
+        return read + collectives * self.latency * 1e-6
+
+    def of_layer(self, times: dict[str, dict[str, float]]) -> float:
+        """Seconds of a layer from its stored times.
+
+        Linear in the latency and in the time of a byte between those that were counted; beyond, on from the last two.
+        """
+        rows = [_between(LATENCIES, [times[str(e)][str(t)] for t in LATENCIES], self.latency) for e in EFFICIENCIES]
+        per_byte = [-1 / e for e in EFFICIENCIES]
+        return _between(per_byte, rows, -1 / self.efficiency) * 1e-6
+
+
+def _between(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    upper = next((n for n, point in enumerate(points) if n and at <= point), len(points) - 1)
+    low, high = points[upper - 1], points[upper]
+    return values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
+
+
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
     """Times of one token, by context; None for a deployment whose kernels were not counted.
 
-    Seconds are modelled: `tpot` at the assumed DMA efficiency and latency, `sensitivity` over both.
+    Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `sensitivity` over both.
     """
     layout = target.layout
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
@@ -62,14 +108,26 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     notes = (_NOT_OF_THE_CLASS,)
     if target.decode_layers:
         forms, notes = ("folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded",), (_OF_THE_CLASS,)
+    if target.positions > 1:
+        forms = tuple(f"{form}_{target.positions}" for form in forms)
+    if forms[-1] not in counted:
+        return None
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
+    rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
     return {
-        "assumptions": [*ASSUMPTIONS, *(_FORMS[form] for form in forms), *notes],
+        "assumptions": [
+            *(line.format(**rates._asdict()) for line in ASSUMPTIONS),
+            *(_FORMS[form] for form in forms),
+            *notes,
+        ],
         "other_bytes": other_bytes,
+        "rates": rates._asdict(),
         "contexts": {
             slots: {
-                form: _context(counted[form][slots], layers, other_bytes) for form in forms if slots in counted[form]
+                form: _context(counted[form][slots], layers, other_bytes, rates)
+                for form in forms
+                if slots in counted.get(form, ())
             }
             for slots in counted[forms[-1]]
         },
@@ -80,24 +138,20 @@ def _other(name: str) -> bool:
     return name.startswith(("lm_head.", "layers.0.mlp."))
 
 
-def _context(layer: dict[str, Any], layers: int, other_bytes: int) -> dict[str, Any]:
+def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates) -> dict[str, Any]:
     others = _OTHER_COLLECTIVES
 
-    def rest(efficiency: int, latency: int) -> float:
-        return other_bytes / (_CORES * TRAINIUM2.dma_bytes_a_second * efficiency / 100) + others * latency * 1e-6
-
-    def step(efficiency: int, latency: int) -> float:
-        of_layer: float = layer["layer_us"][str(efficiency)][str(latency)]
-        return layers * of_layer * 1e-6 + rest(efficiency, latency)
+    def step(rates: Rates) -> float:
+        return layers * rates.of_layer(layer["layer_us"]) + rates.rest(other_bytes, others)
 
     moved = layer["hbm_bytes"] if "hbm_bytes" in layer else sum(kernel["hbm_bytes"] for kernel in layer["kernels"])
     return {
         "layer": layer,
         "collectives": layers * layer["collectives"] + others,
         "hbm_bytes": _CORES * layers * moved + other_bytes,
-        "rest": rest(ASSUMED_EFFICIENCY, ASSUMED_LATENCY),
-        "tpot": step(ASSUMED_EFFICIENCY, ASSUMED_LATENCY),
-        "sensitivity": {e: {t: step(e, t) for t in LATENCIES} for e in EFFICIENCIES},
+        "rest": rates.rest(other_bytes, others),
+        "tpot": step(rates),
+        "sensitivity": {e: {t: step(Rates(e, t)) for t in LATENCIES} for e in EFFICIENCIES},
     }
 
 

@@ -124,10 +124,11 @@ def local_bytes(tensor: PlannedTensor) -> int:
 def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None) -> int:
     """The compressed cache as a rank holds it, with NxDI's reserved slots: cache_dim values a slot a layer in BF16.
 
-    With flash decoding a rank holds its part of the positions, without it all.
+    With flash decoding a rank holds its part of the positions, without it all; so of a draft head's cache.
     """
     slots = -(-(target.context if context is None else context) // target.cache_ranks) + target.reserved_slots
-    return _slot_bytes(config, target) * target.batch * slots
+    drafts = target.head.slot_bytes(target) if target.head else 0
+    return (_slot_bytes(config, target) + drafts) * target.batch * slots
 
 
 def cache_bytes_read(config: KimiK2Config, target: Target, context: int) -> int:
@@ -154,6 +155,8 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     parts = weight_parts(plan)
     parts |= arrangement_terms(config, target, parts)
     parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
+    if target.head is not None:
+        parts["draft head"] = target.head.weights(target)
     parts["KV cache"] = cache_bytes(config, target)
     if target.is_neuron:
         parts["runtime micro-code"] = MICROCODE_BYTES

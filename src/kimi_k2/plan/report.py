@@ -14,9 +14,11 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.drafts import drafts_report, print_drafts
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.host import host_plan
-from kimi_k2.plan.kernels import kernel_step, print_kernel_step
+from kimi_k2.plan.instructions import prefill_instructions
+from kimi_k2.plan.kernels import Rates, kernel_step, print_kernel_step
 from kimi_k2.plan.memory import TOWER, MemoryPlan, category, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
@@ -36,7 +38,8 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     sharding = target.sharding(config)
     memory = memory_plan(config, target, sharding)
     decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
-    return {
+    kernels = kernel_step(config, target, sharding)
+    report = {
         "schema": SCHEMA,
         "target": {
             "name": target.name,
@@ -71,8 +74,8 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "stored_form": stored_form(config, target, memory.parts.get("expert weights", 0)),
         "host": host_plan(config, target),
         "decode": step(decode, target),
-        "prefill": step(prefill, target),
-        "kernels": kernel_step(config, target, sharding),
+        "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
+        "kernels": kernels,
         "uses_kernels": target.folded,
         "modelled": {
             "tpot": roofline(decode, target.machine).bound,
@@ -80,7 +83,13 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "machine": asdict(target.machine),
         },
         "advice": advice(config, target, memory),
+        "drafts": None,
     }
+    if target.positions > 1:
+        plain = make_report(config, replace(target, positions=1, head=None))
+        rates = Rates(**kernels["rates"]) if target.folded and kernels else None
+        report["drafts"] = drafts_report(target, _tpot(report)[0], _tpot(plain)[0], rates)
+    return report
 
 
 def plan(
@@ -148,7 +157,9 @@ def print_answer(report: dict[str, Any], console: Console) -> None:
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
     tpot, kind = _tpot(report)
-    console.print(f"TPOT {tpot * 1e3:.2f} ms, {kind}", highlight=False)
+    console.print(f"{'a step' if report['drafts'] else 'TPOT'} {tpot * 1e3:.2f} ms, {kind}", highlight=False)
+    if report["drafts"]:
+        print_drafts(report["drafts"], console)
     scratch = sum(size for _, size in _scratch_rows(memory["scratch"]))
     items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
     largest = sorted(items.items(), key=lambda item: -item[1])[:3]
@@ -206,6 +217,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["vision"] is not None:
         print_vision(report["vision"], console)
     _print_steps(report, console)
+    if report["drafts"]:
+        print_drafts(report["drafts"], console)
     _print_host(report, console)
 
 
@@ -244,6 +257,12 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
         style="bold",
     )
     console.print(table)
+    if counted := report["prefill"]["instructions"]:
+        console.print(
+            f"prefill's matrix multiplies: {counted['total'] / 1e6:.2f} million instructions at least, of"
+            f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes by default (NxDI's comment): {counted['follows']}",
+            highlight=False,
+        )
     source = report["modelled"]["machine"]["source"]
     console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
     if report["uses_kernels"] and report["kernels"] is not None:

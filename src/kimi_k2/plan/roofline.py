@@ -12,7 +12,8 @@ class Machine:
     """Peak rates of one rank (a logical core), in SI units a second, and where they are from.
 
     Attributes:
-        collective_latency: assumed seconds of one small collective; an assumption, not a specification.
+        collective_latency: seconds of one small collective, assumed or as `source` says; no specification.
+        collectives: measured seconds of all-reduces by bytes, ascending, in place of latency and links.
     """
 
     name: str
@@ -21,6 +22,16 @@ class Machine:
     link_bytes_per_second: float
     collective_latency: float
     source: str
+    collectives: tuple[tuple[int, float], ...] = ()
+
+    def seconds_of(self, nbytes: float) -> float:
+        """Of a collective, measured, linear between the sizes; beyond the largest in proportion."""
+        (low, before), *others = self.collectives
+        for high, after in others:
+            if nbytes <= high:
+                return before + (after - before) * max(nbytes - low, 0) / (high - low)
+            low, before = high, after
+        return before * max(nbytes / low, 1)
 
 
 # AWS Neuron documentation, pages "Trn2 Architecture" and "Trainium2 Architecture": 16 chips, 46.4 TB/s of HBM and 10.7
@@ -54,19 +65,22 @@ def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
     """The modelled time of a graph on `machine`.
 
     A ring all-reduce over n ranks moves 2 (n - 1) / n of its bytes, all-gather and reduce-scatter (n - 1) / n of the
-    larger side; each collective adds the assumed latency.
+    larger side; each collective adds the assumed latency. Where a machine's were measured, these times stand for all.
     """
-    moved = 0.0
+    moved = measured = 0.0
     calls = 0
     for one, occurrences in counts.collectives.items():
         if one.ranks == 1:
             continue
         share = (one.ranks - 1) / one.ranks
         larger = one.nbytes * one.ranks if one.kind == "reduce-scatter" else one.nbytes
+        if machine.collectives:
+            measured += occurrences * machine.seconds_of(larger)
+            continue
         moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
         calls += occurrences
     return Roofline(
         memory=counts.memory_bytes / machine.bytes_per_second,
         compute=counts.flops / machine.flops_per_second,
-        communication=moved / machine.link_bytes_per_second + calls * machine.collective_latency,
+        communication=measured + moved / machine.link_bytes_per_second + calls * machine.collective_latency,
     )

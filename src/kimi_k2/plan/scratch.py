@@ -185,17 +185,18 @@ def _head(config: KimiK2Config, target: Target) -> int:
 def _attention_decode(config: KimiK2Config, target: Target) -> int:
     """The cache of one layer, cut into its two parts, and the scores; flash decoding has the heads of its group."""
     slots = target.batch * target.context // target.cache_ranks
-    return slots * (config.cache_dim * BF16 + _heads(config, target) * target.cache_ranks * 2 * FLOAT32)
+    heads = _heads(config, target) * target.cache_ranks * target.positions
+    return slots * (config.cache_dim * BF16 + heads * 2 * FLOAT32)
 
 
 def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
     local = config.n_routed_experts // target.layout.moe_ep
-    slots = target.batch * config.num_experts_per_tok
-    if target.layout.kernels and slots < local:
+    slots = target.rows * config.num_experts_per_tok
+    if target.layout.kernels and slots < config.n_routed_experts:
         return 0
     elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
-    tokens = 1 if slots < local else target.batch
+    tokens = 1 if slots < local else target.rows
     if tokens < held.block:  # operands, and a block's products before and after their scales
         products = elements // held.block * tokens
         return elements * ((held.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32

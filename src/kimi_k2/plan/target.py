@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -14,6 +15,9 @@ from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan, without_nxdis
 from kimi_k2.sharding.planned import ShardingPlan
+
+if TYPE_CHECKING:
+    from kimi_k2.plan.drafts import Head
 
 __all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
 
@@ -77,6 +81,8 @@ class Target:
         tower_buckets: patches and frames of each compiled graph of the tower.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
         torch_native: options of vllm-neuron's torch-native line; None on NxDI and on GPUs.
+        positions: tokens of a sequence in a decode step, drafts among them.
+        head: that drafts them; None: none, or something without weights.
     """
 
     name: str
@@ -95,6 +101,13 @@ class Target:
     tower_buckets: tuple[tuple[int, int], ...] = ()
     prefill_rows_at_once: int = 16384
     torch_native: TorchNativeOptions | None = None
+    positions: int = 1
+    head: Head | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a decode step."""
+        return self.batch * self.positions
 
     def sharding(self, config: KimiK2Config) -> ShardingPlan:
         """What the ranks hold.
@@ -171,6 +184,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         tower_buckets=images.buckets if images else (),
         prefill_rows_at_once=BLOCK * blocks_at_once(columns) if line else options.prefill_rows_at_once,
         torch_native=line,
+        positions=options.speculation_length or 1,
     )
 
 

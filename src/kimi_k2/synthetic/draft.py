@@ -15,6 +15,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.names import D2T, T2D, head_shapes
 
+PUBLISHED_VOCABULARY = 32000
 _ARCHITECTURES: dict[Form, str] = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank, time_prefill, time_step
 from kimi_k2.bench.kernels.routing import Routing
@@ -13,6 +15,11 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.load import load_rank
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
+from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.instance import INSTANCES
+from kimi_k2.plan.memory import category
+from kimi_k2.plan.roofline import roofline
+from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import Layout
 
 
@@ -53,6 +60,35 @@ def profile(config: KimiK2Config, layout: Layout, job: Job) -> list[str]:
     return lines if rank == 0 else []
 
 
+def floor(
+    config: KimiK2Config,
+    layout: Layout,
+    card: str,
+    contexts: Sequence[int],
+    distinct: float | None = None,
+    cache_bytes: int = 2,
+) -> tuple[float, int]:
+    """What a rank's step takes at least by its reads or its arithmetic: seconds, and bytes.
+
+    Args:
+        config, layout: of the ranks.
+        card: its name; one that is not known is taken for an H200.
+        contexts: cached tokens of each sequence.
+        distinct: experts of a layer that the step's tokens chose; None for what uniform routing gives on average.
+        cache_bytes: of a cached value.
+    """
+    known = next((one for name, one in INSTANCES.items() if name in card.lower()), INSTANCES["h200"])
+    context = max(sum(contexts) // len(contexts), 1)
+    target = Target("floor", layout, known.machine, known.memory, len(contexts), context, context)
+    counts = decode_counts(config, target, target.sharding(config))
+    counts.read["cache"] = counts.read["cache"] * cache_bytes // 2
+    if distinct is not None:
+        for name in counts.read:
+            if category(name).startswith("expert"):
+                counts.read[name] = round(counts.held[name] * min(distinct / config.n_routed_experts, 1))
+    return roofline(replace(counts, collectives={}), known.machine).bound, counts.memory_bytes
+
+
 def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Iterator[str]:
     whole = config.num_hidden_layers
     config = config.model_copy(update={"num_hidden_layers": job.layers or whole})
@@ -70,6 +106,12 @@ def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Itera
     model.kv_cache_dtype = kv_cache_dtype(job.kv_cache, config)
     times = time_step(model, job.contexts, communicate=communicate, routing=job.routing)
     yield from times.lines()
+    cache = model.kv_cache_dtype.itemsize if model.kv_cache_dtype is not None else 2
+    seconds, read = floor(config, layout, torch.cuda.get_device_name(), job.contexts, times.distinct, cache)
+    yield (
+        f"modelled: floor {seconds * 1e3:.3f} ms, {read / 1e9:.2f} GB at the card's specified rate, without sums: the"
+        f" step is at {100 * seconds * 1e6 / times.step:.0f} % of it"
+    )
     if missing:
         yield f"extrapolated: TPOT {(times.step + missing * times.moe_layer) / 1e3:.3f} ms over {whole} layers"
     if job.prompt:

@@ -19,6 +19,15 @@ def plan(
     max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None,
     batch_size: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
     prompt_length: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="HEAD", help="Eagle3 head (directory or name; llama, mla: of the published sizes)."),
+    ] = None,
+    draft_tokens: Annotated[int, number(1, "With --draft: tokens drafted at a time.")] = 3,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON of nccom-test or neuron-profile, for what is assumed of the machine; repeat for both."),
+    ] = None,
     port: Annotated[
         bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")
     ] = False,
@@ -31,6 +40,9 @@ def plan(
     ] = None,
     all_presets: Annotated[
         bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
+    ] = False,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="One table of layouts on one to four hosts of H100s and H200s, and stop.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all of it.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of it as tables.")] = False,
@@ -45,12 +57,17 @@ def plan(
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.drafts.config import FORMS, DraftConfig
     from kimi_k2.errors import ConfigError
+    from kimi_k2.plan import gpus as served
     from kimi_k2.plan.against_hlo import against_hlo
+    from kimi_k2.plan.drafts import Head
     from kimi_k2.plan.host import read_index
+    from kimi_k2.plan.measured import read_measured
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
     from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_published, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
+    from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
     directory = resolve_checkpoint(model, download=download, weights=False)
     config = KimiK2Config.load(directory)
@@ -68,7 +85,25 @@ def plan(
         raise ConfigError(
             f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
         )
+    if gpus:
+        context = max_model_len or 4096
+        ways = served.served_rows(config, context, batch_size)
+        if as_json:
+            typer.echo(json.dumps(served.rows_as_json(ways), indent=1))
+        else:
+            console.width = max(console.width, WIDTH)
+            served.print_served(ways, context, console)
+        return
     target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
+    if draft is not None:
+        if form := next((one for one in FORMS.values() if one == draft), None):
+            fields = draft_fields(config, form, draft_vocab_size=min(PUBLISHED_VOCABULARY, config.vocab_size))
+            head = DraftConfig.from_dict(fields)
+        else:
+            head = DraftConfig.from_pretrained(resolve_checkpoint(draft, download=download, weights=False))
+        target = replace(target, positions=draft_tokens + 1, head=Head.of(head, config))
+    if measured:
+        target = replace(target, machine=read_measured(measured).on(target.machine))
     if port:
         target = replace(target, arrangement=PUBLISHED_PORT)
     report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}

@@ -1,0 +1,110 @@
+"""Figures of a machine in place of those that are assumed: what nccom-test and neuron-profile write as JSON.
+
+`nccom-test -r 64 -b 1kb -e 16mb -f 4 -d fp32 --report-to-json-file FILE allr` times all-reduces by size (nccom-test.rst
+of aws-neuron-sdk). `neuron-profile view --output-format summary-json`, of one logical core and an execution of the
+decode step, has the bytes that the DMA engines moved and how long any was at work (profile-schema-reference.rst). A
+file of `--output-format json` holds the same summary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kimi_k2.errors import ConfigError
+from kimi_k2.files import read_json
+from kimi_k2.plan.roofline import Machine
+
+_SIZE = "size(B)"
+_BYTES, _ACTIVE = ("hbm_read_bytes", "hbm_write_bytes"), "dma_active_time"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a machine; None or empty where it was not.
+
+    Attributes:
+        collectives: bytes and seconds of all-reduces, by size.
+        bytes_per_second: of a logical core's HBM while its DMA engines are at work.
+    """
+
+    collectives: tuple[tuple[int, float], ...] = ()
+    bytes_per_second: float | None = None
+
+    def on(self, machine: Machine) -> Machine:
+        """The machine with these in place of what is assumed or quoted.
+
+        Raises:
+            ConfigError: more bytes a second than the machine has.
+        """
+        found, source = machine, machine.source
+        if self.bytes_per_second is not None:
+            if self.bytes_per_second > machine.bytes_per_second:
+                raise ConfigError(
+                    f"expected at most {machine.bytes_per_second / 1e9:.0f} GB/s, the peak of one logical core, got"
+                    f" {self.bytes_per_second / 1e9:.0f}",
+                    field=_ACTIVE,
+                )
+            found = replace(found, bytes_per_second=self.bytes_per_second)
+            source += "; HBM's rate as measured (neuron-profile)"
+        if self.collectives:
+            found = replace(found, collectives=self.collectives)
+            source += "; collectives as measured (nccom-test)"
+        return replace(found, source=source)
+
+
+def read_measured(paths: Iterable[Path]) -> Measured:
+    """What files of nccom-test and neuron-profile say together; several of one kind are refused.
+
+    Raises:
+        ConfigError: a file is not there, none of theirs, or lacks a field.
+    """
+    collectives: tuple[tuple[int, float], ...] = ()
+    rate: float | None = None
+    for path in paths:
+        try:
+            raw = read_json(path, ConfigError)
+        except FileNotFoundError:
+            raise ConfigError("no such file", file=path) from None
+        if isinstance(raw, dict) and "results" in raw:
+            if collectives:
+                raise ConfigError("expected one file of nccom-test", file=path)
+            collectives = _collectives(raw["results"], path)
+        else:
+            if rate is not None:
+                raise ConfigError("expected one file of neuron-profile", file=path)
+            rate = _rate(raw, path)
+    return Measured(collectives, rate)
+
+
+def _collectives(results: Any, path: Path) -> tuple[tuple[int, float], ...]:
+    if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+        raise ConfigError("expected a list of rows", field="results", file=path)
+    times: dict[int, float] = {}
+    for row in results:
+        name = next((name for name in ("time:avg(us)", "time:p50(us)") if name in row), "time:avg(us)")
+        size = _number(row, _SIZE, path)
+        times[int(size)] = _number(row, name, path) * 1e-6
+    return tuple(sorted(times.items()))
+
+
+def _rate(raw: Any, path: Path) -> float:
+    if isinstance(raw, dict):
+        raw = raw.get("summary", raw)
+    if isinstance(raw, list) and len(raw) == 1:
+        raw = raw[0]
+    if not isinstance(raw, dict) or _ACTIVE not in raw:
+        raise ConfigError(
+            f"expected nccom-test's --report-to-json-file, or neuron-profile's summary-json with {_ACTIVE}", file=path
+        )
+    return sum(_number(raw, name, path) for name in _BYTES) / _number(raw, _ACTIVE, path)
+
+
+def _number(row: dict[str, Any], field: str, path: Path) -> float:
+    value = row.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"expected a number above 0, got {value!r:.100}", field=field, file=path)
+    return float(value)

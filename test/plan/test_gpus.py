@@ -1,0 +1,93 @@
+"""Layouts of GPUs side by side: weights are the published checkpoints', bounds lie above the published records."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.bench.kernels.profile import floor
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.gpus import ServedRow, served_rows
+from kimi_k2.sharding.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, str, str], list[ServedRow]]:
+    found: dict[tuple[str, str, str], list[ServedRow]] = {}
+    for model in ("kimi-k2-instruct-0905", "kimi-k2.5"):
+        for row in served_rows(KimiK2Config.from_preset(model), 4096):
+            found.setdefault((model, row.gpu, row.way), []).append(row)
+    return found
+
+
+Rows = dict[tuple[str, str, str], list[ServedRow]]
+
+
+def test_weights_are_the_published_checkpoints(rows: Rows) -> None:
+    for model, total, whole in (("kimi-k2-instruct-0905", 1029.2e9, 11.7e9), ("kimi-k2.5", 595.2e9, 2 * 11.7e9)):
+        eight = rows[model, "h200", "TP8"][0]
+        assert 8 * eight.weights == pytest.approx(total, rel=0.04)  # norms, router and tower are on each
+        assert rows[model, "h200", "TP8 x PP2"][0].weights == eight.weights // 2
+        # All but the routed experts on every GPU; embedding and head are BF16 in both.
+        for gpus in (8, 16, 32):
+            shared = rows[model, "h200", f"DP{gpus}+EP{gpus}"][0].weights
+            dense = shared - (total - whole) / gpus
+            assert dense == pytest.approx(whole, rel=0.25), (model, gpus)
+
+
+def test_bounds_lie_above_what_others_reached(rows: Rows) -> None:
+    """2,200 tokens/s an H200 and 22,300 on 8 H100s of DeepSeek-V3, whose active parameters are more; 14 at one user."""
+    best = {gpu: max(row.tokens for key, found in rows.items() if key[1] == gpu for row in found) for gpu in
+            ("h100", "h200")}  # fmt: skip
+    assert 2200 < best["h200"] < 10000
+    assert best["h100"] < best["h200"]
+    one = served_rows(KimiK2Config.from_preset("kimi-k2.5"), 4096, 1)
+    assert all(row.requests == 1 for row in one)
+    tp8 = next(row for row in one if (row.gpu, row.way) == ("h200", "TP8"))
+    assert tp8.tokens > 14
+
+
+def test_what_fits_is_shown_up_to_the_most(rows: Rows) -> None:
+    assert [row.fits for row in rows["kimi-k2-instruct-0905", "h100", "TP8"]] == [False]
+    assert rows["kimi-k2.5", "h100", "TP8"][0].fits
+    for found in rows.values():
+        assert len(found) == 1 or all(row.fits for row in found)
+        last = found[-1]
+        if last.fits and last.requests < 512:
+            assert last.needed + (last.needed - last.weights) / last.requests > last.usable
+        # A step of more sequences reads and takes more, and makes more tokens.
+        for less, more in pairwise(found):
+            assert more.read > less.read
+            assert more.tpot > less.tpot
+            assert more.tokens > less.tokens
+
+
+def test_the_command_prints_rows_and_records() -> None:
+    words = ["plan", "kimi-k2-thinking", "--gpus", "--batch-size", "64", "--max-model-len", "8192"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.output)
+    assert {row["way"] for row in printed["modelled"]} >= {"TP8", "DP8+EP8", "TP8 x PP2", "DP16+EP16", "DP32+EP32"}
+    assert {row["gpu"] for row in printed["modelled"]} == {"h100", "h200"}
+    table = CliRunner().invoke(app, words, env={"COLUMNS": "170"})
+    assert table.exit_code == 0
+    assert "DP32+EP32" in table.output
+    assert "2,200 tokens/s an H200 (reported)" in table.output
+
+
+@pytest.mark.parametrize(("requests", "milliseconds"), [(1, 1.76), (16, 13.2), (64, 33.4)])
+def test_a_profiled_steps_floor_is_its_bytes(requests: int, milliseconds: float) -> None:
+    """Floors of 61 layers at 3.07 TB/s, computed apart when an H100 was measured."""
+    config, card = KimiK2Config.from_preset("kimi-k2-instruct-0905"), "NVIDIA H100 80GB HBM3"
+    layout = Layout(8, 1, "cuda", "stored")
+    seconds, read = floor(config, layout, card, [1024] * requests)
+    assert read / 3.07e9 == pytest.approx(milliseconds, rel=0.03)
+    assert seconds == pytest.approx(read / 3.35e12)
+    half = floor(config, layout, card, [1024] * requests, cache_bytes=1)[1]
+    assert read - half == 61 * 576 * 1024 * requests
+    few, experts = floor(config, layout, card, [1024] * requests, distinct=8)[1], 60 * 3 * 7168 * 2048 // 8
+    assert read - few == pytest.approx(experts * (384 * (1 - (376 / 384) ** requests) - 8), rel=0.01, abs=1e6)
