@@ -311,6 +311,7 @@ KNOWN: dict[str, Known] = {
     "nxdi.config": Known(
         values={
             "lora.check(self)": None,
+            "lora.in_xla_form(decode, kwargs) != decode": False,
             "neuron.kernels": False,
             "self.query_group": 0,
             "self.kernels": False,
@@ -331,7 +332,9 @@ KNOWN: dict[str, Known] = {
             kernels (the vendor's `nki` where it is importable, and in CPU mode its emulator), with the router's logits
             and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
             early_qkv_a.py). `layers`: all MoE layers in one kernel with its collectives inside (decode_layers.py). The
-            weights are those of `kimi-k2 convert --decode`.""": "`xla`, PyTorch operations.",
+            weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.""": (
+                "`xla`, PyTorch operations."
+            ),
         },
     ),
     "nxdi.options": Known(

@@ -91,19 +91,35 @@ def job(adapters: dict[str, Path], source: str, tp: int, ep: int) -> tuple[dict[
     return made, torch.stack(columns, dim=1)
 
 
-@pytest.mark.parametrize(("way", "source", "tp", "ep"), [
-    ("CPU mode", "source", 2, 1), ("CPU mode", "fp8", 1, 2), ("executed", "source", 1, 2),
+@pytest.mark.parametrize(("way", "source", "tp", "ep", "decode"), [
+    ("CPU mode", "source", 2, 1, "layers"), ("CPU mode", "fp8", 1, 2, "kernels"), ("executed", "source", 1, 2, "xla"),
 ])  # fmt: skip
 def test_each_sequence_has_its_adapter(
-    adapters: dict[str, Path], tmp_path: Path, way: str, source: str, tp: int, ep: int
+    adapters: dict[str, Path], tmp_path: Path, way: str, source: str, tp: int, ep: int, decode: str
 ) -> None:
-    """FP8 experts stay as they are; the adapted projections are never quantized."""
+    """FP8 experts stay as they are; the adapted projections are never quantized. Decode falls to XLA's form."""
     made, plain = job(adapters, source, tp, ep)
+    made["neuron_config"]["decode"] = decode
     made["neuron_config"]["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
     (logits,) = launch(made, tmp_path) if way == "CPU mode" else execute(made, tmp_path)["logits"]
     worst = float((logits - plain).abs().max())
     print(f"\n{way}, {source}, TP{tp} x EP{ep}: max |difference| to merged weights {worst:.1e}")
     torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
+
+
+def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    lora = {"batch_size": 4, "target_modules": list(TARGETS), "lora_ckpt_paths": {"one": str(adapters["first"])}}
+    tiles = expert_formats()["tiles"].for_layout(tiny_config(moe_intermediate_size=64), Layout(1, experts="tiles"))
+    given = neuron_config(1, 1, 4, decode="layers", decode_layers_per_kernel=2, seq_len=256, **tiles.neuron_options())
+    neuron = environment.contrib("config").KimiK2NeuronConfig
+    assert neuron(**given).decode == "layers"
+    made = neuron(**given, lora_config=lora)
+    assert (made.decode, made.decode_layers_per_kernel, made.quantization_block_size) == ("xla", None, [64, 64])
+    assert "decode runs in XLA form" in caplog.text
+    served = environment.contrib("serving").ServedNeuronConfig
+    batch = {"tp_degree": 64, "batch_size": 1, "save_sharded_checkpoint": False}
+    one = served(preset="trn2-tp64-ep1-nki-layers", lora_config={**lora, "batch_size": 1}, **batch)
+    assert (one.decode, one.experts) == ("xla", "blockwise")
 
 
 @pytest.mark.parametrize(("given", "field"), [

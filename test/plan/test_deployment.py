@@ -31,6 +31,7 @@ from kimi_k2.plan.deployment import (
 )
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
+from kimi_k2.plan.report import make_report, print_answer
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import load_target, make_target
 from kimi_k2.sharding.plan import make_plan
@@ -328,6 +329,25 @@ def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
     assert caught.value.field == "experts"
     split = Deployment.load("trn2-tp64-ep1-nki-layers-128k").layout(config)
     assert split.attention_tiles(config) == "bf16"  # as INT4 checkpoints have attention
+
+
+def test_adapters_take_decode_to_xla(tmp_path: Path) -> None:
+    """Kernels and tiles go, the adapters' bytes and a line in the plan come; their batch is the deployment's."""
+    raw = yaml.safe_load((CONFIGS / "trn2-tp32-ep2-nki-layers.yaml").read_text())
+    lora = {"max_loras": 4, "max_lora_rank": 16, "target_modules": ["q_b_proj", "o_proj"]}
+    raw["neuron_config"] |= {"lora_config": lora, "save_sharded_checkpoint": False}
+    preset, config = read(yaml.safe_dump(raw), tmp_path), KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    assert (preset.experts, preset.neuron_config.decode, preset.layout(config).kernels) == ("blockwise", "xla", False)
+    assert preset.neuron_arguments()["lora_config"]["batch_size"] == 1
+    report = make_report(config, make_target(preset, config))
+    held = 4 * (1536 + 12288 + 8192 + 7168) // 64 + (1536 + 12288 // 64) + (8192 // 64 + 7168)
+    assert report["rank_memory"]["parts"]["LoRA adapters"] == 2 * 61 * 16 * held
+    console = Console(record=True, width=400)
+    print_answer(report, console)
+    assert "LoRA: decode runs on PyTorch operations" in console.export_text()
+    raw["neuron_config"]["save_sharded_checkpoint"] = True
+    with pytest.raises(ConfigError, match=r"save_sharded_checkpoint.*expected false with lora_config"):
+        read(yaml.safe_dump(raw), tmp_path)
 
 
 def test_bounds_of_the_integration_tests_are_three_rooflines() -> None:

@@ -18,6 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
+from kimi_k2.plan.adapters import LoraServing, in_xla_form
 from kimi_k2.plan.instance import INSTANCES, Instance
 from kimi_k2.plan.torch_native import TorchNativeOptions
 from kimi_k2.sharding.experts.format import expert_formats
@@ -78,6 +79,8 @@ class NeuronOptions(_Part):
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.
         speculation_length: tokens of a sequence in a decode step, the last one and drafts behind it; None for one.
+        lora_config: adapters beside the base weights. Decode is then `xla`, whatever the preset says, and the experts
+            are not in tiles.
     """
 
     logical_nc_config: PositiveInt = 2
@@ -95,6 +98,7 @@ class NeuronOptions(_Part):
     decode_layers_per_kernel: PositiveInt | None = None
     prefill_rows_at_once: PositiveInt = 16384
     speculation_length: Annotated[int, Field(ge=2)] | None = None
+    lora_config: LoraServing | None = None
 
 
 class VisionOptions(_Part):
@@ -145,6 +149,11 @@ class Deployment(_Part):
     compiler_args: dict[Literal["context_encoding_model", "token_generation_model"], tuple[str, ...]] = {}
     vision: VisionOptions | None = None
     torch_native: TorchNativeOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters(cls, raw: Any) -> Any:
+        return in_xla_form(raw)
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -265,6 +274,8 @@ class Deployment(_Part):
             raise ConfigError(f"expected none: NxDI does not run preset {self.name}", field="torch_native")
         shared = ("tp_degree", "moe_tp_degree", "moe_ep_degree", "torch_dtype", "batch_size", "seq_len")
         fields = {**self.model_dump(include={*shared, "max_context_length"}), **self.neuron_config.model_dump()}
+        if fields["lora_config"]:
+            fields["lora_config"]["batch_size"] = self.batch_size
         return {name: value for name, value in json.loads(json.dumps(fields)).items() if value is not None}
 
 

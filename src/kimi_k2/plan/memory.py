@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.adapters import ADAPTERS
 from kimi_k2.plan.scratch import BF16, Scratch, make_scratch
 from kimi_k2.plan.target import GIB, Memory, Target
 from kimi_k2.plan.vision import tower_rank_bytes
@@ -157,6 +158,10 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
     if target.head is not None:
         parts["draft head"] = target.head.weights(target)
+    if target.lora is not None:
+        parts[ADAPTERS] = target.lora.rank_bytes(
+            config, target.layout.ranks, target.batch, target.layout.dtype.itemsize
+        )
     parts["KV cache"] = cache_bytes(config, target)
     if target.is_neuron:
         parts["runtime micro-code"] = MICROCODE_BYTES

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.plan.adapters import LINE
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
@@ -84,6 +85,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         },
         "advice": advice(config, target, memory),
         "drafts": None,
+        "lora": LINE if target.lora is not None else None,
     }
     if target.positions > 1:
         plain = make_report(config, replace(target, positions=1, head=None))
@@ -156,6 +158,8 @@ def print_answer(report: dict[str, Any], console: Console) -> None:
     )  # fmt: skip
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
+    if report["lora"]:
+        console.print(report["lora"], highlight=False)
     tpot, kind = _tpot(report)
     console.print(f"{'a step' if report['drafts'] else 'TPOT'} {tpot * 1e3:.2f} ms, {kind}", highlight=False)
     if report["drafts"]:
@@ -204,6 +208,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_row("usable", f"{memory['usable'] / 1e9:.3f}", f"{memory['usable'] / GIB:.3f}", "100.0")
     console.print(table)
     console.print(memory["verdict"], style="green" if memory["fits"] else "bold red", highlight=False)
+    if report["lora"]:
+        console.print(report["lora"], highlight=False)
     if memory["caution"]:
         console.print(memory["caution"], style="yellow", highlight=False)
     for line in report["advice"]:

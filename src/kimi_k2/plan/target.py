@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.plan.adapters import LoraServing
 from kimi_k2.plan.deployment import Deployment, VisionOptions
 from kimi_k2.plan.instance import GIB, Memory
 from kimi_k2.plan.roofline import Machine
@@ -83,6 +84,7 @@ class Target:
         torch_native: options of vllm-neuron's torch-native line; None on NxDI and on GPUs.
         positions: tokens of a sequence in a decode step, drafts among them.
         head: that drafts them; None: none, or something without weights.
+        lora: adapters beside the base weights.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Target:
     torch_native: TorchNativeOptions | None = None
     positions: int = 1
     head: Head | None = None
+    lora: LoraServing | None = None
 
     @property
     def rows(self) -> int:
@@ -185,6 +188,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         prefill_rows_at_once=BLOCK * blocks_at_once(columns) if line else options.prefill_rows_at_once,
         torch_native=line,
         positions=options.speculation_length or 1,
+        lora=options.lora_config,
     )
 
 

@@ -38,7 +38,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             kernels (the vendor's `nki` where it is importable, and in CPU mode its emulator), with the router's logits
             and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
             early_qkv_a.py). `layers`: all MoE layers in one kernel with its collectives inside (decode_layers.py). The
-            weights are those of `kimi-k2 convert --decode`.
+            weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.
         decode_layers_per_kernel: with `layers`, so many MoE layers a call, should one kernel of all not compile; None
             for all.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
@@ -65,6 +65,8 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         options.check(kwargs)
         if prefill_rows_at_once < 1:
             raise ConfigError(f"expected at least 1, got {prefill_rows_at_once}", field="prefill_rows_at_once")
+        if lora.in_xla_form(decode, kwargs) != decode:
+            decode, decode_layers_per_kernel = "xla", None
         # The router returns weights that are normalised and scaled already.
         kwargs["disable_normalize_top_k_affinities"] = True
         kwargs.setdefault("router_config", {"dtype": torch.float32, "act_fn": "sigmoid"})

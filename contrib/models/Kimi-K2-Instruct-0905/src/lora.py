@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,9 @@ from neuronx_distributed_inference.modules.lora_serving import is_lora_module
 from torch import Tensor, nn
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.layout import Decode
+
+_LOG = logging.getLogger(__name__)
 
 # The projections that are modules of their own here, called with nothing but their input.
 ADAPTED = ("q_b_proj", "o_proj")
@@ -57,6 +61,21 @@ def check(config: Any) -> None:
     for name in _ALONE:
         if getattr(config, name):
             raise ConfigError("expected False: not followed together with lora_config", field=name)
+
+
+def in_xla_form(decode: Decode, options: dict[str, Any]) -> Decode:
+    """Form of a decode step with these options of a neuron config: with adapters always PyTorch operations.
+
+    The kernels read weights that are folded at conversion, where an adapter is not. Experts are then in square blocks
+    in place of tiles' (`kimi_k2.sharding.experts.blockwise`): `options` is changed.
+    """
+    if options.get("lora_config") is None or decode == "xla":
+        return decode
+    _LOG.warning("lora_config: decode runs in XLA form; %r has no adapters", decode)
+    if options.get("quantized"):
+        side = min(options["quantization_block_size"])
+        options["quantization_block_size"] = [side, side]
+    return "xla"
 
 
 def project(projection: nn.Module, hidden_states: Tensor, adapter_ids: Tensor | None) -> Tensor:

@@ -149,7 +149,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # With NKI kernels at decode: field: (the values that are taken, why no other is). Continuous batching, sequence
 # parallelism, flash decoding, prefix caching and several tokens a step are tested with them.
 KERNELS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "lora_config": ((None,), "an adapter would not be in the weights that are folded at conversion"),
     "rpl_reduce_dtype": ((None, torch.float32), "what rides in an all-reduce is summed in float32"),
 }
 # The same with one kernel of all layers.

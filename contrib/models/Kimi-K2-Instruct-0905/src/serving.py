@@ -16,7 +16,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compiler_args import compiler_args, environment, runtime_environment
 from kimi_k2.plan.deployment import STAGES, Deployment, NeuronOptions
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts.format import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
@@ -56,6 +56,8 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
             raise ConfigError(
                 f"expected {', '.join(expert_formats())} or {FROM_CHECKPOINT}, got {experts!r}", field="experts"
             )
+        if options.get("lora_config") is not None and experts != FROM_CHECKPOINT:
+            experts = without_tiles(experts)
         super().__init__(**options)
         self.preset, self.experts = preset, experts  # after the check of NxDI's own options, of which these are none
 

@@ -119,6 +119,12 @@ def held_format(neuron_config: Any) -> ExpertFormat:
     raise ValueError(f"quantization_type: expected {' or '.join(quantization_types())}, got {wanted!r}")
 
 
+def without_tiles(name: str) -> str:
+    """The format that holds the same without tiles, for a decode step of PyTorch operations."""
+    wanted = expert_formats()[name].quantization_type
+    return next(one.name for one in expert_formats().values() if (one.quantization_type, one.tiles) == (wanted, False))
+
+
 def quantization_types() -> list[str]:
     """NxD's names of all quantized formats."""
     return sorted({one.quantization_type for one in expert_formats().values() if one.quantization_type})
