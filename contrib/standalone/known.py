@@ -403,10 +403,10 @@ KNOWN: dict[str, Known] = {
         dropped=(
             "plain_mlp_width",
             "NeuronKimiK2Model._sample_on_device",
-            "NeuronKimiK2ForCausalLM.load_weights",
             "NeuronKimiK2ForCausalLM._load_fused",
         ),
         reworded={
+            "        Beside converted files of the target, which know no draft, a head is cut as it is loaded.\n\n": "",
             "        `states` takes what a draft reads of the residual around this layer, number `idx`.\n": "",
             """ own.
 

@@ -96,7 +96,7 @@ def take_weights(model: nn.Module) -> None:
     """Give a model a traced one's `nxd_model`: it takes the weights that NxDI hands over, all but the caches."""
 
     def initialize(weights: list[dict[str, Any]], start_rank: Any) -> None:
-        (own,) = weights
+        (own,) = model.nxd_model.weights = weights  # type: ignore[union-attr]
         absent, unknown = model.load_state_dict(own, strict=False)
         assert not unknown, unknown
         assert all(name.startswith("kv_mgr.") for name in absent), absent

@@ -55,6 +55,9 @@ def test_float32_where_float32_is_due(bf16: dict[str, Any]) -> None:
         assert not [name for name in types if "inv_freq" in name]
         made = [kind for name, kind in types.items() if name.startswith("constant.")]
         assert "bf16" not in made, graph["stage"]
+        # The router's scores and its choice; NxD's masks of experts are float64.
+        assert not re.search(r"= \(?f64\[\S* (logistic|sort|topk|custom-call)\(", graph["hlo"])
+        assert len(re.findall(r"= f32\[\d+,16\]\S* logistic\(", graph["hlo"])) == 2
         assert "f32[8]{0} parameter(" in graph["hlo"]  # qk_rope_head_dim is 16
         # The router's logits of 16 experts, in both of the layers that have some.
         assert len(re.findall(r"= f32\[\d+,16\]\S* dot\(", graph["hlo"])) == 2

@@ -33,6 +33,7 @@ from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.vision_config import Grid
 
+from .checkpoint import check_router_bias
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .cpu_mode import KimiK2ModelWrapper
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
@@ -298,6 +299,9 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             )
             traced = getattr(self, f"{name}_traced_model")
             traced.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
+            if name == "text":
+                files = path if neuron.save_sharded_checkpoint else None
+                check_router_bias(traced.nxd_model, self.config._name_or_path or self.model_path, files, first)
 
     def _stored_vision(self) -> dict[str, Tensor]:
         source = self.config._name_or_path or self.model_path

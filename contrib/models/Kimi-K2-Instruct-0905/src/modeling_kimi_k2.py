@@ -38,7 +38,7 @@ from . import cpu_mode, lora, patches, prefill
 from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
-from .checkpoint import convert_state_dict, load_neuron_state_dict
+from .checkpoint import check_router_bias, convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
 from .decode_layers import DecodeLayersKernel, WholeLayers
 from .draft_config import draft_state_dict, fused_state_dict, of_rank
@@ -448,37 +448,46 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
 
         NxDI's own loader reads everything first and then rounds router and bias to the model's dtype.
         """
-        # From a compiled model's directory, which holds no checkpoint, the configuration says where that was.
-        source = getattr(self.config, "_name_or_path", "")
-        state = self.get_state_dict(source if source and Path(source).is_dir() else self.model_path, self.config)
+        state = self.get_state_dict(self._source, self.config)
         fused = self.fused_spec_config
         if fused is None:
             return state
         return fused_state_dict(state, draft_state_dict(fused.draft_model_path, fused.draft_config))
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """NxDI's; beside converted files of the target, which know no draft, a head is cut as it is loaded."""
-        fused = self.fused_spec_config
-        if fused is None or not self.neuron_config.save_sharded_checkpoint:
-            super().load_weights(*args, **kwargs)
-        else:
-            self._load_fused(fused, *args, **kwargs)
+    @property
+    def _source(self) -> str:
+        # From a compiled model's directory, which holds no checkpoint, the configuration says where that was.
+        source: str = getattr(self.config, "_name_or_path", "")
+        return source if source and Path(source).is_dir() else self.model_path
 
-    def _load_fused(
-        self,
-        fused: Any,
-        compiled_model_path: str,
-        start_rank_id: int | None = None,
-        local_ranks_size: int | None = None,
+    def load_weights(
+        self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None
     ) -> None:
+        """NxDI's, and the routers' biases are read back from the device.
+
+        Beside converted files of the target, which know no draft, a head is cut as it is loaded.
+
+        Raises:
+            CheckpointError: see `check_router_bias`.
+        """
         neuron = self.neuron_config
+        fused = self.fused_spec_config
         first = neuron.start_rank_id if start_rank_id is None else start_rank_id
-        count = neuron.local_ranks_size if local_ranks_size is None else local_ranks_size
+        if fused is None or not neuron.save_sharded_checkpoint:
+            super().load_weights(compiled_model_path, start_rank_id, local_ranks_size)
+        else:
+            count = neuron.local_ranks_size if local_ranks_size is None else local_ranks_size
+            self._load_fused(fused, compiled_model_path, first, count)
+        files = compiled_model_path if neuron.save_sharded_checkpoint else None
+        check_router_bias(self.traced_model.nxd_model, self._source, files, first)
+
+    def _load_fused(self, fused: Any, compiled_model_path: str, first: int, count: int) -> None:
         head = draft_state_dict(fused.draft_model_path, fused.draft_config)
         files = Path(compiled_model_path, "weights")
         weights = [
             fused_state_dict(
-                load_file(files / f"tp{rank}_sharded_checkpoint.safetensors"), of_rank(head, rank, neuron.tp_degree)
+                load_file(files / f"tp{rank}_sharded_checkpoint.safetensors"),
+                of_rank(head, rank, self.neuron_config.tp_degree),
             )
             for rank in range(first, first + count)
         ]

@@ -22,8 +22,8 @@ class KimiK2Router(RouterTopK):
     """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.ops.router` for the definition.
 
     NxD's own routers cannot: RouterTopK has no bias of this kind, GroupLimitedRouter rounds the scores to the hidden
-    dtype before it selects. Scores and selection are in float64 here (NxD's way to keep the compiler from lowering them
-    to BF16), the weights are handed on in float32.
+    dtype before it selects. Everything is float32 here, as in the model's own definition; NxD's routers say float64,
+    which the device has not, against a mapping of float32 to BF16 (XLA_DOWNCAST_BF16) that SDK 2.23 began to take away.
 
     Args:
         config: the validated Hugging Face configuration.
@@ -106,17 +106,13 @@ class KimiK2Router(RouterTopK):
             tokens = hidden_states.reshape(-1, self.hidden_size)
             return self.kernel(tokens, self.linear_router.weight, *options, transposed=self.transposed)
         router_logits = self.get_router_logits(hidden_states)
-        bias = self.e_score_correction_bias.to(torch.float64)
-        if self.bias_before_sigmoid:
-            scores = self.apply_activation_fn(router_logits.to(torch.float64) + bias)
-            choice = scores
-        else:
-            scores = self.apply_activation_fn(router_logits)
-            choice = scores + bias
+        bias = self.e_score_correction_bias
+        scores = torch.sigmoid(router_logits + bias if self.bias_before_sigmoid else router_logits)
+        choice = scores if self.bias_before_sigmoid else scores + bias
         expert_index = torch.topk(choice, self.top_k, dim=1).indices.detach().to(torch.long)
         weights = scores.gather(1, expert_index)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(dim=1, keepdim=True) + NORM_GUARD)
-        weights = (weights * self.routed_scaling_factor).to(torch.float32)
-        affinities = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
+        weights = weights * self.routed_scaling_factor
+        affinities = torch.zeros_like(scores)
         return router_logits, affinities.scatter(1, expert_index, weights), expert_index
