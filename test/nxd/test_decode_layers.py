@@ -110,6 +110,22 @@ def test_prefill_and_16_steps(
     assert "selective_experts" not in result["kernels"]
 
 
+@pytest.mark.parametrize("layout", ["TP1", pytest.param("EP2", marks=SLOW)])
+def test_chunks_of_any_size_are_the_same_step(tmp_path: Path, layout: str) -> None:
+    """Calls of 1, 4, 15 and 60 MoE layers, of a model of 5: the same bits."""
+    checkpoint, case = tmp_path / "source", sequences(1, 512, steps=2)
+    write_synthetic_checkpoint(checkpoint, with_format(config_of(layout, num_hidden_layers=6), "bf16"), seed=5)
+    found = []
+    for each, calls in ((1, 5), (4, 2), (15, 1), (60, 1)):
+        given = options(layout, 2 if layout == "EP2" else 1, batch=1, decode_layers_per_kernel=each)
+        job = {"checkpoint": checkpoint, "neuron_config": given, "cases": [case]}
+        result = launch(job, tmp_path / str(each), WORKER, timeout=600)
+        assert result["kernels"]["decode_layers"] == 2 * calls
+        found.append(result["logits"][0])
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], expected_logits(plain_model(checkpoint), case), rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(("cores", "fmt", "batch"), [(2, "bf16", 1), (4, "fp8", 4), (2, "bf16", 4)])
 def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, batch: int) -> None:
     """Groups of ranks share a cache; each rank makes the queries of its whole group. Attention in FP8 beside FP8."""
