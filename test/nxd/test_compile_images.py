@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from environment import contrib
+from harness import SLOW
 from safetensors.torch import save_file
 from test_readme_steps import PRESET, Machine
 
@@ -29,14 +30,15 @@ PRESETS = Path(__file__).parents[2] / "src" / "kimi_k2" / "presets"
 TOWER = "vision_encoder_model"
 
 
-def test_hlo_of_every_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trn2-tp64-ep1-images", pytest.param("trn2-tp32-ep2-images", marks=SLOW)])
+def test_hlo_of_every_graph(tmp_path: Path, name: str) -> None:
     """The published shapes with two layers each, the preset with fewer buckets."""
     content = json.loads((PRESETS / "kimi-k2.5.json").read_text())
     content["text_config"]["num_hidden_layers"] = content["vision_config"]["vt_num_hidden_layers"] = 2
     model, out, preset = tmp_path / "model", tmp_path / "out", tmp_path / "images.yaml"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(content))
-    fields = yaml.safe_load((CONFIGS / "trn2-tp64-ep1-images.yaml").read_text())
+    fields = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     fields["neuron_config"] |= {"context_encoding_buckets": [512], "token_generation_buckets": [512]}
     fields |= {"seq_len": 512, "max_context_length": 512}
     fields["vision"]["buckets"] = [[256, 1], [1024, 4]]
@@ -86,7 +88,8 @@ def test_the_tower_loads_files_of_its_own_ranks(tmp_path: Path) -> None:
 
         return SimpleNamespace(nxd_model=SimpleNamespace(initialize=initialize))
 
-    app = SimpleNamespace(get_text_builder=None, get_vision_builder=None)
+    config = SimpleNamespace(_name_or_path="")
+    app = SimpleNamespace(get_text_builder=None, get_vision_builder=None, config=config, model_path="")
     for name, ranks in (("text", 2), ("vision", 1)):
         (tmp_path / name / "weights").mkdir(parents=True)
         for rank in range(ranks):
