@@ -275,7 +275,7 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
         if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
             preshard(self.config._name_or_path or self.model_path, compiled_model_path, neuron)
 
-    def load_weights(
+    def load_weights(  # type: ignore[override]  # as NxDI's two bases differ
         self,
         text_compiled_model_path: str,
         vision_compiled_model_path: str,
